@@ -1,0 +1,61 @@
+# `make serve` and `make test` are all you need; what they need is installed into .venv on first use.
+PY   ?= python3
+PORT ?= 1919
+J    ?= 2
+BIN  := .venv/bin
+SHELL := /bin/bash
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# several people may work in one checkout: whoever writes notebooks into the package does so alone
+LOCK := $(if $(shell command -v flock),flock .venv/.lock)
+PYTEST = $(BIN)/python -m pytest -n $(J) --dist worksteal
+need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=11_kv.table))
+.PHONY: help serve test test-long docs nbs export edit done check embedded update readme cov install clean
+
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 12
+
+serve: .venv/.core       ## serve a model on PORT=1919 (MODEL=a checkpoint, default the embedded one; ARGS=more flags)
+	@exec $(BIN)/python -m minisgl_lit serve --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+test: .venv/.all         ## run every notebook and every test
+	$(PYTEST)
+test-long: .venv/.all    ## the same with the long tests and the slow cells (TST_FLAGS="slow gpu" for GPU cells too)
+	TST_LONG=1 TST_FLAGS="$(or $(TST_FLAGS),slow)" $(PYTEST)
+cov: .venv/.all          ## the tests run on the exported package, with coverage
+	TST_PACKAGE=1 $(PYTEST) -q --cov --cov-report=term-missing
+check: .venv/.all        ## lint; package, notebooks, README and settings agree; no chapter reads ahead
+	$(BIN)/ruff check --quiet minisgl_lit tests docs
+	$(BIN)/python -m pytest -q tests/test_project.py
+docs: .venv/.all         ## build the book into docs/_build/html; any warning is an error
+	$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
+edit: .venv/.all         ## edit NB=11_kv.table: write the chapter as text, nbs/11_kv.table.py
+	$(need_nb)@test ! -e nbs/$(NB).py || { echo 'nbs/$(NB).py is there already: make done NB=$(NB), or remove it'; exit 1; }
+	@$(BIN)/jupytext --quiet --to py:percent nbs/$(NB).ipynb -o nbs/$(NB).py && echo 'edit nbs/$(NB).py, then: make done NB=$(NB)'
+done: .venv/.all         ## done NB=11_kv.table: text back to notebook (or a new one), export, run, store outputs
+	$(need_nb)@if test -e nbs/$(NB).py; then $(BIN)/jupytext --quiet --update --update-metadata \
+	  '{"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}' --to ipynb nbs/$(NB).py -o nbs/$(NB).ipynb; fi
+	@$(LOCK) bash -c 'nbdev-clean --fname nbs/$(NB).ipynb && nbdev-export --path nbs/$(NB).ipynb'
+	@$(BIN)/python tests/nbrun.py --save --fresh nbs/$(NB).ipynb
+	@rm -f nbs/$(NB).py; $(BIN)/python docs/readme.py
+nbs: export              ## run all notebooks and store their true outputs (NB=nbs/11_*.ipynb for some)
+	$(BIN)/python tests/nbrun.py --save -j $(J) $(NB)
+	@$(BIN)/python docs/readme.py
+export: .venv/.all       ## notebooks -> minisgl_lit/
+	@$(LOCK) bash -c 'nbdev-clean && nbdev-export'
+update: .venv/.all       ## minisgl_lit/*.py edited by hand -> notebooks
+	@$(LOCK) bash -c 'nbdev-update && nbdev-clean && nbdev-export'
+readme: .venv/.all       ## README.md from nbs/index.ipynb
+	$(BIN)/python docs/readme.py
+embedded: .venv/.all     ## train the embedded model anew
+	$(BIN)/python -m minisgl_lit.model.embedded
+install: .venv/.all      ## all that the targets above need
+clean:           ## remove what was built, .venv included
+	rm -rf .venv docs/_build docs/nbs docs/src build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage*
+
+.venv/bin/python:
+	$(PY) -m venv .venv
+.venv/.core: settings.ini setup.py | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	@touch $@
+.venv/.all: settings.ini setup.py | .venv/bin/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch .venv/.core $@

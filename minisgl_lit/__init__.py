@@ -1,0 +1,18 @@
+"""minisgl_lit: a book that runs. Names are imported when they are first used (PEP 562)."""
+
+_lazy = {"LLM": "llm", "SamplingParams": "core", "serve": "serving.serve"}   # public name -> module
+__all__ = ["LLM", "SamplingParams", "serve", "__version__"]
+
+
+def __getattr__(name):
+    from importlib import import_module, metadata
+    if name in _lazy: value = getattr(import_module(f"{__name__}.{_lazy[name]}"), name)
+    elif name == "__version__":
+        try: value = metadata.version(__name__)
+        except metadata.PackageNotFoundError: value = "0+source"   # run from the source tree, not installed
+    else: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value   # next time Python finds it at once
+    return value
+
+
+def __dir__(): return sorted({*globals(), *__all__})

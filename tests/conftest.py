@@ -1,0 +1,22 @@
+"""Settings of the test run: one thread per worker, the `long` marker, two profiles of hypothesis."""
+import os
+os.environ.setdefault("OMP_NUM_THREADS", "1")   # two busy workers on two cores: before torch is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")    # no test may need the network
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("default", deadline=None, derandomize=True)
+settings.register_profile("long", deadline=None, max_examples=1000)
+
+def is_long(config): return config.getoption("--long") or os.environ.get("TST_LONG", "0") not in ("", "0")
+
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="also run tests marked `long` (or set TST_LONG=1)")
+
+def pytest_configure(config): settings.load_profile("long" if is_long(config) else "default")
+
+def pytest_collection_modifyitems(config, items):
+    if is_long(config): return
+    for item in items:
+        if "long" in item.keywords: item.add_marker(pytest.mark.skip(reason="long: --long or TST_LONG=1"))

@@ -1,0 +1,147 @@
+"""Run notebooks in fresh Jupyter kernels, compare their outputs with the stored ones, and store them.
+
+    python tests/nbrun.py                     run all notebooks; fail on an error or an output that is no longer true
+    python tests/nbrun.py --save nbs/60_*     the same, and write the new outputs into the notebooks
+
+`#| volatile` outputs are compared without their numbers; `#| slow` and `#| gpu` cells run only if
+`--flags` names them. What a cell writes to stderr (progress bars, warnings) is not an output.
+"""
+import argparse, ast, json, os, re, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from configparser import ConfigParser
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+root = Path(__file__).resolve().parents[1]
+_ini = ConfigParser(); _ini.read(root/"settings.ini", encoding="utf-8")
+cfg = _ini["DEFAULT"]
+_ansi = re.compile(r"\x1b\[[0-9;]*m")
+_addr = re.compile(r" at 0x[0-9a-f]+")
+_wstate = "application/vnd.jupyter.widget-state+json"
+_exports = {"export", "exporti", "exports"}
+# no network, one thread (two kernels share the cores), and nothing that differs from run to run
+_env = {"HF_HUB_OFFLINE": "1", **os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "SOURCE_DATE_EPOCH": "0",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+
+def notebooks(): return sorted(p for p in (root/"nbs").glob("*.ipynb") if p.name[0] not in "._")
+
+def directives(cell):
+    "The `#| name: value` lines at the top of a code cell, as a dict."
+    res = {}
+    if cell.cell_type != "code": return res
+    for line in cell.source.splitlines():
+        m = re.match(r"#\|\s*([\w-]+)\s*:?\s*(.*)", line)
+        if not m: break
+        res[m[1]] = m[2].strip()
+    return res
+
+def _key(outputs, volatile=False, pictures=False):
+    """What must stay the same in outputs: texts (without numbers if `volatile`), never widget ids or
+    addresses; pictures only when storing."""
+    res = []
+    for o in outputs:
+        if o.output_type == "stream":
+            if res and res[-1][0] == o.name: res[-1] = (o.name, res[-1][1] + o.text)
+            else: res.append((o.name, o.text))
+        elif o.output_type == "error": res.append(("error", o.ename, o.evalue))
+        else: res.append(tuple((k, str(v)) for k, v in sorted(o.data.items())
+                               if (pictures and not volatile or not k.startswith("image/")) and "widget-view" not in k))
+    res = _addr.sub("", repr(res))
+    return re.sub(r"[\d.,]+|\s+", "", res) if volatile else res
+
+def _fix_widget_ids(nb):
+    "Number the widget models in order of creation, so that a rerun gives the same file."
+    state = nb.metadata.get("widgets", {}).get(_wstate, {}).get("state", {})
+    if not state: return nb
+    txt = nbformat.writes(nb)
+    for i, k in enumerate(state): txt = txt.replace(k, f"{i:032x}")
+    return nbformat.reads(txt, as_version=4)
+
+def use_package(nb):
+    "Replace exported cells by names of the installed module: the same tests, on the package, and coverage sees them."
+    home = next((d["default_exp"] for c in nb.cells if "default_exp" in (d := directives(c))), None)
+    for c in nb.cells:
+        d = directives(c)
+        if not (k := _exports & d.keys()): continue
+        mod, names = d[k.pop()] or home, [*_names(ast.parse(c.source).body)]
+        c.source = (f"import importlib as _il; _m = _il.import_module('{cfg['lib_path']}.{mod}')\n"
+            f"globals().update({{k: getattr(_m, k) for k in {names} if hasattr(_m, k)}})")
+
+def _names(body):
+    "Names that statements bind at top level; a method added by `@patch` binds none."
+    for n in body:
+        if isinstance(n, (ast.Import, ast.ImportFrom)): yield from ((a.asname or a.name).split(".")[0] for a in n.names if getattr(n, "module", "") != "__future__")
+        elif isinstance(n, ast.Assign): yield from (t.id for o in n.targets for t in ast.walk(o) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store))
+        elif isinstance(n, ast.AnnAssign): yield n.target.id
+        elif isinstance(n, (ast.If, ast.Try, ast.With)): yield from _names([*n.body, *getattr(n, "orelse", []), *(s for h in getattr(n, "handlers", []) for s in h.body)])
+        elif hasattr(n, "name") and not any(ast.unparse(d).startswith("patch") for d in n.decorator_list): yield n.name
+
+def execute(nb, path, timeout):
+    "Run `nb` in a kernel of its own; return an error message or ''."
+    client = NotebookClient(nb, kernel_name="python3", timeout=timeout, startup_timeout=300,
+        resources={"metadata": {"path": str(path.parent)}}, extra_arguments=["--log-level=ERROR"])
+    try: client.execute(env=_env)
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as e:
+        bad = next((i for i, c in enumerate(nb.cells) if any(o.output_type == "error" for o in c.get("outputs", []))), None)
+        where = f"{path.name}, cell {bad} (id {nb.cells[bad].id})" if bad is not None else path.name
+        return f"{where}\n{_ansi.sub('', str(e))}"
+    for c in nb.cells:
+        if c.cell_type == "code": c.outputs = [o for o in c.outputs if o.get("name") != "stderr"]
+    return ""
+
+def store(nb, path):
+    "Write a notebook as nbdev would clean it."
+    from fastcore.nbio import write_nb
+    from nbdev.clean import clean_nb
+    js = json.loads(nbformat.writes(nb))
+    clean_nb(js)
+    write_nb(js, path)
+
+def run(path, flags=(), save=False, timeout=900, package=False, fresh=False):
+    "Run one notebook; return (error message or '', ids of cells with stale outputs, seconds)."
+    t0, path, stale = time.time(), Path(path).resolve(), []
+    old, nb = (nbformat.read(path, as_version=4) for _ in range(2))
+    marks = set(cfg["tst_flags"].split())
+    for c in nb.cells:
+        d = directives(c)
+        if d.get("eval", "").lower() == "false" or (marks - set(flags)) & d.keys(): c.metadata.tags = ["skip-execution"]
+    if package: use_package(nb)
+    err = execute(nb, path, timeout)
+    if err or package: return err, [], time.time()-t0
+    nb = _fix_widget_ids(nb)
+    for a, b in zip(old.cells, nb.cells):
+        if a.cell_type != "code" or "skip-execution" in b.metadata.get("tags", []): continue
+        d = directives(a)
+        if not save and marks & d.keys(): continue   # stored by a machine that can run them
+        volatile = "volatile" in d
+        if fresh and a.outputs != b.outputs or _key(a.outputs, volatile, save) != _key(b.outputs, volatile, save):
+            stale.append(a.id)
+            a.outputs = b.outputs
+        elif any("widget-view" in k for o in b.outputs for k in o.get("data", {})): a.outputs = b.outputs
+    w = nb.metadata.get("widgets") or None
+    if w != (old.metadata.pop("widgets", None) or None) and save: stale.append("widgets")
+    if w: old.metadata.widgets = w
+    if save and stale: store(old, path)
+    return "", stale, time.time()-t0
+
+def main():
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("files", nargs="*", type=Path); ap.add_argument("--save", action="store_true")
+    ap.add_argument("--fresh", action="store_true", help="with --save: store volatile outputs too")
+    ap.add_argument("--flags", default=os.environ.get("TST_FLAGS", ""), help="cells to run that are skipped otherwise, e.g. 'slow gpu'")
+    ap.add_argument("-j", type=int, default=2)
+    a = ap.parse_args()
+    files, bad = a.files or notebooks(), 0
+    with ThreadPoolExecutor(a.j) as ex:
+        for f, (err, stale, secs) in zip(files, ex.map(lambda f: run(f, a.flags.split(), a.save, fresh=a.fresh), files)):
+            what = "FAILED" if err else f"{'updated' if a.save else 'STALE'} {len(stale)}" if stale else "ok"
+            print(f"{secs:6.1f}s  {what:10} {f.name}", flush=True)
+            if err: print(err)
+            bad += bool(err) or bool(stale and not a.save)
+    print(f"{len(files)-bad} of {len(files)} notebooks ok")
+    sys.exit(bad > 0)
+
+if __name__ == "__main__": main()
