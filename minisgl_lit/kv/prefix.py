@@ -28,32 +28,32 @@ def common_pages(
     differ = a[:n] != b[:n]
     return int(differ.argmax() if differ.any() else n) // page_size
 
-# %% ../../nbs/12_kv.prefix.ipynb #ae345128
+# %% ../../nbs/12_kv.prefix.ipynb #3dc30e0c
 @dataclass(slots=True, eq=False)
 class Node:
-    "A run of whole pages that nobody has branched off yet."
+    "A run of whole pages, from where two prompts parted to where the next ones do."
     key: np.ndarray          # Tokens, [n_pages * page_size]
-    pages: np.ndarray        # Pages that hold their keys and values, [n_pages]
-    parent: 'Node | None'    # None: the root, or evicted
+    pages: np.ndarray        # Pages with their keys and values, [n_pages]
+    parent: 'Node | None'    # None: this is the root, or it was evicted
     children: 'dict[bytes, Node]' = field(default_factory=dict)  # By the bytes of their first page
-    locks: int = 0           # Locks of the handles that end here or below
-    last_used: int = 0       # The operation that matched or inserted it last
-    queued: bool = False     # It has its one entry in the heap
+    locks: int = 0           # Locks of all handles that end here or below
+    last_used: int = 0       # Number of the operation that last passed here
+    queued: bool = False     # Its one entry is in the heap of `RadixCache`
 
 @dataclass(slots=True, eq=False)
 class Handle:
-    "A prefix in the tree: the tokens from the root to the end of `node`. Only a lock keeps it there."
+    "A prefix in the tree, from the root to the end of `node`. Only a lock keeps it there."
     node: Node       # Where it ends
-    cached_len: int  # Tokens, whole pages
-    locks: int = 0   # How often this handle is locked
+    cached_len: int  # Its length in tokens, whole pages
+    locks: int = 0   # Locks taken with this handle and not given back
 
     @property
     def path(self) -> list[Node]:
-        "Nodes from the root to `node`; `RuntimeError` if some of the prefix has been evicted"
+        "Nodes from the root to `node`; `RuntimeError` if part of the prefix was evicted"
         path = [self.node]
         while parent := path[-1].parent: path.append(parent)
         if len(path[-1].key) or sum(len(node.key) for node in path) != self.cached_len:
-            raise RuntimeError(f'the match of {self.cached_len} tokens was evicted before it was locked')
+            raise RuntimeError(f'the match of {self.cached_len} tokens was evicted: lock it first')
         return path[::-1]
 
     @property
@@ -61,69 +61,70 @@ class Handle:
         "The tree's pages of the prefix, [cached_len / page_size]"
         return np.concatenate([node.pages for node in self.path])
 
+# %% ../../nbs/12_kv.prefix.ipynb #acd7e061
 class InsertResult(NamedTuple):
-    "What `insert` has made of the caller's prefix."
-    handle: Handle     # Its end in the tree
-    pages: np.ndarray  # The tree's pages of all of it; where they differ, the caller's are duplicates
+    "Where a prefix is now. A page of the caller that is not in `pages` is a duplicate."
+    handle: Handle     # The end of the prefix in the tree, not locked yet
+    pages: np.ndarray  # The tree's pages of the whole prefix; none if nothing is kept
 
-# %% ../../nbs/12_kv.prefix.ipynb #3dc30e0c
 class PrefixCache(Protocol):
-    "Pages of past prefixes, whose keys and values any request may read while it holds a lock on them."
+    "Owner of the pages of past prefixes. Who holds a lock on a prefix may read its pages."
     page_size: int       # Tokens in a page
     evictable_size: int  # Pages that nobody has locked
     protected_size: int  # Pages that somebody has locked
 
     def match_prefix(self, ids: np.ndarray) -> Handle:
-        "The longest prefix of `ids` held, in whole pages; lock it before anything is evicted"
+        "The longest prefix of `ids` that is here, in whole pages; not locked yet"
     def lock(self, handle: Handle) -> None:
         "Keep a prefix from eviction until `unlock`"
     def unlock(self, handle: Handle) -> None:
-        "Give back one `lock` of this handle; `RuntimeError` if it has none"
+        "Give back one lock of this handle"
     def insert(self, ids: np.ndarray, pages: np.ndarray) -> InsertResult:
-        "Hand over computed pages; what was there already keeps its own"
+        "Hand over computed pages; what is here already keeps the pages it has"
     def evict(self, n_pages: int) -> np.ndarray:
-        "Drop `n_pages` pages, or all that nobody has locked if they are fewer, and return them"
+        "Give up `n_pages` pages, or all that are evictable if those are fewer"
     def reset(self) -> np.ndarray:
-        "Drop everything and return its pages; `RuntimeError` while anything is locked"
+        "Give up all pages; an error while anything is locked"
     def all_pages(self) -> np.ndarray:
-        "Every page held"
+        "All pages it owns"
     def check(self) -> None:
-        "`RuntimeError` naming the first invariant that does not hold; walks everything"
+        "An error that names the first broken invariant; looks at everything"
 
-# %% ../../nbs/12_kv.prefix.ipynb #cc026f0f
+# %% ../../nbs/12_kv.prefix.ipynb #7ad65da8
 evictions: dict[str, Callable[[Node], int]] = {'lru': lambda node: node.last_used}
 
 class RadixCache:
-    """A tree of token runs in whole pages, each page with the keys and values of its whole prefix.
+    """A tree of token runs, after the RadixAttention of Zheng et al. (2024), *SGLang: Efficient
+    Execution of Structured Language Model Programs*.
 
-    A prefix is a way from the root. Children differ in their first page, so a match is one way.
-    A lock counts on every node of its way; so below an unlocked node nothing is locked, and as long
-    as `evictable_size` is not 0, some leaf can go. Every unlocked leaf has one entry in a heap, whose
-    rank may be older than the node's, never newer. After Zheng et al. 2024, *SGLang* (RadixAttention).
+    It owns the pages of its nodes. A prefix is a way from the root. A lock counts on each node
+    of its way, so below an unlocked node nothing is locked, and while `evictable_size > 0` some
+    leaf can go. Each unlocked leaf has one entry in a heap, at its rank of that moment or of an
+    earlier one; so a function in `evictions` must not fall when its node is used.
     """
     def __init__(
         self,
         page_size: int,         # Tokens in a page
-        eviction: str = 'lru',  # Which unlocked leaf goes first, a name in `evictions`
+        eviction: str = 'lru',  # Name in `evictions`: the leaf of lowest rank goes first
     ):
         self.page_size, self._rank = page_size, evictions[eviction]
         nothing = np.empty(0, dtype=np.int32)
         self.root = Node(nothing, nothing, parent=None)
         self.evictable_size = self.protected_size = 0
-        self._heap: list[tuple[int, int, Node]] = []   # rank, number of the push, node
-        self._step, self._pushes = 0, count()
+        self._heap: list[tuple[int, int, Node]] = []   # rank, number of the entry, node
+        self._step, self._entries = 0, count()
 
     def _first(self, node: Node) -> bytes:
-        "The first page of a node, by which its parent knows it"
+        "The first page of a node, the name its parent has for it"
         return node.key[:self.page_size].tobytes()
 
-# %% ../../nbs/12_kv.prefix.ipynb #20e9e179
+# %% ../../nbs/12_kv.prefix.ipynb #1e07c9b7
 @patch
 def match_prefix(
     self: RadixCache,
     ids: np.ndarray,  # Tokens, [n]
-) -> Handle:          # Its end
-    "The longest prefix of `ids` held, in whole pages; marks it as used, and splits a node it ends in"
+) -> Handle:          # Not locked yet
+    "The longest prefix of `ids` in the tree, in whole pages; its way counts as used now"
     ids = np.asarray(ids, dtype=np.int32)
     self._step += 1
     node, n = self.root, 0
@@ -139,50 +140,28 @@ def _split(self: RadixCache, node: Node, n_pages: int) -> Node:
     "A new parent takes the first `n_pages` pages of `node`, which keeps the rest and its handles"
     if n_pages == len(node.pages): return node
     n = n_pages * self.page_size
-    head = replace(node, key=node.key[:n].copy(), pages=node.pages[:n_pages].copy(), children={}, queued=False)
+    head = replace(node, key=node.key[:n].copy(), pages=node.pages[:n_pages].copy(),
+                   children={}, queued=False)
     head.parent.children[self._first(head)] = head
     node.key, node.pages, node.parent = node.key[n:], node.pages[n_pages:], head
     head.children[self._first(node)] = node
     return head
 
-# %% ../../nbs/12_kv.prefix.ipynb #acd7e061
-@patch
-def lock(self: RadixCache, handle: Handle) -> None:
-    "Keep the whole prefix from eviction until `unlock`"
-    for node in handle.path:
-        if not node.locks:
-            self.evictable_size -= len(node.pages)
-            self.protected_size += len(node.pages)
-        node.locks += 1
-    handle.locks += 1
-
-@patch
-def unlock(self: RadixCache, handle: Handle) -> None:
-    "Give back one `lock` of this handle; `RuntimeError` if it has none"
-    if not handle.locks:
-        raise RuntimeError(f'the match of {handle.cached_len} tokens is not locked, so it cannot be unlocked')
-    handle.locks -= 1
-    for node in handle.path:
-        node.locks -= 1
-        if not node.locks:
-            self.protected_size -= len(node.pages)
-            self.evictable_size += len(node.pages)
-    self._offer(handle.node)
-
-# %% ../../nbs/12_kv.prefix.ipynb #7ad65da8
+# %% ../../nbs/12_kv.prefix.ipynb #179e3bd3
 @patch
 def insert(
     self: RadixCache,
     ids: np.ndarray,    # Tokens, whole pages, [n_pages * page_size]
-    pages: np.ndarray,  # Where their keys and values are, [n_pages]
+    pages: np.ndarray,  # Pages with their keys and values, [n_pages]
 ) -> InsertResult:
-    "Add what the tree does not have yet, as one leaf; the tree owns its pages from now on"
+    "Add what is missing as one leaf, whose pages the tree owns from now on"
     if len(ids) != len(pages) * self.page_size:
         raise ValueError(f'{len(ids)} tokens do not fill {len(pages)} pages of {self.page_size}')
     handle = self.match_prefix(ids)
     done = handle.cached_len
     if done < len(ids):
-        key, tail = np.array(ids[done:], dtype=np.int32), np.array(pages[done // self.page_size:], dtype=np.int32)
+        key = np.array(ids[done:], dtype=np.int32)   # copies: the caller's arrays go on changing
+        tail = np.array(pages[done // self.page_size:], dtype=np.int32)
         leaf = Node(key, tail, parent=handle.node, last_used=self._step)
         handle.node.children[self._first(leaf)] = leaf
         self.evictable_size += len(tail)
@@ -190,17 +169,43 @@ def insert(
         handle = Handle(leaf, len(ids))
     return InsertResult(handle, handle.pages)
 
-# %% ../../nbs/12_kv.prefix.ipynb #1e07c9b7
 @patch
 def _offer(self: RadixCache, node: Node) -> None:
-    "Queue a node that may be evicted, unless it is queued already"
+    "Put an unlocked leaf into the heap, unless it has its entry there"
     if node.queued or node.locks or node.children or node is self.root: return
     node.queued = True
-    heappush(self._heap, (self._rank(node), next(self._pushes), node))
+    heappush(self._heap, (self._rank(node), next(self._entries), node))
+
+# %% ../../nbs/12_kv.prefix.ipynb #39547032
+@patch
+def nodes(self: RadixCache) -> Iterator[Node]:
+    "All nodes, parents first"
+    todo = [self.root]
+    while todo:
+        yield (node := todo.pop())
+        todo.extend(node.children.values())
 
 @patch
-def _next_victim(self: RadixCache) -> Node:
-    "Take the unlocked leaf whose turn it is; one used since it was queued goes back"
+def all_pages(self: RadixCache) -> np.ndarray:
+    "All pages in the tree"
+    return np.concatenate([node.pages for node in self.nodes()])
+
+# %% ../../nbs/12_kv.prefix.ipynb #d2285f28
+@patch
+def evict(
+    self: RadixCache,
+    n_pages: int,  # Pages wanted
+) -> np.ndarray:   # So many pages, or all that are evictable, [n]
+    "Give up pages from the ends of unlocked leaves, lowest rank first"
+    freed, n_pages = [self.root.pages], min(n_pages, self.evictable_size)
+    while n_pages > 0:
+        freed.append(self._trim(self._next_leaf(), n_pages))
+        n_pages -= len(freed[-1])
+    return np.concatenate(freed)
+
+@patch
+def _next_leaf(self: RadixCache) -> Node:
+    "Take the unlocked leaf of lowest rank out of the heap"
     while True:
         rank, _, node = heappop(self._heap)
         node.queued = False
@@ -208,8 +213,8 @@ def _next_victim(self: RadixCache) -> Node:
         self._offer(node)
 
 @patch
-def _cut(self: RadixCache, leaf: Node, n_pages: int) -> np.ndarray:
-    "Take up to `n_pages` pages from the end of an unlocked leaf"
+def _trim(self: RadixCache, leaf: Node, n_pages: int) -> np.ndarray:
+    "Take `n_pages` pages from the end of `leaf`, or all it has; an empty one leaves the tree"
     keep = max(len(leaf.pages) - n_pages, 0)
     cut = leaf.pages[keep:]
     self.evictable_size -= len(cut)
@@ -222,67 +227,43 @@ def _cut(self: RadixCache, leaf: Node, n_pages: int) -> np.ndarray:
         self._offer(parent)
     return cut
 
+# %% ../../nbs/12_kv.prefix.ipynb #fa9534d8
 @patch
-def evict(
-    self: RadixCache,
-    n_pages: int,    # Pages wanted
-) -> np.ndarray:     # Exactly so many pages, or all that are evictable
-    "Free pages from the ends of unlocked leaves, in the order of the eviction policy"
-    freed, n_pages = [self.root.pages], min(n_pages, self.evictable_size)
-    while n_pages > 0:
-        freed.append(self._cut(self._next_victim(), n_pages))
-        n_pages -= len(freed[-1])
-    return np.concatenate(freed)
+def lock(self: RadixCache, handle: Handle) -> None:
+    "Keep a prefix from eviction until `unlock`; `RuntimeError` if it is gone already"
+    for node in handle.path:
+        if not node.locks:
+            self.evictable_size -= len(node.pages)
+            self.protected_size += len(node.pages)
+        node.locks += 1
+    handle.locks += 1
 
+@patch
+def unlock(self: RadixCache, handle: Handle) -> None:
+    "Give back one lock of this handle; `RuntimeError` if it has none"
+    if not handle.locks:
+        raise RuntimeError(f'the match of {handle.cached_len} tokens is not locked (unlocked twice?)')
+    handle.locks -= 1
+    for node in handle.path:
+        node.locks -= 1
+        if not node.locks:
+            self.protected_size -= len(node.pages)
+            self.evictable_size += len(node.pages)
+    self._offer(handle.node)
+
+# %% ../../nbs/12_kv.prefix.ipynb #acabbed8
 @patch
 def reset(self: RadixCache) -> np.ndarray:
-    "Empty the tree and return its pages; `RuntimeError` while anything is locked"
+    "Give up all pages; `RuntimeError` while anything is locked"
     if self.root.locks:
-        raise RuntimeError(f'{self.root.locks} locks hold {self.protected_size} pages: the cache cannot be emptied')
+        raise RuntimeError(f'the prefix cache cannot be emptied: {self.root.locks} locks are held')
     return self.evict(self.evictable_size)
 
-# %% ../../nbs/12_kv.prefix.ipynb #5f26b0f6
-@patch
-def nodes(self: RadixCache) -> Iterator[Node]:
-    "Every node, the root first; for tests and pictures, no operation walks them all"
-    todo = [self.root]
-    while todo:
-        yield (node := todo.pop())
-        todo.extend(node.children.values())
-
-@patch
-def all_pages(self: RadixCache) -> np.ndarray:
-    "Every page in the tree"
-    return np.concatenate([node.pages for node in self.nodes()])
-
-@patch
-def check(self: RadixCache) -> None:
-    "Walk the whole tree; `RuntimeError` names the first invariant that does not hold"
-    entries = Counter(id(node) for *_, node in self._heap)
-    def claims(node):
-        yield 'holds whole pages', len(node.key) == len(node.pages) * self.page_size > 0 or node is self.root
-        yield 'is the parent of its children', all(o.parent is node for o in node.children.values())
-        yield 'knows children by their first page', all(self._first(o) == k for k, o in node.children.items())
-        yield 'counts the locks below it', node.locks >= sum(o.locks for o in node.children.values())
-        yield 'was used when its children were', all(node.last_used >= o.last_used for o in node.children.values())
-        yield 'has one entry in the heap if it says so', entries[id(node)] == node.queued
-        yield 'can be evicted, so it is queued', node.queued or node.locks or node.children or node is self.root
-    for node in self.nodes():
-        for claim, ok in claims(node):
-            if not ok: raise RuntimeError(f'prefix tree: false that the node of pages {node.pages.tolist()} {claim}')
-    free = sum(len(node.pages) for node in self.nodes() if not node.locks)
-    pages = self.all_pages()
-    if (free, len(pages) - free) != (self.evictable_size, self.protected_size):
-        raise RuntimeError(f'prefix tree: {free} pages are evictable and {len(pages) - free} protected, '
-                           f'but it says {self.evictable_size} and {self.protected_size}')
-    twice = [page for page, n in Counter(pages.tolist()).items() if n > 1]
-    if twice: raise RuntimeError(f'prefix tree: page {twice[0]} is in it twice')
-
-# %% ../../nbs/12_kv.prefix.ipynb #179e3bd3
+# %% ../../nbs/12_kv.prefix.ipynb #cbd18042
 class NaiveCache(RadixCache):
-    "A cache that keeps nothing, so that it never matches: a tree into which nothing is put."
+    "The cache without a memory: no prefix is ever found, and all pages stay with their request."
     def insert(self, ids: np.ndarray, pages: np.ndarray) -> InsertResult:
-        "Keep nothing: all pages stay the caller's"
+        "Keep nothing"
         return InsertResult(self.match_prefix(ids), self.root.pages)
 
 prefix_caches: dict[str, type[RadixCache]] = {'radix': RadixCache, 'none': NaiveCache}
@@ -292,5 +273,35 @@ def make_prefix_cache(
     page_size: int,         # Tokens in a page
     eviction: str = 'lru',  # A name in `evictions`
 ) -> PrefixCache:
-    "The prefix cache that a configuration names"
+    "The prefix cache that a configuration asks for"
     return prefix_caches[name](page_size, eviction)
+
+# %% ../../nbs/12_kv.prefix.ipynb #54d1952b
+@patch
+def _claims(self: RadixCache) -> Iterator[tuple[str, bool]]:
+    "Every invariant in words, and whether it holds"
+    ranks, sizes, seen = {id(node): rank for rank, _, node in self._heap}, [0, 0], Counter()
+    yield 'each node has one entry in the heap', len(ranks) == len(self._heap)
+    for node in self.nodes():
+        it, below = f'node of pages {node.pages.tolist()}', node.children.values()
+        may_go = not (node is self.root or node.locks or node.children)
+        yield f'{it} has their tokens', len(node.key) == len(node.pages) * self.page_size
+        yield f'{it} has pages, or is the root', (len(node.pages) > 0) == (node is not self.root)
+        yield f'{it} is the parent of its children', all(o.parent is node for o in below)
+        yield f'{it} finds its children', all(self._first(o) == k for k, o in node.children.items())
+        yield f'{it} has the locks of its children', node.locks >= sum(o.locks for o in below)
+        yield f'{it} was used when they were', all(node.last_used >= o.last_used for o in below)
+        yield f'{it} knows if it is queued', node.queued == (id(node) in ranks)
+        yield f'{it} is queued if it may go', node.queued or not may_go
+        yield f'{it} is not queued too late', ranks.get(id(node), -1) <= self._rank(node)
+        sizes[node.locks > 0] += len(node.pages)
+        seen.update(node.pages.tolist())
+    yield f'evictable_size {self.evictable_size} is {sizes[0]}', self.evictable_size == sizes[0]
+    yield f'protected_size {self.protected_size} is {sizes[1]}', self.protected_size == sizes[1]
+    for page, n in seen.items(): yield f'page {page} is in one place', n == 1
+
+@patch
+def check(self: RadixCache) -> None:
+    "Walk the whole tree; `RuntimeError` names the first claim that is false"
+    for claim, holds in self._claims():
+        if not holds: raise RuntimeError(f'prefix tree: it is not true that {claim}')
