@@ -2,6 +2,8 @@
 PY   ?= python3
 PORT ?= 1919
 J    ?= 2
+# EXTRA=cuda: FlashInfer too, on a machine with an NVIDIA GPU
+EXTRA ?=
 BIN  := .venv/bin
 SHELL := /bin/bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -54,8 +56,8 @@ clean:           ## remove what was built, .venv included
 .venv/bin/python:
 	$(PY) -m venv .venv
 .venv/.core: settings.ini setup.py | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.$(EXTRA:%=[%])'
 	@touch $@
 .venv/.all: settings.ini setup.py | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev$(EXTRA:%=,%)]'
 	@touch .venv/.core $@
