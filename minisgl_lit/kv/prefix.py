@@ -28,7 +28,7 @@ def common_pages(
     differ = a[:n] != b[:n]
     return int(differ.argmax() if differ.any() else n) // page_size
 
-# %% ../../nbs/12_kv.prefix.ipynb #3dc30e0c
+# %% ../../nbs/12_kv.prefix.ipynb #74418959
 @dataclass(slots=True, eq=False)
 class Node:
     "A run of whole pages, from where two prompts parted to where the next ones do."
@@ -40,6 +40,7 @@ class Node:
     last_used: int = 0       # Number of the operation that last passed here
     queued: bool = False     # Its one entry is in the heap of `RadixCache`
 
+# %% ../../nbs/12_kv.prefix.ipynb #3dc30e0c
 @dataclass(slots=True, eq=False)
 class Handle:
     "A prefix in the tree, from the root to the end of `node`. Only a lock keeps it there."
@@ -118,6 +119,12 @@ class RadixCache:
         "The first page of a node, the name its parent has for it"
         return node.key[:self.page_size].tobytes()
 
+    def _offer(self, node: Node) -> None:
+        "Put an unlocked leaf into the heap, unless it has its entry there"
+        if node.queued or node.locks or node.children or node is self.root: return
+        node.queued = True
+        heappush(self._heap, (self._rank(node), next(self._entries), node))
+
 # %% ../../nbs/12_kv.prefix.ipynb #1e07c9b7
 @patch
 def match_prefix(
@@ -135,6 +142,7 @@ def match_prefix(
         n += len(node.key)
     return Handle(node, n)
 
+# %% ../../nbs/12_kv.prefix.ipynb #5f26b0f6
 @patch
 def _split(self: RadixCache, node: Node, n_pages: int) -> Node:
     "A new parent takes the first `n_pages` pages of `node`, which keeps the rest and its handles"
@@ -158,10 +166,9 @@ def insert(
     if len(ids) != len(pages) * self.page_size:
         raise ValueError(f'{len(ids)} tokens do not fill {len(pages)} pages of {self.page_size}')
     handle = self.match_prefix(ids)
-    done = handle.cached_len
-    if done < len(ids):
-        key = np.array(ids[done:], dtype=np.int32)   # copies: the caller's arrays go on changing
-        tail = np.array(pages[done // self.page_size:], dtype=np.int32)
+    if (n := handle.cached_len) < len(ids):
+        key = np.array(ids[n:], dtype=np.int32)   # copies: the caller's arrays go on changing
+        tail = np.array(pages[n // self.page_size:], dtype=np.int32)
         leaf = Node(key, tail, parent=handle.node, last_used=self._step)
         handle.node.children[self._first(leaf)] = leaf
         self.evictable_size += len(tail)
@@ -169,17 +176,10 @@ def insert(
         handle = Handle(leaf, len(ids))
     return InsertResult(handle, handle.pages)
 
-@patch
-def _offer(self: RadixCache, node: Node) -> None:
-    "Put an unlocked leaf into the heap, unless it has its entry there"
-    if node.queued or node.locks or node.children or node is self.root: return
-    node.queued = True
-    heappush(self._heap, (self._rank(node), next(self._entries), node))
-
-# %% ../../nbs/12_kv.prefix.ipynb #39547032
+# %% ../../nbs/12_kv.prefix.ipynb #7aaf621e
 @patch
 def nodes(self: RadixCache) -> Iterator[Node]:
-    "All nodes, parents first"
+    "All nodes, parents first; no operation on the cache needs them"
     todo = [self.root]
     while todo:
         yield (node := todo.pop())
@@ -190,7 +190,7 @@ def all_pages(self: RadixCache) -> np.ndarray:
     "All pages in the tree"
     return np.concatenate([node.pages for node in self.nodes()])
 
-# %% ../../nbs/12_kv.prefix.ipynb #d2285f28
+# %% ../../nbs/12_kv.prefix.ipynb #eb584b9f
 @patch
 def evict(
     self: RadixCache,
@@ -212,9 +212,10 @@ def _next_leaf(self: RadixCache) -> Node:
         if rank == self._rank(node) and not node.locks and not node.children: return node
         self._offer(node)
 
+# %% ../../nbs/12_kv.prefix.ipynb #39547032
 @patch
 def _trim(self: RadixCache, leaf: Node, n_pages: int) -> np.ndarray:
-    "Take `n_pages` pages from the end of `leaf`, or all it has; an empty one leaves the tree"
+    "Take `n_pages` pages from the end of `leaf`, or all it has"
     keep = max(len(leaf.pages) - n_pages, 0)
     cut = leaf.pages[keep:]
     self.evictable_size -= len(cut)
@@ -256,7 +257,7 @@ def unlock(self: RadixCache, handle: Handle) -> None:
 def reset(self: RadixCache) -> np.ndarray:
     "Give up all pages; `RuntimeError` while anything is locked"
     if self.root.locks:
-        raise RuntimeError(f'the prefix cache cannot be emptied: {self.root.locks} locks are held')
+        raise RuntimeError(f'cannot empty the prefix cache: locks are held, {self.root.locks} of them')
     return self.evict(self.evictable_size)
 
 # %% ../../nbs/12_kv.prefix.ipynb #cbd18042
@@ -269,9 +270,9 @@ class NaiveCache(RadixCache):
 prefix_caches: dict[str, type[RadixCache]] = {'radix': RadixCache, 'none': NaiveCache}
 
 def make_prefix_cache(
-    name: str,              # A name in `prefix_caches`
+    name: str,              # Name in `prefix_caches`
     page_size: int,         # Tokens in a page
-    eviction: str = 'lru',  # A name in `evictions`
+    eviction: str = 'lru',  # Name in `evictions`
 ) -> PrefixCache:
     "The prefix cache that a configuration asks for"
     return prefix_caches[name](page_size, eviction)
@@ -280,7 +281,7 @@ def make_prefix_cache(
 @patch
 def _claims(self: RadixCache) -> Iterator[tuple[str, bool]]:
     "Every invariant in words, and whether it holds"
-    ranks, sizes, seen = {id(node): rank for rank, _, node in self._heap}, [0, 0], Counter()
+    ranks, sizes, seen = {id(o): rank for rank, _, o in self._heap}, [0, 0], Counter()
     yield 'each node has one entry in the heap', len(ranks) == len(self._heap)
     for node in self.nodes():
         it, below = f'node of pages {node.pages.tolist()}', node.children.values()
@@ -293,13 +294,14 @@ def _claims(self: RadixCache) -> Iterator[tuple[str, bool]]:
         yield f'{it} was used when they were', all(node.last_used >= o.last_used for o in below)
         yield f'{it} knows if it is queued', node.queued == (id(node) in ranks)
         yield f'{it} is queued if it may go', node.queued or not may_go
-        yield f'{it} is not queued too late', ranks.get(id(node), -1) <= self._rank(node)
+        yield f'{it} is not queued too late', not node.queued or ranks[id(node)] <= self._rank(node)
         sizes[node.locks > 0] += len(node.pages)
         seen.update(node.pages.tolist())
     yield f'evictable_size {self.evictable_size} is {sizes[0]}', self.evictable_size == sizes[0]
     yield f'protected_size {self.protected_size} is {sizes[1]}', self.protected_size == sizes[1]
     for page, n in seen.items(): yield f'page {page} is in one place', n == 1
 
+# %% ../../nbs/12_kv.prefix.ipynb #48795a08
 @patch
 def check(self: RadixCache) -> None:
     "Walk the whole tree; `RuntimeError` names the first claim that is false"
