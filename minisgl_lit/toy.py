@@ -278,7 +278,8 @@ class ToyEngine:
         delay: float = 0.0,            # Seconds that each forward takes on the stream
     ):
         self.kv = ToyKV(page_table, token_pool, page_size, num_pages, vocab_size)
-        self.stream, self.verify, self.delay = stream or InlineStream(), verify, delay
+        self.stream = InlineStream() if stream is None else stream   # an empty line is falsy
+        self.verify, self.delay = verify, delay
         self.fail_at: int | None = None      # the step whose forward raises `RuntimeError`
         self.nan_rids: set[str] = set()      # requests whose keys, values and logits get lost
         self._flying: list[ToyLaunch] = []   # launched and not completed

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 
+from ..core import Lengths, SamplingArrays
+
 # %% ../../nbs/11_kv.table.ipynb #95bc9dd6
 class TableManager:
-    """Rows of `pages`, `page_table` and `token_pool`, lent to running requests.
+    """Rows of `pages`, `page_table`, `token_pool`, `lengths` and `sampling`, lent to running requests.
 
     `pages` (numpy, `[max_running_req + 1, max_pages]`) is the truth. `page_table`, its copy on the
     device, is right after each `flush` (on a CPU at once: the two are one memory).
@@ -31,6 +33,7 @@ class TableManager:
         self.pages = np.full((n_rows, max_pages), dummy_page, dtype=np.int32)
         self.page_table = torch.from_numpy(self.pages).to(device)
         self.token_pool = torch.zeros((n_rows, max_seq_len), dtype=torch.int32, device=device)
+        self.lengths, self.sampling = Lengths(n_rows), SamplingArrays.empty(n_rows)
         self._free, self._lent = list(reversed(range(max_running_req))), set()
         self._changed: list[tuple[np.ndarray, np.ndarray]] = []  # rows and columns to send
 
@@ -73,6 +76,19 @@ def flush(self: TableManager) -> None:
     if self.page_table.data_ptr() == self.pages.ctypes.data: return   # one memory
     sent = torch.from_numpy(np.stack([rows, cols, self.pages[rows, cols]])).to(self.page_table.device)
     self.page_table[sent[0], sent[1]] = sent[2].int()
+
+
+
+@patch
+def write_tokens(
+    self: TableManager,
+    row: int,         # A lent row
+    start: int,       # Place of the first token in its sequence
+    ids: np.ndarray,  # Token numbers, [n_tokens]
+) -> None:
+    "Put tokens that the host knows into `token_pool`"
+    ids = torch.from_numpy(np.ascontiguousarray(ids, dtype=np.int32))
+    self.token_pool[row, start:start + len(ids)] = ids.to(self.token_pool.device)
 
 # %% ../../nbs/11_kv.table.ipynb #44b0b348
 @patch
