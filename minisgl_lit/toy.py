@@ -47,7 +47,7 @@ def choose(
     vocab_size: int,     # How many tokens there are
 ) -> np.ndarray:         # Next token of each, int64, [n]
     "What the toy model says after each prefix"
-    return (((mix(hashes) >> np.uint64(32))*np.uint64(vocab_size)) >> np.uint64(32)).astype(np.int64)
+    return ((hashes >> np.uint64(32))*np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
 
 def toy_next(
     tokens: Sequence[int],  # All tokens so far, at least one
@@ -112,8 +112,7 @@ class ToyKV:
         positions: np.ndarray,  # Its place in its sequence, [n]
     ) -> np.ndarray:            # Its slot, [n]
         "Where tokens live, by the page table of this moment"
-        pages = self.pages[rows, positions // self.page_size].astype(np.int64)
-        return pages*self.page_size + positions % self.page_size
+        return self.pages[rows, positions // self.page_size]*self.page_size + positions % self.page_size
 
     def terms(
         self,
