@@ -134,7 +134,8 @@ class ManualStream(InlineStream):
     def _drive(self, event: HostEvent) -> None:
         while not event.query(): self.run_next()
 
-    def __len__(self) -> int:
+    @property
+    def n_waiting(self) -> int:
         "Pieces of work in line"
         return sum(not isinstance(o, HostEvent) for o in self._line)
 
