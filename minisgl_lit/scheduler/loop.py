@@ -68,7 +68,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         "Whether `step` has anything to do; if not, a driver may block until a request comes"
-        return bool(self.alive or self._in_flight or self._ended)
+        return bool(self.alive or self._in_flight or self._ended or self._replies or self._failed)
 
 # %% ../../nbs/25_scheduler.loop.ipynb #9fdab5f2
 @patch
@@ -157,7 +157,6 @@ def _schedule(self: Scheduler) -> Batch | None:
     reqs, mode = self._choose()
     if reqs and new_pages(reqs, self.cache) > self.cache.ready_size:
         self._drain()
-        self._collect()
         reqs = [o for o in reqs if o.pending.finish_reason is None]
     if not reqs: return None
     return make_batch(reqs, mode, self.launched + 1, self.cache)
@@ -224,6 +223,7 @@ def _process(self: Scheduler, batch: Batch, output: ForwardOutput) -> None:
     try: output.copy_done.synchronize()
     except BaseException as error: return self._fail(error)
     self.completed = batch.step
+    self._collect()
     for i, token, finite in zip(batch.sampled.tolist(), output.next_tokens.tolist(), output.finite.tolist()):
         self._next_token(batch.reqs[i].pending, token, finite)
     for req, computed in zip(batch.reqs, batch.device_lens.tolist()):
