@@ -35,7 +35,7 @@ def pick(
     u: torch.Tensor,      # Where to stop, as a share of their sum, below 1, float64, [n, 1]
 ) -> torch.Tensor:        # int64, [n]
     "Lay the probabilities end to end, and say on which of them `u` falls"
-    ends = probs.double().cumsum(-1)
+    ends = probs.double().cumsum_(-1)
     found = torch.searchsorted(ends, u * ends[:, -1:], right=True)[:, 0]
     return found.clamp(max=probs.shape[1] - 1)
 
@@ -56,16 +56,19 @@ def threshold(
 
 # %% ../../nbs/40_engine.sampling.ipynb #f5e40cce
 def draw(
-    scores: torch.Tensor,    # Logits less their maximum, float32, [n, vocab_size]
+    logits: torch.Tensor,    # Scores, float32, [n, vocab_size]
     settings: torch.Tensor,  # temperature, top_k, top_p, min_p and the number, float64, [5, n, 1]
     width: int,              # See `threshold`; 0: no row asks for it
+    cut: bool,               # Whether any row leaves tokens out
 ) -> torch.Tensor:           # int64, [n]
     "Choose a token for each row by chance"
-    temperature, top_k, top_p, min_p, u = settings
-    probs = torch.softmax(scores / temperature.float(), dim=-1)
-    least = min_p * probs.amax(-1, keepdim=True)
-    if width: least = torch.maximum(least, threshold(probs, top_k, top_p, width))
-    return pick(probs.where(probs >= least, 0), u)
+    temperature, top_k, top_p, min_p = settings[:4].float()
+    probs = torch.softmax(logits / temperature, dim=-1)
+    if cut:
+        least = min_p * probs.amax(-1, keepdim=True)
+        if width: least = torch.maximum(least, threshold(probs, top_k, top_p, width))
+        probs = probs.where(probs >= least, 0)
+    return pick(probs, settings[4])
 
 # %% ../../nbs/40_engine.sampling.ipynb #d0313283
 def sample(
@@ -77,12 +80,11 @@ def sample(
     best, likeliest = logits.max(-1)
     finite = best.isfinite()   # a maximum over NaN is NaN
     if sampling is None: return likeliest, finite
-    s = sampling
-    greedy = (s.temperature == 0) | (s.top_k == 1)
-    top_k, vocab_size = s.top_k[~greedy], logits.shape[1]
-    everything = ((s.top_p < 1) & (s.top_k == 0) & ~greedy).any()
-    width = vocab_size if everything else min(int(top_k.max(initial=0)), vocab_size)
+    s, vocab_size = sampling, logits.shape[1]
+    greedy = (s.temperature < 1e-5) | (s.top_k == 1)
+    alone = (s.top_p < 1) & (s.top_k == 0) & ~greedy   # top-p that must look at everything
+    width = vocab_size if alone.any() else min(int(s.top_k[~greedy].max(initial=0)), vocab_size)
     host = np.stack([np.where(greedy, 1, s.temperature), s.top_k, s.top_p, s.min_p, uniform(s.seed, positions), greedy])
     settings = to_device(host[..., None], logits.device)
-    scores = (logits - best[:, None]).where(finite[:, None], 0)
-    return torch.where(settings[5, :, 0] > 0, likeliest, draw(scores, settings[:5], width)), finite
+    chosen = draw(logits, settings[:5], width, bool(width or s.min_p[~greedy].any()))
+    return torch.where(settings[5, :, 0] > 0, likeliest, chosen), finite
