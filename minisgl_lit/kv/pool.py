@@ -8,24 +8,24 @@ __all__ = ['page_bytes', 'KVPool']
 # %% ../../nbs/10_kv.pool.ipynb #87210f5e
 import torch
 
-# %% ../../nbs/10_kv.pool.ipynb #116cf023
+# %% ../../nbs/10_kv.pool.ipynb #7a18a7a2
 def page_bytes(
     num_layers: int,     # Layers of the model; each keeps keys and values of its own
     page_size: int,      # Token slots in a page
     num_kv_heads: int,   # Heads that have keys and values
-    head_dim: int,       # Numbers in one key, or one value
+    head_dim: int,       # Numbers in one key, or in one value
     dtype: torch.dtype,  # What a number is stored as
 ) -> int:
-    "Memory of one page: keys and values of `page_size` tokens in all layers, in bytes"
+    "Memory of one page, in bytes: keys and values of `page_size` tokens in all layers"
     return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
-# %% ../../nbs/10_kv.pool.ipynb #7a18a7a2
+# %% ../../nbs/10_kv.pool.ipynb #756f35f6
 class KVPool:
-    """Keys and values of all tokens, in slots; page `p` is slots `p*page_size` to `(p+1)*page_size - 1`.
+    """Keys and values of all tokens, in slots; page `p` is slots `p * page_size` to `(p+1) * page_size - 1`.
 
     Pages 0 to `num_pages - 1` belong to whoever they are lent to; the pool does not ask. One more,
     `dummy_page`, belongs to nobody: padding reads and writes there. A page is not cleared between
-    two owners, so who reads must know what was written.
+    two owners.
     """
     def __init__(
         self,
@@ -33,20 +33,20 @@ class KVPool:
         num_pages: int,      # Pages that can be lent
         page_size: int,      # Token slots in a page
         num_kv_heads: int,   # Heads that have keys and values
-        head_dim: int,       # Numbers in one key, or one value
+        head_dim: int,       # Numbers in one key, or in one value
         dtype: torch.dtype,  # What a number is stored as
-        device: torch.device | str = 'cpu',  # Where the engine reads
+        device: torch.device | str = 'cpu',  # Where the engine computes
     ):
         self.num_pages, self.page_size, self.dummy_page = num_pages, page_size, num_pages
         slots = (num_pages + 1) * page_size
         self.buffer = torch.zeros(num_layers, 2, slots, num_kv_heads, head_dim, dtype=dtype, device=device)
 
     def k(self, layer: int) -> torch.Tensor:  # [slots, num_kv_heads, head_dim]
-        "The keys of one layer, a view"
+        "The keys of one layer: a view, by slot"
         return self.buffer[layer, 0]
 
     def v(self, layer: int) -> torch.Tensor:  # [slots, num_kv_heads, head_dim]
-        "The values of one layer, a view"
+        "The values of one layer: a view, by slot"
         return self.buffer[layer, 1]
 
     def store_kv(
