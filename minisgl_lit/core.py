@@ -67,6 +67,12 @@ _not_served = dict(   # the values that ask for nothing
     repetition_penalty=(None, 1), logit_bias=(None, {}), prompt_logprobs=(None,), logprob_start_len=(None,), n=(1,),
     json_schema=(None,), regex=(None,), ebnf=(None,), priority=(0,), extra_key=(None,))
 
+_optional = {'temperature', 'top_p', 'top_k', 'min_p', 'max_tokens', 'seed'}
+
+def _as_tuple(value: object) -> object:
+    "A text alone, a list and `None` as tuples; anything else as it is, for the rules to refuse"
+    return (value,) if isinstance(value, str) else tuple(value or ()) if isinstance(value, (list, type(None))) else value
+
 def check(
     params: 'SamplingParams',  # What a caller asked for
 ) -> None:
@@ -82,8 +88,6 @@ def check(
             raise RequestError(name, f'{name}={value!r} is not served yet; leave it out')
 
 # %% ../nbs/00_core.ipynb #a11822c6
-_optional = {'temperature', 'top_p', 'top_k', 'min_p', 'max_tokens', 'seed'}
-
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     "What a caller wishes for; checked when made, and never changed. `None`: the checkpoint's default."
@@ -115,10 +119,7 @@ class SamplingParams:
     extra_key: str | None = None       # Share cached prefixes only within this key
 
     def __post_init__(self):
-        if isinstance(self.stop, str): object.__setattr__(self, 'stop', (self.stop,))
-        for name in ('stop', 'stop_token_ids'):
-            if isinstance(getattr(self, name), (list, type(None))):
-                object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        for name in ('stop', 'stop_token_ids'): object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         check(self)
 
     def resolve(

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 
 from ..core import Batch, ForwardOutput
 from ..device import Stream
@@ -25,6 +26,7 @@ class Launched:
     "What `forward` leaves for `sample`, filled when its work is done."
     logits: torch.Tensor | None = None   # Of the sampled requests, float32, [n_sampled, vocab_size]
 
+# %% ../../nbs/41_engine.engine.ipynb #b1b3118e
 class Engine:
     "Runs a model over batches, in order, on one stream. Implements the `Engine` protocol of the core."
     def __init__(
@@ -61,22 +63,25 @@ class Engine:
         "Forget a failure and what was in line behind it"
         self.stream.reset()
 
-    @torch.inference_mode()
-    def _forward(self, batch: Batch, launched: Launched) -> None:
-        "On the stream: tokens in, logits out"
-        metadata = self.attention.prepare(batch)
-        rows, positions = to_device(np.stack([batch.token_rows, batch.positions]), self.device)
-        def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, metadata)
-        launched.logits = self.model.forward(self.token_pool[rows, positions], positions, attend, to_device(batch.last_tokens, self.device))
+# %% ../../nbs/41_engine.engine.ipynb #5111f739
+@patch
+@torch.inference_mode()
+def _forward(self: Engine, batch: Batch, launched: Launched) -> None:
+    "On the stream: tokens in, logits out"
+    metadata = self.attention.prepare(batch)
+    rows, positions = to_device(np.stack([batch.token_rows, batch.positions]), self.device)
+    def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, metadata)
+    launched.logits = self.model.forward(self.token_pool[rows, positions], positions, attend, to_device(batch.last_tokens, self.device))
 
-    @torch.inference_mode()
-    def _sample(self, batch: Batch, launched: Launched, home: torch.Tensor) -> None:
-        "On the stream: choose, keep the tokens where the next batch finds them, and send them home"
-        places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
-        tokens, finite = sample(launched.logits, batch.sampling, places[1])
-        rows, positions = to_device(places, self.device)
-        self.token_pool[rows, positions] = tokens.int()
-        home.copy_(torch.stack([tokens, finite.long()]), non_blocking=True)
+@patch
+@torch.inference_mode()
+def _sample(self: Engine, batch: Batch, launched: Launched, home: torch.Tensor) -> None:
+    "On the stream: choose, keep the tokens where the next batch finds them, and send them home"
+    places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
+    tokens, finite = sample(launched.logits, batch.sampling, places[1])
+    rows, positions = to_device(places, self.device)
+    self.token_pool[rows, positions] = tokens.int()
+    home.copy_(torch.stack([tokens, finite.long()]), non_blocking=True)
 
 # %% ../../nbs/41_engine.engine.ipynb #007d6dea
 def free_memory(

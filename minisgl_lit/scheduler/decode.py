@@ -9,6 +9,7 @@ __all__ = ['DecodeManager']
 from collections.abc import Iterable
 
 import numpy as np
+from fastcore.basics import patch
 
 from ..core import Req
 from ..kv.table import TableManager
@@ -41,25 +42,28 @@ class DecodeManager:
         end = -(-(self.lengths.max_device_len[self.rows] - 1) // self.page_size)
         return int((end - -(-self.lengths.cached_len[self.rows] // self.page_size)).sum())
 
-    def filter_reqs(
-        self,
-        reqs: Iterable[Req] = (),  # Those of the batch just launched
-    ) -> None:
-        "Let those join who make more tokens; let those go who have made their last"
-        joined = [o for o in reqs if o.can_decode and o.rid not in self.running]
-        self.running.update((o.rid, o) for o in joined)
-        if joined: self._rows = None
-        if not (stays := self.lengths.can_decode(self.rows)).all():
-            self.running = {o.rid: o for o, stay in zip(self.running.values(), stays) if stay}
-            self._rows = None
-
-    def remove_req(
-        self,
-        rid: str,  # Somebody who may be running
-    ) -> None:
-        "Let a request go before its last token"
-        if self.running.pop(rid, None): self._rows = None
-
     def schedule(self) -> list[Req]:
         "Everyone who runs: views for one decode batch"
         return list(self.running.values())
+
+# %% ../../nbs/22_scheduler.decode.ipynb #0c191290
+@patch
+def filter_reqs(
+    self: DecodeManager,
+    reqs: Iterable[Req] = (),  # Those of the batch just launched
+) -> None:
+    "Let those join who make more tokens; let those go who have made their last"
+    joined = [o for o in reqs if o.can_decode and o.rid not in self.running]
+    self.running.update((o.rid, o) for o in joined)
+    if joined: self._rows = None
+    if not (stays := self.lengths.can_decode(self.rows)).all():
+        self.running = {o.rid: o for o, stay in zip(self.running.values(), stays) if stay}
+        self._rows = None
+
+@patch
+def remove_req(
+    self: DecodeManager,
+    rid: str,  # Somebody who may be running
+) -> None:
+    "Let a request go before its last token"
+    if self.running.pop(rid, None): self._rows = None

@@ -26,6 +26,7 @@ class Observer:
     def launched(self, batch: Batch) -> None: "A batch has been launched"
     def completed(self, batch: Batch, replies: list[Reply]) -> None: "Its result has been processed, with these news"
 
+# %% ../../nbs/25_scheduler.loop.ipynb #59c2e171
 class Scheduler:
     """Decides who runs next, and tells everyone what came of it. One call of `step` is one turn.
 
@@ -92,6 +93,7 @@ def add(
     self.prefill.add(pending)
     return pending
 
+# %% ../../nbs/25_scheduler.loop.ipynb #f3bd5181
 @patch
 def _check_prompt(self: Scheduler, input_ids: Sequence[int]) -> np.ndarray:
     "The prompt as an array, if it is one"
@@ -209,6 +211,7 @@ def _next_token(self: Scheduler, pending: PendingReq, token: int, finite: bool) 
     if found := check_finish(pending, self.eos_token_ids): self.end(pending, found[0], [token], found[1])
     else: self._replies.append(Reply(pending.rid, [token]))
 
+# %% ../../nbs/25_scheduler.loop.ipynb #b5c2394a
 @patch
 def _after_chunk(self: Scheduler, pending: PendingReq, computed: int) -> None:
     "What a computed piece of a prompt means for its request"

@@ -9,6 +9,7 @@ __all__ = ['ChunkedReq', 'kv_len', 'PrefillAdder', 'PrefillManager']
 from collections.abc import Iterable
 
 import numpy as np
+from fastcore.basics import patch
 
 from ..core import PendingReq, Req
 from ..kv.cache import CacheManager
@@ -55,26 +56,29 @@ class PrefillAdder:
         sampled = end == pending.n_tokens < pending.max_len
         return (Req if sampled else ChunkedReq)(pending, self.lengths)
 
-    def _admit(self, pending: PendingReq) -> bool:
-        "Lend a row to a request if it can run to its end"
-        if not self.table.available_size: return False
-        handle = self.cache.match(pending)
-        self.cache.lock(handle)
-        needed = self.cache.pages_for(kv_len(pending)) - self.cache.pages_for(handle.cached_len)
-        if needed + self.reserved_pages > self.cache.available_size:
-            self.cache.unlock(handle)
-            return False
-        pending.handle, pending.table_idx, pending.cached_tokens = handle, self.table.allocate(), handle.cached_len
-        self._fill_row(pending)
-        return True
+# %% ../../nbs/21_scheduler.prefill.ipynb #56d3e404
+@patch
+def _admit(self: PrefillAdder, pending: PendingReq) -> bool:
+    "Lend a row to a request if it can run to its end"
+    if not self.table.available_size: return False
+    handle = self.cache.match(pending)
+    self.cache.lock(handle)
+    needed = self.cache.pages_for(kv_len(pending)) - self.cache.pages_for(handle.cached_len)
+    if needed + self.reserved_pages > self.cache.available_size:
+        self.cache.unlock(handle)
+        return False
+    pending.handle, pending.table_idx, pending.cached_tokens = handle, self.table.allocate(), handle.cached_len
+    self._fill_row(pending)
+    return True
 
-    def _fill_row(self, pending: PendingReq) -> None:
-        "Write what is known of a request into its row"
-        row, pages = pending.table_idx, pending.handle.pages
-        self.table.write(np.full(len(pages), row), np.arange(len(pages)), pages)
-        self.table.write_tokens(row, 0, pending.input_ids)
-        self.lengths.cached_len[row], self.lengths.max_device_len[row] = pending.handle.cached_len, pending.max_len
-        self.table.sampling.put(row, pending.params)
+@patch
+def _fill_row(self: PrefillAdder, pending: PendingReq) -> None:
+    "Write what is known of a request into its row"
+    row, pages = pending.table_idx, pending.handle.pages
+    self.table.write(np.full(len(pages), row), np.arange(len(pages)), pages)
+    self.table.write_tokens(row, 0, pending.input_ids)
+    self.lengths.cached_len[row], self.lengths.max_device_len[row] = pending.handle.cached_len, pending.max_len
+    self.table.sampling.put(row, pending.params)
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #1cf9a34f
 class PrefillManager:
