@@ -150,25 +150,26 @@ class TextDecoder:
         self._ids: list[int] = []            # the context, then the tokens whose text is held back
         self._context, self._shown = 0, 0    # tokens of context; characters of `_ids` that have left
 
+    def _decode(self, ids: list[int]) -> str: return self._tokenizer.decode(ids, self._skip)
+
     def push(self, token_ids: Sequence[int]) -> str:
         "Take some tokens, and give the text that is now certain"
-        return ''.join(self._step(i) for i in token_ids if self._tokenizer.visible(i, self._skip))
-
-    def finish(self) -> str:
-        "What was held back: it will not get better"
-        return self._tokenizer.decode(self._ids, self._skip)[self._shown:]
-
-    def _step(self, token: int) -> str:
-        self._ids.append(token)
-        text = self._tokenizer.decode(self._ids, self._skip)
-        broken, waiting = text.endswith('\ufffd'), len(self._ids) - self._context
-        if broken and waiting <= 4: return ''
+        ids = [i for i in token_ids if self._tokenizer.visible(i, self._skip)]
+        text = self._decode(self._ids + ids)
+        broken = text.endswith('\ufffd')
+        if broken and len(ids) > 1: return ''.join(self.push([i]) for i in ids)
+        self._ids += ids
+        if broken and len(self._ids) - self._context <= 4: return ''
         piece = text[self._shown:len(text) - broken]
         if piece:
             self._ids = self._ids[-4:] if broken else self._ids[self._context:]
             self._context = len(self._ids)
-            self._shown = len(self._tokenizer.decode(self._ids, self._skip)) - broken
+            self._shown = len(self._decode(self._ids)) - broken
         return piece
+
+    def finish(self) -> str:
+        "What was held back: it will not get better"
+        return self._decode(self._ids)[self._shown:]
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #59e485ff
 def _overlap(text: str, stop: str) -> int:
