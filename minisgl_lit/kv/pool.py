@@ -39,7 +39,8 @@ class KVPool:
     ):
         self.num_pages, self.page_size, self.dummy_page = num_pages, page_size, num_pages
         slots = (num_pages + 1) * page_size
-        self.buffer = torch.zeros(num_layers, 2, slots, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.buffer = torch.empty(num_layers, 2, slots, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.buffer[:, :, -page_size:] = 0   # padding reads here; what nobody has touched costs no memory yet
 
     def k(self, layer: int) -> torch.Tensor:  # [slots, num_kv_heads, head_dim]
         "The keys of one layer: a view, by slot"
