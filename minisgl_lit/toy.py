@@ -113,7 +113,8 @@ class ToyKV:
         positions: np.ndarray,  # Its place in its sequence, [n]
     ) -> np.ndarray:            # Its slot, [n]
         "Where tokens live, by the page table of this moment"
-        return self.pages[rows, positions // self.page_size]*self.page_size + positions % self.page_size
+        cols, offsets = np.divmod(positions, self.page_size)
+        return self.pages[rows, cols]*self.page_size + offsets
 
     def terms(
         self,
@@ -136,9 +137,9 @@ def extend(
     hashes = before + terms if len(terms) == len(n) else running_sums(terms, n, before)
     if lost.any(): hashes[lost.repeat(n)] = nan_hash
     self.hash[batch.out_loc], self.position[batch.out_loc] = hashes, batch.positions
-    return hashes[n.cumsum() - 1]
+    return hashes if len(hashes) == len(n) else hashes[n.cumsum() - 1]
 
-# %% ../nbs/03_toy.ipynb #31dc62fe
+# %% ../nbs/03_toy.ipynb #e2830dc7
 class ToyError(RuntimeError):
     "Something that shows one request another's tokens, or wrong ones."
 
@@ -154,11 +155,9 @@ def _refuse(
     name = f'request {batch.reqs[who[i]].rid!r}' if who[i] < len(batch.reqs) else 'padding'
     raise ToyError(f'step {batch.step}, {name}: {say(i)}')
 
-def _short(position: np.ndarray, number: np.ndarray) -> str:
-    "What a slot holds, short enough to read: a hash by its upper bits"
-    return f'({position}, {int(number) >> 48:04x})'
+# %% ../nbs/03_toy.ipynb #949b359e
+def _short(position: np.ndarray, number: np.ndarray) -> str: return f'({position}, {int(number) >> 48:04x})'
 
-# %% ../nbs/03_toy.ipynb #f3ceff37
 @patch
 def check_reads(
     self: ToyKV,
@@ -209,7 +208,7 @@ def check_plan(
     twice = (loc < dummy) & (np.bincount(loc)[loc] > 1)
     _refuse(batch, who, twice, lambda i: f'slot {loc[i]} is written twice in one step')
 
-# %% ../nbs/03_toy.ipynb #e061bc29
+# %% ../nbs/03_toy.ipynb #9367bdc1
 def _arrays(batch: Batch) -> dict[str, np.ndarray]:
     "The arrays of a batch, by name"
     return {f.name: o for f in fields(batch) if isinstance(o := getattr(batch, f.name), np.ndarray)}
@@ -225,6 +224,7 @@ class ToyLaunch:
     known: list[np.ndarray] = field(default_factory=list)                 # tokens of each request that the host knew
     users: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # of each row and page
 
+# %% ../nbs/03_toy.ipynb #4cd99b44
 def _things(batch: Batch, kv: ToyKV, starts: np.ndarray) -> list[tuple[tuple[str, int], str]]:
     "Rows of a batch and their pages from positions `starts` on, each with its user: (('page', 3), 'a')"
     first, last, res = starts // kv.page_size, -(-batch.device_lens // kv.page_size), []
@@ -233,7 +233,6 @@ def _things(batch: Batch, kv: ToyKV, starts: np.ndarray) -> list[tuple[tuple[str
         res += [(('row', row), req.rid), *((('page', p), req.rid) for p in pages)]
     return res
 
-# %% ../nbs/03_toy.ipynb #f20425b7
 @patch
 def take_note(
     self: ToyLaunch,
@@ -244,6 +243,7 @@ def take_note(
     self.known = [o.pending.input_ids for o in self.batch.reqs]
     for thing, rid in _things(self.batch, kv, 0*self.batch.rows): self.users.setdefault(thing, set()).add(rid)
 
+# %% ../nbs/03_toy.ipynb #15449a73
 @patch
 def check_unchanged(self: ToyLaunch) -> None:
     "Raise `ToyError` if the batch is no longer what was launched"
@@ -259,16 +259,15 @@ def check_owned(
 ) -> None:
     "Raise `ToyError` where a request writes to a row or page that somebody else uses in a batch in flight"
     for (thing, rid), other in product(_things(self.batch, kv, self.batch.cached_lens), flying):
-        for user in other.users.get(thing, {rid}) - {rid}:
+        for user in sorted(other.users.get(thing, {rid}) - {rid}):
             raise ToyError(f'step {self.batch.step}, request {rid!r}: {thing[0]} {thing[1]} is in use by request {user!r} '
                            f'in step {other.batch.step}, which has not completed')
 
-# %% ../nbs/03_toy.ipynb #a2460ce5
+# %% ../nbs/03_toy.ipynb #66b7d834
 class ToyEngine:
     """Computes batches as a real engine does: later, on its stream, in order. An `Engine`.
 
-    With `verify` every batch is checked, and what is wrong raises `ToyError` from `copy_done.synchronize()`.
-    Tests may set `fail_at` and `nan_rids` at any time.
+    With `verify`, what is wrong with a batch raises `ToyError` from `copy_done.synchronize()`.
     """
     def __init__(
         self,
@@ -283,8 +282,8 @@ class ToyEngine:
     ):
         self.kv = ToyKV(page_table, token_pool, page_size, num_pages, vocab_size)
         self.stream, self.verify, self.delay = InlineStream() if stream is None else stream, verify, delay
-        self.fail_at: int | None = None      # a step whose forward raises `RuntimeError`
-        self.nan_rids: set[str] = set()      # requests whose keys, values and logits get lost
+        self.fail_at: int | None = None      # a step that shall raise `RuntimeError`; for tests to set
+        self.nan_rids: set[str] = set()      # requests that shall lose their numbers; for tests to fill
         self._flying: list[ToyLaunch] = []   # launched and not completed
 
     def forward(
@@ -292,11 +291,8 @@ class ToyEngine:
         batch: Batch,  # What to compute
     ) -> ToyLaunch:    # For `sample`
         "Enqueue the model's part"
-        launch, fault = ToyLaunch(batch), None
-        if self.verify:
-            try: self._inspect(launch)
-            except ToyError as e: fault = e
-        self.stream.submit(partial(self._forward, launch, fault))
+        launch = ToyLaunch(batch)
+        self.stream.submit(partial(self._forward, launch, self._inspect(launch) if self.verify else None))
         return launch
 
     def sample(
@@ -311,20 +307,24 @@ class ToyEngine:
         launched.done = self.stream.record()
         return ForwardOutput(tokens, finite, launched.done)
 
-    def reset(self) -> None:
-        "Forget a failure, and what was in line behind it"
-        self.stream.reset()
-        self._flying.clear()
-
-# %% ../nbs/03_toy.ipynb #3112fcda
+# %% ../nbs/03_toy.ipynb #a2460ce5
 @patch
-def _inspect(self: ToyEngine, launch: ToyLaunch) -> None:
-    "All that can be checked at the launch"
-    self._flying = [o for o in self._flying if not (o.done and o.done.query())] + [launch]
-    self.kv.check_plan(launch.batch)
-    launch.take_note(self.kv)
-    launch.check_owned(self.kv, self._flying)
+def reset(self: ToyEngine) -> None:
+    "Forget a failure, and what was in line behind it"
+    self.stream.reset()
+    self._flying.clear()
 
+@patch
+def _inspect(self: ToyEngine, launch: ToyLaunch) -> ToyError | None:
+    "Take notes of a launch; what is wrong with it"
+    self._flying = [o for o in self._flying if not (o.done and o.done.query())] + [launch]
+    try:
+        self.kv.check_plan(launch.batch)
+        launch.take_note(self.kv)
+        launch.check_owned(self.kv, self._flying)
+    except ToyError as e: return e
+
+# %% ../nbs/03_toy.ipynb #7750fd52
 @patch
 def _forward(self: ToyEngine, launch: ToyLaunch, fault: ToyError | None) -> None:
     "On the stream: compute, with checks before and after"
@@ -336,8 +336,7 @@ def _forward(self: ToyEngine, launch: ToyLaunch, fault: ToyError | None) -> None
         launch.check_unchanged()
         self.kv.check_tokens(batch, launch.known)
     launch.hashes = self.kv.extend(batch)
-    for i, req in enumerate(batch.reqs if self.nan_rids else ()):
-        if req.rid not in self.nan_rids: continue
+    for i in [i for i, o in enumerate(batch.reqs) if o.rid in self.nan_rids] if self.nan_rids else ():
         self.kv.hash[batch.out_loc[batch.token_rows == batch.rows[i]]] = launch.hashes[i] = nan_hash
     if self.verify: self.kv.check_reads(batch)
 
