@@ -204,7 +204,8 @@ def check_plan(
         if len(found) != len(want): raise ToyError(f'step {batch.step}: {name} has {len(found)} entries for {len(want)} tokens')
         _refuse(batch, who, found != want, lambda i: f'position {positions[i]} has {name} {found[i]}, which should be {want[i]}')
     loc, dummy = batch.out_loc, self.dummy_page*self.page_size
-    _refuse(batch, who, (loc >= dummy) & (who < len(batch.reqs)), lambda i: f'position {positions[i]} has no page of its own')
+    _refuse(batch, who, (loc >= dummy) != (who >= len(batch.reqs)),
+            lambda i: f'slot {loc[i]} is {"not " if loc[i] < dummy else ""}on the dummy page, where padding writes and nobody else')
     twice = (loc < dummy) & (np.bincount(loc)[loc] > 1)
     _refuse(batch, who, twice, lambda i: f'slot {loc[i]} is written twice in one step')
 
@@ -315,18 +316,18 @@ def reset(self: ToyEngine) -> None:
     self._flying.clear()
 
 @patch
-def _inspect(self: ToyEngine, launch: ToyLaunch) -> ToyError | None:
+def _inspect(self: ToyEngine, launch: ToyLaunch) -> Exception | None:
     "Take notes of a launch; what is wrong with it"
     self._flying = [o for o in self._flying if not (o.done and o.done.query())] + [launch]
     try:
         self.kv.check_plan(launch.batch)
         launch.take_note(self.kv)
         launch.check_owned(self.kv, self._flying)
-    except ToyError as e: return e
+    except Exception as e: return e   # a row out of range is an IndexError
 
 # %% ../nbs/03_toy.ipynb #7750fd52
 @patch
-def _forward(self: ToyEngine, launch: ToyLaunch, fault: ToyError | None) -> None:
+def _forward(self: ToyEngine, launch: ToyLaunch, fault: Exception | None) -> None:
     "On the stream: compute, with checks before and after"
     batch = launch.batch
     if self.delay: time.sleep(self.delay)
