@@ -154,11 +154,7 @@ class ManualStream(InlineStream):
 
     def _put(self, item: Work | HostEvent) -> None:
         self._line.append(item)
-        self._pass_events()
-
-    def _pass_events(self) -> None:
-        "Events with no work left before them have come"
-        while self._line and isinstance(self._line[0], HostEvent): self._do(self._line.popleft())
+        if isinstance(self._line[0], HostEvent): self.run_next()   # nothing before it: it has come
 
     def _wait(self, event: HostEvent) -> None:
         while not event.query(): self.run_next()
@@ -169,11 +165,11 @@ class ManualStream(InlineStream):
         return sum(not isinstance(o, HostEvent) for o in self._line)
 
     def run_next(self) -> bool:
-        "Do one piece of work; False if there is none"
-        if not self._line: return False
-        self._do(self._line.popleft())
-        self._pass_events()
-        return True
+        "Do one piece of work, and let the events behind it come; False if there is none"
+        any_left = bool(self._line)
+        if any_left: self._do(self._line.popleft())
+        while self._line and isinstance(self._line[0], HostEvent): self._do(self._line.popleft())
+        return any_left
 
     def run_all(self) -> None:
         "Do all work in line"
@@ -199,6 +195,7 @@ class CudaEvent:
         self._event.synchronize()
         if self._error is not None: raise self._error
 
+# %% ../nbs/02_device.ipynb #bc165a4e
 class CudaStream(InlineStream):
     "Work is launched at once, in the caller's thread; the device does it in order, in its own time."
     def __init__(
