@@ -226,9 +226,9 @@ class LLM:
         **settings: object,                           # Fields of `EngineConfig`
     ):
         self.config = EngineConfig.of(model, **settings)
-        runtime = build(self.config)
-        self.tokenizer = Tokenizer(runtime.model_path)
-        self._driver, self._encode = Driver(runtime, self.tokenizer), partial(input_ids, self.tokenizer)
+        self.runtime = build(self.config)   # scheduler, engine and model, for those who want to look inside
+        self.tokenizer = Tokenizer(self.runtime.model_path)
+        self._driver, self._encode = Driver(self.runtime, self.tokenizer), partial(input_ids, self.tokenizer)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: Params = None, progress: bool | None = None) -> list[Output]:
         "Complete one prompt or many; with a progress bar if that is wished (`None`: for many, in a terminal)"
