@@ -206,6 +206,7 @@ class CudaStream(InlineStream):
         self.stream = torch.cuda.Stream(device)
 
     def _do(self, item: Work | HostEvent) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))   # tables that the caller has just sent
         with torch.cuda.stream(self.stream): super()._do(item)
 
     def record(self) -> Event:
