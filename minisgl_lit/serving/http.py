@@ -267,6 +267,7 @@ def as_api_error(
             return ApiError.of(error, names.get(path))
         case RequestValidationError(): return explain(error.errors())
         case HTTPException(): return ApiError(f'{error.detail}: {path}', error.status_code)
+        case UnicodeEncodeError(): return ApiError(f'every text must be valid Unicode, not {error.object!r:.80}')
     return ApiError('something went wrong in the server', 500)
 
 async def tell(request: Request, error: Exception) -> Response:
@@ -287,6 +288,6 @@ def create_app(
         app.add_api_route(path, route, methods=['POST'], response_model=None)
     for path, route in {'/v1/models': api.models, '/health': api.health, '/get_server_info': api.server_info}.items():
         app.add_api_route(path, route)
-    for kind in (ApiError, RequestError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
+    for kind in (ApiError, RequestError, RequestValidationError, HTTPException, UnicodeEncodeError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, tell)
     return app

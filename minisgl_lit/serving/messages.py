@@ -194,9 +194,9 @@ def decode(
     data: bytes,  # What `encode` made, one hopes
 ) -> ToScheduler | FromScheduler:
     "The message in these bytes; `MessageError` if there is none"
-    try: name, *values = msgpack.unpackb(data, strict_map_key=False)
+    try: name, *values = _exactly(list)(msgpack.unpackb(data, strict_map_key=False))
     except (ValueError, TypeError, msgpack.UnpackException) as e:
-        raise MessageError(f'not a message: {e}') from None
+        raise MessageError(f'not a message: {e or data[:20]}') from None
     if not isinstance(name, str) or name not in _types:
         raise MessageError(f'no message is called {name!r:.80}; there are {", ".join(_types)}')
     return _record(_types[name], values)
