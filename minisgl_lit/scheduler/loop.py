@@ -81,9 +81,7 @@ def add(
 ) -> PendingReq:
     "Accept a request, or raise `RequestError`; from here on it gets exactly one terminal reply"
     if rid in self.alive: raise RequestError('rid', f'rid {rid!r} belongs to a request that is still running')
-    ids = self._check_prompt(input_ids)
-    max_len = self._max_len(len(ids), params)
-    if params.stop and not self.text_stop: raise RequestError('stop', 'stop needs a tokenizer, and there is none here')
+    ids, max_len = self.check(input_ids, params)
     if len(self.prefill.waiting) >= self.max_queued_req:
         raise QueueFull('max_queued_req', f'{self.max_queued_req} requests are waiting already (max_queued_req); try again later')
     params = params.resolve(self.defaults, seed=int(self._rng.integers(2**62)))
@@ -94,6 +92,18 @@ def add(
     return pending
 
 # %% ../../nbs/25_scheduler.loop.ipynb #f3bd5181
+@patch
+def check(
+    self: Scheduler,
+    input_ids: Sequence[int],   # A prompt
+    params: SamplingParams,     # Its wishes
+) -> tuple[np.ndarray, int]:    # The prompt as an array, and the longest that the request may become
+    "Raise `RequestError` if this could never be served, however long it waited"
+    if params.stop and not self.text_stop:
+        raise RequestError('stop', 'stop needs a tokenizer, and there is none here')
+    ids = self._check_prompt(input_ids)
+    return ids, self._max_len(len(ids), params)
+
 @patch
 def _check_prompt(self: Scheduler, input_ids: Sequence[int]) -> np.ndarray:
     "The prompt as an array, if it is one"
