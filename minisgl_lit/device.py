@@ -140,7 +140,6 @@ class WorkerStream(InlineStream):
 
     def close(self) -> None:
         "Let what is in line pass, then end the thread; a second time does nothing"
-        if self._closed: return
         self._closed = True
         self._line.put(None)
         self._thread.join()

@@ -1,4 +1,5 @@
 """`ToyEngine` (chapter 03): what is right passes in every interleaving, and what is wrong is always caught."""
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -131,6 +132,25 @@ def test_a_batch_may_not_change_after_the_launch(name, n_run):
     for _ in range(n_run): stream.run_next()
     batch.reqs.reverse() if name == "reqs" else getattr(batch, name).__iadd__(1)
     with pytest.raises(ToyError, match=f"{name} changed after the launch"): out.copy_done.synchronize()
+
+@pytest.mark.parametrize("name", ["token_rows", "positions", "out_loc"])
+def test_a_batch_names_each_token_once(name):
+    h, batch = started()
+    with pytest.raises(ToyError, match=f"{name} has 5 entries for 6 tokens"): run(h, replace(batch, **{name: getattr(batch, name)[:-1]}))
+
+def test_after_reset_nothing_flies():
+    h, batch = started()
+    h.engine.stream, batch.reqs[0].pending.rid = ManualStream(), "before"
+    h.engine.forward(batch)   # the host fails before it asks for a sample
+    h.engine.reset()
+    batch.reqs[0].pending.rid = "after"
+    run(h, batch)
+
+def test_delay():
+    h, batch = started()
+    h.engine.delay, start = .02, time.perf_counter()
+    run(h, batch)
+    assert time.perf_counter() - start >= .02
 
 def test_padding_stays_on_the_dummy_page():
     h, batch = started()
