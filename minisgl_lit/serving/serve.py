@@ -94,7 +94,7 @@ class EngineProcess:
         message: bytes,  # What `encode` made
     ) -> None:
         "Say it, in the order of calls; nothing happens if nobody is there any more"
-        with suppress(zmq.Again): zmq.Socket.shadow(self.socket).send(message, zmq.NOBLOCK)
+        self.socket.send(message, zmq.NOBLOCK).exception()   # done at once; nobody there is no error
 
 # %% ../../nbs/56_serving.serve.ipynb #fd4e3539
 @patch

@@ -1,0 +1,264 @@
+"A real server, real sockets, and everything that may end before its time."
+import json, os, random, re, signal, socket, subprocess, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import gettempdir
+
+import httpx
+import openai
+import pytest
+
+from minisgl_lit import serve
+
+SMALL = dict(port=0, num_pages=512, max_running_req=16)
+HELLO = [{'role': 'user', 'content': 'Hello, what is a page?'}]
+
+
+def post(server, path, **body):
+    return httpx.post(server.url + path, content=json.dumps(body), headers={'content-type': 'application/json'}, timeout=60)
+
+def info(server): return httpx.get(server.url + '/get_server_info', timeout=60).json()
+
+def until(true, seconds=10):
+    "Wait for something, but not for ever"
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, 'this did not happen in time'
+        time.sleep(.05)
+
+def idle(server):
+    "Whether nothing runs and every page is back"
+    stats = info(server)
+    pages = stats['pages']
+    return stats['running'] == stats['waiting'] == pages['held'] == pages['protected'] == 0 and pages['free'] + pages['evictable'] == pages['total']
+
+def engines(parent=None):
+    "Engine processes started by this process, or by another, that are still alive: pid and folder"
+    lines = subprocess.run(['ps', '-A', '-ww', '-o', 'pid=,ppid=,stat=,command='], capture_output=True, text=True).stdout.splitlines()
+    rows = [line.split(None, 3) for line in lines if 'minisgl_lit.serving.workers' in line]
+    return {int(pid): Path(re.search(r' (\S*minisgl_lit-\w+) ', command)[1]) for pid, ppid, stat, command in rows
+            if int(ppid) == (parent or os.getpid()) and stat[0] != 'Z'}
+
+def alive(pid):
+    return subprocess.run(['ps', '-o', 'stat=', '-p', str(pid)], capture_output=True, text=True).stdout[:1] not in ('', 'Z')
+
+def events(server, path, **body):
+    "The events of a stream, as they come"
+    with httpx.stream('POST', server.url + path, json=body | {'stream': True}, timeout=60) as r:
+        for line in r.iter_lines():
+            if line.startswith('data: {'): yield json.loads(line[6:])
+
+
+@pytest.fixture(scope='module')
+def server():
+    with serve(**SMALL) as s: yield s
+
+@pytest.fixture(scope='module')
+def client(server): return openai.OpenAI(base_url=server.url + '/v1', api_key='none', max_retries=0)
+
+
+def test_chat(client, server):
+    ask = dict(model=server.model, messages=HELLO, max_tokens=12, temperature=0)
+    whole = client.chat.completions.create(**ask)
+    assert whole.choices[0].message.role == 'assistant' and whole.choices[0].finish_reason in ('stop', 'length')
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={'include_usage': True}))
+    assert ''.join(c.choices[0].delta.content or '' for c in chunks[:-1]) == whole.choices[0].message.content
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens <= 12
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_completions(client, server):
+    ask = dict(model=server.model, max_tokens=5, temperature=0)
+    one = client.completions.create(prompt='The page', **ask)
+    many = client.completions.create(prompt=['The page', 'The page'], **ask)
+    assert [c.text for c in many.choices] == [one.choices[0].text]*2
+    assert many.usage.completion_tokens == 2*one.usage.completion_tokens
+    streamed = ['', '']
+    for c in client.completions.create(prompt=['The page', 'The page'], stream=True, **ask): streamed[c.choices[0].index] += c.choices[0].text
+    assert streamed == [one.choices[0].text]*2
+    unlimited = client.completions.create(prompt='x', model=server.model, extra_body=dict(ignore_eos=True))
+    assert unlimited.usage.completion_tokens == 16
+
+
+def test_cached_prefix_and_seed(client, server):
+    prompt = 'The pages of a tree are shared by requests that begin alike. '*8
+    ask = dict(model=server.model, prompt=prompt, max_tokens=8, temperature=1, seed=5)
+    first, again = client.completions.create(**ask), client.completions.create(**ask)
+    assert again.choices[0].text == first.choices[0].text
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_stop_string(client, server):
+    ask = dict(model=server.model, prompt='The page', max_tokens=30, temperature=0)
+    text = client.completions.create(**ask).choices[0].text
+    stop = text[len(text)//2:][:3]
+    ended = client.completions.create(**ask, stop=stop)
+    assert ended.choices[0].text == text[:text.index(stop)] and ended.choices[0].finish_reason == 'stop'
+    streamed = ''.join(c.choices[0].text for c in client.completions.create(**ask, stop=[stop], stream=True))
+    assert streamed == ended.choices[0].text
+
+
+def test_models_and_errors(client, server):
+    assert [m.id for m in client.models.list()] == [server.model]
+    with pytest.raises(openai.NotFoundError, match='not served here'): client.completions.create(model='other', prompt='x')
+    with pytest.raises(openai.BadRequestError, match='temperature must be'): client.completions.create(model=server.model, prompt='x', temperature=-1)
+    with pytest.raises(openai.BadRequestError, match='n=2 is not served yet'): client.chat.completions.create(model=server.model, messages=HELLO, n=2)
+
+
+bad = [
+    ('prompt', dict(prompt='')), ('prompt', dict(prompt=[])), ('prompt', dict(prompt=[[]])), ('prompt', dict(prompt=[10**6])),
+    ('prompt', dict(prompt=[-1])), ('prompt', dict(prompt=[2**70])), ('prompt', dict(prompt=[2**63])), ('prompt', dict(prompt='a '*40_000)),
+    ('prompt', dict(prompt='\ud800')), ('prompt', dict(prompt={'a': 1})), ('prompt', dict(prompt=None)), ('prompt', {}),
+    ('max_tokens', dict(prompt='x', max_tokens=-1)), ('max_tokens', dict(prompt='x', max_tokens=10**6)), ('max_tokens', dict(prompt='x', max_tokens=2**70)),
+    ('max_tokens', dict(prompt='x', max_tokens='5')), ('max_tokens', dict(prompt='x', max_tokens=1.5)),
+    ('temperature', dict(prompt='x', temperature=-.1)), ('temperature', dict(prompt='x', temperature=float('nan'))),
+    ('temperature', dict(prompt='x', temperature=float('inf'))), ('top_p', dict(prompt='x', top_p=0)), ('top_p', dict(prompt='x', top_p=1.1)),
+    ('top_k', dict(prompt='x', top_k=-2)), ('min_p', dict(prompt='x', min_p=2)), ('seed', dict(prompt='x', seed=-1)), ('seed', dict(prompt='x', seed=2**70)),
+    ('stop', dict(prompt='x', stop='')), ('stop', dict(prompt='x', stop=[1])), ('stop_token_ids', dict(prompt='x', stop_token_ids=[-1])),
+    ('n', dict(prompt='x', n=2)), ('n', dict(prompt='x', n=1.5)), ('best_of', dict(prompt='x', best_of=2)), ('echo', dict(prompt='x', echo=True)),
+    ('logprobs', dict(prompt='x', logprobs=2)), ('presence_penalty', dict(prompt='x', presence_penalty=1)), ('logit_bias', dict(prompt='x', logit_bias={'5': 1})),
+    ('stream', dict(prompt='x', stream='yes')), ('model', dict(prompt='x', model=5)), (None, dict(prompt='x', stop='\ud800')),
+    ('stream_options', dict(prompt='x', stream_options=3)), ('min_tokens', dict(prompt='x', min_tokens=3)), ('regex', dict(prompt='x', regex='a'))]
+
+def test_bad_input_touches_nobody(server):
+    "Each has its 400, its sentence and its field; a request that runs meanwhile gets what it would have got alone"
+    ask = dict(text='The page', sampling_params=dict(temperature=0, max_tokens=300, ignore_eos=True))
+    alone = post(server, '/generate', **ask).json()
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(post, server, '/generate', **ask)
+        for field, body in bad:
+            for stream in ({}, {'stream': True}):
+                r = post(server, '/v1/completions', **stream | body)
+                error = r.json()['error']
+                assert (r.status_code, error['param'], error['type']) == (400, field, 'invalid_request_error'), (body, error)
+                assert error['message'] and '\n' not in error['message']
+        for silent in (dict(n=1.0), dict(min_tokens=0.0), dict(priority=0.0), dict(logprobs=False), dict(logit_bias={}), dict(repetition_penalty=1)):
+            assert post(server, '/v1/completions', prompt='x', max_tokens=1, **silent).status_code in (200, 400), silent
+        for body in ('{', '[]', 'null', '"x"', '[' * 100_000, '{"prompt": "x", "seed": ' + '9'*5000 + '}'):
+            assert httpx.post(server.url + '/v1/completions', content=body, headers={'content-type': 'application/json'}).status_code == 400
+        assert beside.result().json()['output_ids'] == alone['output_ids']
+    until(lambda: idle(server))
+
+
+def test_rid_of_a_running_request(server):
+    stream = events(server, '/generate', text='The page', rid='mine', sampling_params=dict(max_tokens=500, ignore_eos=True))
+    next(stream)
+    r = post(server, '/generate', text='x', rid='mine')
+    assert (r.status_code, r.json()['error']['param']) == (400, 'rid')
+    stream.close()
+    until(lambda: post(server, '/generate', text='x', rid='mine', sampling_params=dict(max_tokens=1)).status_code == 200)
+
+
+def test_callers_who_leave(server):
+    "They hang up at random moments, reading along or not; in the end every row and page is back"
+    rng = random.Random(0)
+    host, port = re.match(r'http://(.*):(\d+)', server.url).groups()
+    body = json.dumps(dict(prompt=['The page', 'Hello'], max_tokens=900, ignore_eos=True, temperature=1))
+    def leave(stream, seconds):
+        text = body[:-1] + f', "stream": {json.dumps(stream)}}}'
+        with socket.create_connection((host, int(port))) as s:
+            s.sendall(f'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n{text}'.encode())
+            time.sleep(seconds)
+    before = info(server)['generated_tokens']
+    with ThreadPoolExecutor(10) as pool:
+        for i in range(20): pool.submit(leave, i % 2 == 0, rng.random()*.4)
+    until(lambda: idle(server))
+    assert info(server)['generated_tokens'] - before < 20*2*900/2
+
+
+def test_more_than_can_wait():
+    with serve(**SMALL | dict(max_running_req=1, max_queued_req=2)) as s, ThreadPoolExecutor(8) as pool:
+        ask = dict(text='The page', sampling_params=dict(max_tokens=200, ignore_eos=True))
+        codes = [r.status_code for r in pool.map(lambda _: post(s, '/generate', **ask), range(8))]
+        assert set(codes) == {200, 503}
+        assert post(s, '/generate', **ask).status_code == 200
+
+
+def test_stop_ends_everything():
+    "With streams running: an error event for each, and nothing is left"
+    before = engines()
+    s = serve(**SMALL)
+    (mine, folder), = engines().items() - before.items()
+    assert folder.is_dir()
+    streams = [events(s, '/generate', text='Hello', sampling_params=dict(max_tokens=1500, ignore_eos=True)) for _ in range(4)]
+    for o in streams: next(o)
+    start = time.monotonic()
+    s.stop()
+    assert time.monotonic() - start < 5
+    s.stop()
+    for o in streams: assert 'the server was stopped' in list(o)[-1]['error']['message']
+    assert not alive(mine) and not folder.exists() and engines() == before
+    with pytest.raises(httpx.ConnectError): httpx.get(s.url + '/health')
+
+
+def test_engine_process_is_killed():
+    before = engines()
+    with serve(**SMALL) as s:
+        pid, = engines().keys() - before.keys()
+        stream = events(s, '/v1/completions', prompt='Hello', max_tokens=1500, ignore_eos=True)
+        next(stream)
+        with ThreadPoolExecutor(1) as pool:
+            whole = pool.submit(post, s, '/generate', text='Hello', sampling_params=dict(max_tokens=1500, ignore_eos=True))
+            time.sleep(.1)
+            os.kill(pid, signal.SIGKILL)
+            assert 'has ended with code -9' in list(stream)[-1]['error']['message']
+            assert whole.result().status_code == 500
+        until(lambda: httpx.get(s.url + '/health').status_code == 503, 5)
+        assert post(s, '/v1/completions', prompt='x').status_code == 503
+        assert httpx.get(s.url + '/get_server_info').status_code == 503
+    assert engines() == before
+
+
+def test_two_servers():
+    with serve(**SMALL) as a, serve(**SMALL) as b:
+        assert a.url != b.url
+        ask = dict(text='The page', sampling_params=dict(temperature=0, max_tokens=9))
+        assert post(a, '/generate', **ask).json()['output_ids'] == post(b, '/generate', **ask).json()['output_ids']
+        a.stop()
+        assert httpx.get(b.url + '/health').status_code == 200
+
+
+def test_wrong_starts(tmp_path, server):
+    "One sentence each, and nothing is left behind"
+    before, folders = engines(), set(Path(gettempdir()).glob('minisgl_lit-*'))
+    corrupt = tmp_path/'corrupt'
+    corrupt.mkdir()
+    (corrupt/'config.json').write_text('{"architectures"')
+    port = int(server.url.rsplit(':', 1)[1])
+    for words, how in [('/no/such/model', dict(model='/no/such/model')), ('config.json', dict(model=corrupt)), (f'port {port} is in use', dict(port=port)),
+                       ('did you mean page_size', dict(pagesize=4)), ('page_size must be', dict(page_size=0)), ('max_seq_len', dict(max_seq_len=10**9))]:
+        with pytest.raises(ValueError, match=words) as e: serve(**SMALL | how)
+        assert '\n' not in str(e.value)
+    assert engines() == before and set(Path(gettempdir()).glob('minisgl_lit-*')) <= folders
+
+
+script = '''
+import sys, threading
+from minisgl_lit import serve
+s = serve(port=0, num_pages=64)
+assert 'torch' not in sys.modules and 'transformers' not in sys.modules
+try: s.wait()
+except KeyboardInterrupt: s.stop()
+'''
+
+@pytest.mark.parametrize('way', ['file', 'stdin'])
+@pytest.mark.parametrize('end', [signal.SIGINT, signal.SIGKILL])
+def test_in_a_script(tmp_path, way, end):
+    "Without a guard, from a file or from stdin; one line on stdout; ended by Ctrl-C or brutally, it leaves nothing"
+    (tmp_path/'script.py').write_text(script)
+    start = time.monotonic()
+    p = subprocess.Popen([sys.executable, *(['script.py'] if way == 'file' else ['-'])], cwd=tmp_path, text=True, stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, env=os.environ | dict(TMPDIR=str(tmp_path)))
+    if way == 'stdin': p.stdin.write(script)
+    p.stdin.close()
+    line = p.stdout.readline()
+    url = re.search(r'(http://127.0.0.1:\d+)\n$', line)[1]
+    assert httpx.post(url + '/v1/completions', json=dict(prompt='Hello', max_tokens=3), timeout=30).status_code == 200
+    print(f'first answer after {time.monotonic() - start:.1f} s')
+    (engine, folder), = engines(p.pid).items()
+    assert folder.is_dir()
+    os.killpg(p.pid, end) if end is signal.SIGINT else p.kill()
+    assert p.wait(5) == (0 if end is signal.SIGINT else -9)
+    until(lambda: not alive(engine) and not folder.exists(), 5)
+    assert (p.stdout.read(), p.stderr.read()) == ('', '')
