@@ -87,13 +87,14 @@ def load(
         traceback.print_exc()
         return FailMsg(f'{type(e).__name__}: {e}', bug=True)
 
+# %% ../../nbs/53_serving.workers.ipynb #db495035
 def worker(
     endpoint: str,  # Address of the socket on the other side
     folder: str,    # The parent's folder, removed if the parent cannot do it
     settings: str,  # Fields of an `EngineConfig`, as JSON
 ) -> None:
     "All that the scheduler's process does"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)   # Ctrl-C is for the parent, which decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=hold_leash, args=[folder], daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.set_hwm(0)
@@ -102,5 +103,5 @@ def worker(
         if isinstance(runtime, FailMsg): return socket.send(encode(runtime))
         s = runtime.scheduler
         socket.send(encode(ReadyMsg(str(runtime.model_path), s.max_seq_len, s.vocab_size)))
-        run(socket, s, runtime.control, json.loads(settings).get('max_recv_per_step', 256))
+        run(socket, s, runtime.control, runtime.config.max_recv_per_step)
         runtime.close()
