@@ -104,7 +104,7 @@ def check(
 # %% ../nbs/00_core.ipynb #a11822c6
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    "A caller's wishes, checked when made and then frozen. `None`: the checkpoint's default."
+    "A caller's wishes, checked when made, then frozen. `None`: the checkpoint's default."
     temperature: float | None = None  # 0 takes the likeliest; 1 samples as the model says
     top_p: float | None = None        # Sample among the likeliest that hold this share
     top_k: int | None = None          # Sample among this many likeliest; 0 or -1: among all
@@ -133,7 +133,7 @@ class SamplingParams:
     extra_key: str | None = None      # Share cached prefixes only within this key
 
     def __post_init__(self):
-        vars(self).update(stop=_tuple(self.stop), stop_token_ids=_tuple(self.stop_token_ids))
+        for o in ('stop', 'stop_token_ids'): vars(self)[o] = _tuple(getattr(self, o))
         check(self)
 
     def resolve(
@@ -320,8 +320,8 @@ class Batch:
     """One step for the engine: flat arrays (int64) on the host, never changed after launch.
 
     `n` counts requests; entries beyond `len(reqs)` are padding and point at the dummy row.
-    Token ids are read on the device, from `token_pool[token_rows, positions]`; the next one of
-    each sampled request is written there, to `token_pool[rows, device_lens]`.
+    Token ids are read on the device, from `token_pool[token_rows, positions]`; the next one
+    of each sampled request is written there, to `token_pool[rows, device_lens]`.
     """
     reqs: list[Req]          # Whose tokens these are, in order
     mode: ForwardMode        # What is computed
