@@ -238,7 +238,10 @@ def main(
     if not argv or argv[0].startswith('-') and argv[0] not in ('-h', '--help', '--version'): argv = ['serve', *argv]
     args, unknown = make_parser().parse_known_args(argv)
     if unknown: args.parser.refuse(unknown[0])
-    try: return args.run(args)
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt: return 130
     except BrokenPipeError:   # whoever read our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
