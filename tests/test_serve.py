@@ -250,15 +250,16 @@ def test_in_a_script(tmp_path, way, end):
     start = time.monotonic()
     p = subprocess.Popen([sys.executable, *(['script.py'] if way == 'file' else ['-'])], cwd=tmp_path, text=True, stdin=subprocess.PIPE,
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, env=os.environ | dict(TMPDIR=str(tmp_path)))
-    if way == 'stdin': p.stdin.write(script)
-    p.stdin.close()
-    line = p.stdout.readline()
-    url = re.search(r'(http://127.0.0.1:\d+)\n$', line)[1]
-    assert httpx.post(url + '/v1/completions', json=dict(prompt='Hello', max_tokens=3), timeout=30).status_code == 200
-    print(f'first answer after {time.monotonic() - start:.1f} s')
-    (engine, folder), = engines(p.pid).items()
-    assert folder.is_dir()
-    os.killpg(p.pid, end) if end is signal.SIGINT else p.kill()
-    assert p.wait(5) == (0 if end is signal.SIGINT else -9)
-    until(lambda: not alive(engine) and not folder.exists(), 5)
-    assert (p.stdout.read(), p.stderr.read()) == ('', '')
+    try:
+        if way == 'stdin': p.stdin.write(script)
+        p.stdin.close()
+        url = re.search(r'(http://127.0.0.1:\d+)\n$', p.stdout.readline())[1]
+        assert httpx.post(url + '/v1/completions', json=dict(prompt='Hello', max_tokens=3), timeout=30).status_code == 200
+        print(f'first answer after {time.monotonic() - start:.1f} s')
+        (engine, folder), = engines(p.pid).items()
+        assert folder.is_dir()
+        os.killpg(p.pid, end) if end is signal.SIGINT else p.kill()
+        assert p.wait(5) == (0 if end is signal.SIGINT else -9)
+        until(lambda: not alive(engine) and not folder.exists(), 5)
+        assert (p.stdout.read(), p.stderr.read()) == ('', '')
+    finally: p.kill()
