@@ -212,6 +212,10 @@ class SamplingArrays:
 class CacheHandle(Protocol):
     "A place in the prefix cache: what a request has matched, and may hold locked."
     cached_len: int  # Tokens from the start of the prompt
+    @property
+    def pages(self) -> np.ndarray:
+        "The pages that hold their keys and values, in order"
+        ...
 
 TextStop = Callable[[int], str | None]   # told each token; the stop string it completes
 

@@ -6,6 +6,8 @@
 __all__ = ['ReleaseList', 'CacheManager']
 
 # %% ../../nbs/13_kv.cache.ipynb #1b814a06
+from collections.abc import Sequence
+
 import numpy as np
 from fastcore.basics import patch
 
@@ -15,8 +17,9 @@ from .table import TableManager
 
 # %% ../../nbs/13_kv.cache.ipynb #4df6a1cd
 class ReleaseList:
-    "Pages (or rows) that wait until the batch they were last launched with has completed."
-    def __init__(self): self._waiting: list[tuple[int, np.ndarray]] = []
+    "Pages, rows or locks that wait for the batch they were last launched with."
+    def __init__(self):
+        self._waiting: list[tuple[int, np.ndarray]] = []   # batch number, what waits
 
     @property
     def size(self) -> int:
@@ -25,7 +28,7 @@ class ReleaseList:
 
     def put(
         self,
-        items: np.ndarray,  # What is given back
+        items: np.ndarray,  # What is given back, [n]
         step: int,          # Number of the last batch that uses it
     ) -> None:
         "Let these wait for that batch"
@@ -34,7 +37,7 @@ class ReleaseList:
     def take(
         self,
         completed: int,  # Number of the last batch that has completed
-    ) -> np.ndarray:     # What nothing in flight uses any more
+    ) -> np.ndarray:     # What nothing in flight uses any more, [n]
         "Those whose wait is over"
         ready = [items for step, items in self._waiting if step <= completed]
         self._waiting = [o for o in self._waiting if o[0] > completed]
@@ -42,14 +45,15 @@ class ReleaseList:
 
     def items(self) -> np.ndarray:
         "All that wait, as a copy"
-        return np.concatenate([np.empty(0, dtype=np.int64), *(items for _, items in self._waiting)])
+        none = np.empty(0, dtype=np.int64)
+        return np.concatenate([none, *(items for _, items in self._waiting)])
 
 # %% ../../nbs/13_kv.cache.ipynb #2712787e
 class CacheManager:
     """Owner of every page that no request and no tree owns, and witness to all transfers.
 
-    A page is free, in the prefix cache (evictable or protected), held by one request, or waiting
-    in `releasing` for a launched batch; free + evictable + protected + held = total, always.
+    A page is free, in the prefix cache (evictable or protected), or held: by a request or,
+    for a launched batch, by `releasing`. The four figures always add up to `num_pages`.
     """
     def __init__(
         self,
@@ -57,9 +61,17 @@ class CacheManager:
         table: TableManager,  # Rows that say which pages a request has
         prefix: PrefixCache,  # Whose pages may be shared
     ):
-        self.num_pages, self.page_size, self.table, self.prefix = num_pages, table.page_size, table, prefix
+        self.num_pages, self.page_size = num_pages, table.page_size
+        self.table, self.prefix = table, prefix
         self._stack, self.free_size = np.arange(num_pages)[::-1].copy(), num_pages
         self.releasing, self.held_size, self.evicted_pages = ReleaseList(), 0, 0
+        self._unlocking = ReleaseList()   # handles of requests that have ended
+
+    @property
+    def figures(self) -> dict[str, int]:
+        "Pages in each place; together they are all there are"
+        return dict(free=self.free_size, evictable=self.prefix.evictable_size,
+                    protected=self.prefix.protected_size, held=self.held_size)
 
     @property
     def ready_size(self) -> int:
@@ -71,21 +83,32 @@ class CacheManager:
         "The same and those that only wait for a launched batch"
         return self.ready_size + self.releasing.size
 
-    def pages_for(self, n_tokens: int | np.ndarray) -> int | np.ndarray:
-        "Pages that so many tokens of one request fill, the last one perhaps in part"
-        return -(-n_tokens // self.page_size)
+# %% ../../nbs/13_kv.cache.ipynb #61511cfd
+@patch
+def pages_for(
+    self: CacheManager,
+    n_tokens: int | np.ndarray,  # Tokens of one request, or of each of several
+) -> int | np.ndarray:           # Pages
+    "Pages that so many tokens fill, the last one perhaps in part"
+    return -(-n_tokens // self.page_size)
 
-    def match(self, pending: PendingReq) -> CacheHandle:
-        "The longest cached prefix that leaves a token to compute; not locked yet"
-        return self.prefix.match_prefix(pending.input_ids[:-1])
+@patch
+def match(
+    self: CacheManager,
+    pending: PendingReq,  # It waits
+) -> CacheHandle:         # Not locked yet
+    "The longest cached prefix that leaves a token to compute"
+    return self.prefix.match_prefix(pending.input_ids[:-1])
 
-    def lock(self, handle: CacheHandle) -> None:
-        "Keep this prefix from being evicted"
-        self.prefix.lock(handle)
+@patch
+def lock(self: CacheManager, handle: CacheHandle) -> None:
+    "Keep this prefix from being evicted"
+    self.prefix.lock(handle)
 
-    def unlock(self, handle: CacheHandle) -> None:
-        "Give up one lock on this prefix"
-        self.prefix.unlock(handle)
+@patch
+def unlock(self: CacheManager, handle: CacheHandle) -> None:
+    "Give up one lock on this prefix"
+    self.prefix.unlock(handle)
 
 # %% ../../nbs/13_kv.cache.ipynb #ceb48f6e
 @patch
@@ -95,7 +118,8 @@ def allocate(
 ) -> np.ndarray:   # Their numbers, [n]
     "Lend pages to a request; old prefixes are evicted if need be"
     if n > self.ready_size:
-        raise RuntimeError(f'{n} pages are wanted, but only {self.free_size} are free and {self.prefix.evictable_size} evictable')
+        raise RuntimeError(f'{n} pages are wanted, but only {self.free_size} are free '
+                           f'and {self.prefix.evictable_size} evictable')
     if n > self.free_size:
         evicted = self.prefix.evict(n - self.free_size)
         self._push(evicted)
@@ -107,30 +131,38 @@ def allocate(
 @patch
 def _push(self: CacheManager, pages: np.ndarray) -> None:
     "Put pages on the stack of free ones"
-    if self.free_size + len(pages) > self.num_pages: raise RuntimeError(f'a page was freed twice, one of {pages.tolist()}')
-    self._stack[self.free_size:self.free_size + len(pages)] = pages
-    self.free_size += len(pages)
+    size = self.free_size + len(pages)
+    if size > self.num_pages:
+        raise RuntimeError(f'a page was freed twice, one of {pages.tolist()}')
+    self._stack[self.free_size:size] = pages
+    self.free_size = size
 
 # %% ../../nbs/13_kv.cache.ipynb #410b3dbe
 @patch
 def _hand_over(
     self: CacheManager,
     pending: PendingReq,  # It has a row
-    n_tokens: int,        # Tokens from the start that are computed and known on the host
+    known: int,           # Tokens from the start that the host knows for sure
 ) -> None:
-    "Give the full pages of these tokens to the prefix cache, and lock them there"
-    n_pages, row = n_tokens // self.page_size, pending.table_idx
-    first = pending.handle.cached_len // self.page_size       # pages before this one are the tree's already
+    "Give full pages to the prefix cache, if they are computed and known, and lock them"
+    row, n_tokens = pending.table_idx, min(self._cached_len(pending), known)
+    n_pages = n_tokens // self.page_size
+    first = pending.handle.cached_len // self.page_size   # pages before it are the tree's
     own = self.table.pages[row, :n_pages].astype(np.int64)
     result = self.prefix.insert(pending.input_ids[:n_pages * self.page_size], own)
-    kept = len(result.pages)
+    kept = len(result.pages)                              # all, or none if there is no tree
     duplicate = first + np.flatnonzero(own[first:kept] != result.pages[first:])
     self.table.write(np.full(len(duplicate), row), duplicate, result.pages[duplicate])
     self.releasing.put(own[duplicate], pending.launched)
-    self.held_size -= max(kept - first, 0) - len(duplicate)
+    self.held_size -= kept - first - len(duplicate)
     self.lock(result.handle)
     self.unlock(pending.handle)
     pending.handle = result.handle
+
+@patch
+def _cached_len(self: CacheManager, pending: PendingReq) -> int:
+    "Tokens of a request that have a place in its pages"
+    return int(self.table.lengths.cached_len[pending.table_idx])
 
 @patch
 def cache_unfinished(
@@ -138,12 +170,7 @@ def cache_unfinished(
     pending: PendingReq,  # It has been launched, and goes on
 ) -> None:
     "Let others share what this request has computed so far"
-    self._hand_over(pending, min(self._cached_len(pending), pending.n_tokens))
-
-@patch
-def _cached_len(self: CacheManager, pending: PendingReq) -> int:
-    "Tokens of a request that have a page"
-    return int(self.table.lengths.cached_len[pending.table_idx])
+    self._hand_over(pending, pending.n_tokens)
 
 # %% ../../nbs/13_kv.cache.ipynb #8701ce1b
 @patch
@@ -151,10 +178,11 @@ def collect(
     self: CacheManager,
     completed: int,  # Number of the last batch that has completed
 ) -> None:
-    "Free the pages whose wait is over"
+    "Take back pages and locks whose wait is over"
     pages = self.releasing.take(completed)
     self.held_size -= len(pages)
     self._push(pages)
+    for handle in self._unlocking.take(completed): self.unlock(handle)
 
 # %% ../../nbs/13_kv.cache.ipynb #7f554bca
 @patch
@@ -163,58 +191,59 @@ def cache_finished(
     pending: PendingReq,  # It has ended, and still has its row
     keep: bool = True,    # Whether what it computed can be trusted
 ) -> None:
-    "Take everything back from a request: full pages to the tree, the rest to the release list"
-    n_alloc = self.pages_for(self._cached_len(pending))
-    known = max(pending.input_len, pending.n_tokens - 1)
-    if keep: self._hand_over(pending, min(self._cached_len(pending), known))
-    own = self.table.pages[pending.table_idx, pending.handle.cached_len // self.page_size:n_alloc]
-    self.releasing.put(own.astype(np.int64), pending.launched)
-    self.unlock(pending.handle)
+    "Take everything back from a request: full pages to the tree, the rest to wait"
+    if keep: self._hand_over(pending, known=max(pending.input_len, pending.n_tokens - 1))
+    self.releasing.put(self._own_pages(pending), pending.launched)
+    self._unlocking.put(np.array([pending.handle], dtype=object), pending.launched)
     pending.handle = None
+
+@patch
+def _own_pages(self: CacheManager, pending: PendingReq) -> np.ndarray:
+    "Pages of a request that are not the tree's"
+    end = self.pages_for(self._cached_len(pending))
+    first = pending.handle.cached_len // self.page_size
+    return self.table.pages[pending.table_idx, first:end].astype(np.int64)
 
 # %% ../../nbs/13_kv.cache.ipynb #850ae564
 @patch
 def owners(
     self: CacheManager,
-    pendings: list[PendingReq],  # All that have a row
-) -> dict[int, str]:             # Owner of each page; missing if it has none
+    pendings: Sequence[PendingReq],  # All that have a row
+) -> dict[int, str]:                 # Owner of each page; missing if it has none
     "Who owns which page; `RuntimeError` if one has two owners"
     found: dict[int, str] = {}
-    def claim(pages, owner) -> None:
-        for page in map(int, pages):
-            if page in found: raise RuntimeError(f'page {page} belongs to {found[page]} and to {owner}')
+    places = [('free', self._stack[:self.free_size]), ('tree', self.prefix.all_pages()),
+              ('waiting', self.releasing.items())]
+    for owner, pages in places + [(p.rid, self._own_pages(p)) for p in pendings]:
+        for page in pages.tolist():
+            if page in found:
+                raise RuntimeError(f'page {page} belongs to {found[page]} and to {owner}')
             found[page] = owner
-    claim(self._stack[:self.free_size], 'free')
-    claim(self.prefix.all_pages(), 'tree')
-    claim(self.releasing.items(), 'waiting')
-    for p in pendings:
-        claim(self.table.pages[p.table_idx, p.handle.cached_len // self.page_size:self.pages_for(self._cached_len(p))], p.rid)
     return found
 
+# %% ../../nbs/13_kv.cache.ipynb #ee5f0357
 @patch
 def check_integrity(
     self: CacheManager,
-    pendings: list[PendingReq] = (),  # All that have a row
+    pendings: Sequence[PendingReq] = (),  # All that have a row
 ) -> None:
-    "Raise `RuntimeError` unless every page has one owner, every figure is right and every row tells the truth"
-    found = self.owners(list(pendings))
-    lost = set(range(self.num_pages)) - set(found)
-    if lost: raise RuntimeError(f'pages {sorted(lost)} belong to nobody')
-    figures = self.free_size, self.prefix.evictable_size, self.prefix.protected_size, self.held_size
+    "`RuntimeError` unless each page has one owner, and all figures and rows are right"
+    found, figures = self.owners(pendings), self.figures
+    if lost := sorted(set(range(self.num_pages)) - set(found)):
+        raise RuntimeError(f'pages {lost} belong to nobody')
     in_tree = sum(o == 'tree' for o in found.values())
-    if sum(figures) != self.num_pages or figures[1] + figures[2] != in_tree:
-        raise RuntimeError(f'free, evictable, protected and held are {figures}, of {self.num_pages} pages, {in_tree} in the tree')
+    counted = figures['evictable'] + figures['protected'], sum(figures.values())
+    if counted != (in_tree, self.num_pages):
+        raise RuntimeError(f'{figures}, of {self.num_pages} pages, {in_tree} in the tree')
     for p in pendings:
-        shared = self.table.pages[p.table_idx, :p.handle.cached_len // self.page_size]
+        shared = self.table.pages[p.table_idx, :len(p.handle.pages)]
         if shared.tolist() != p.handle.pages.tolist():
-            raise RuntimeError(f'row {p.table_idx} of {p.rid} says {shared.tolist()}, but its prefix is in {p.handle.pages.tolist()}')
+            raise RuntimeError(f'row {p.table_idx} of {p.rid} says {shared.tolist()}, '
+                               f'but its prefix is in {p.handle.pages.tolist()}')
     self.prefix.check()
 
 # %% ../../nbs/13_kv.cache.ipynb #680bcc51
 @patch
-def flush(
-    self: CacheManager,
-) -> None:
-    "Forget every cached prefix; `RuntimeError` while one is locked"
-    if self.prefix.protected_size: raise RuntimeError(f'{self.prefix.protected_size} pages are locked by requests that still run')
-    self._push(self.prefix.reset())
+def flush(self: CacheManager) -> None:
+    "Forget every cached prefix that nobody has locked"
+    self._push(self.prefix.evict(self.prefix.evictable_size))
