@@ -6,17 +6,7 @@
 __all__ = ['listen', 'url_of', 'EngineProcess', 'ProcessClient', 'Server', 'serve']
 
 # %% ../../nbs/56_serving.serve.ipynb #d79b232f
-import asyncio
-import atexit
-import errno
-import json
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
+import asyncio, atexit, errno, json, os, shutil, socket, subprocess, sys, tempfile, threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -115,6 +105,7 @@ async def start(self: EngineProcess) -> ReadyMsg:
     self.ready = True
     return message
 
+# %% ../../nbs/56_serving.serve.ipynb #be9e858c
 @patch
 async def close(self: EngineProcess) -> None:
     "End it, and remove what was shared with it"
@@ -137,6 +128,7 @@ class ProcessClient:
         model: str,              # What callers call the model
     ):
         self.process, self.model, self.alive = process, model, True
+        self.why = ''   # it is not alive
         self._open: dict[str, asyncio.Queue | None] = {}   # `None`: nobody listens, but the last reply has not come
         self._asked: dict[int, asyncio.Future] = {}
 
@@ -147,6 +139,7 @@ class ProcessClient:
         news, left = asyncio.Queue(), {r.rid for r in requests}
         packed = [encode(r) for r in requests]   # may refuse a text, so before anything is noted
         for rid in left: self._open[rid] = news
+        if not self.alive: self.fail(self.why)
         try:
             for message in packed: self.process.send(message)
             while left:
@@ -186,13 +179,14 @@ def _tell(self: ProcessClient, rid: str, news: Reply | RefusedMsg, last: bool) -
     queue = self._open.pop(rid, None) if last else self._open.get(rid)
     if queue is not None: queue.put_nowait(news)
 
+# %% ../../nbs/56_serving.serve.ipynb #90a67773
 @patch
 def fail(
     self: ProcessClient,
     why: str,  # One sentence
 ) -> None:
     "End everything that is open; nothing can be asked any more"
-    self.alive = False
+    self.alive, self.why = False, why
     for rid in list(self._open): self._tell(rid, Reply(rid, [], FinishReason.ERROR, error=why), True)
     for asker in self._asked.values():
         if not asker.done(): asker.set_exception(RuntimeError(why))
@@ -267,6 +261,7 @@ async def _serve(self: Server) -> None:
         listening.cancel()
     finally: await process.close()
 
+# %% ../../nbs/56_serving.serve.ipynb #17622bb1
 def serve(
     model: str | os.PathLike[str] | None = None,  # A folder, a name on the hub; `None`: the embedded model
     **settings: object,  # Fields of `ServerConfig`
