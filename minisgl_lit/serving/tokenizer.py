@@ -86,6 +86,7 @@ def _template_source(path: Path, config: dict) -> str | None:
     source = config.get('chat_template')
     return {o['name']: o['template'] for o in source}.get('default') if isinstance(source, list) else source
 
+# %% ../../nbs/51_serving.tokenizer.ipynb #956ae36c
 def _load(path: Path) -> tokenizers.Tokenizer:
     "The vocabulary and its rules"
     file = path/'tokenizer.json'
@@ -178,6 +179,7 @@ def _overlap(text: str, stop: str) -> int:
     while at >= 0 and not stop.startswith(text[at:]): at = text.find(stop[0], at + 1)
     return len(text) - at if at >= 0 else 0
 
+# %% ../../nbs/51_serving.tokenizer.ipynb #573b9f05
 class StopFinder:
     "Text in, text out, up to the first stop string; what may be the beginning of one waits."
     def __init__(

@@ -1,0 +1,165 @@
+"""Tokenizer files wherever they may lie, and text in pieces for tokens that no model should write."""
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings, strategies as st
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from minisgl_lit.core import FinishReason, PendingReq, SamplingParams
+from minisgl_lit.scheduler.finish import Reply
+from minisgl_lit.serving.tokenizer import Collector, TextDecoder, Tokenizer, text_stop
+
+BEGIN, END = 256, 257   # after one token for each byte
+
+
+def byte_level():
+    "One token for each byte, in the order of bytes, and two special ones."
+    tok = tokenizers.Tokenizer(models.BPE({o: i for i, o in enumerate(byte_letters())}, merges=[]))
+    tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tok.add_special_tokens(["<s>", "</s>"])
+    tok.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BEGIN)])
+    return tok
+
+
+def byte_letters():
+    "The letter by which byte-level vocabularies write each byte: itself if it can be printed, else one from 256 on."
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(b if b in printed else next(others)) for b in range(256)]
+
+
+def byte_fallback():
+    "Words with a mark for the space before them, and all else in tokens like <0xF0>."
+    vocab = {f"<0x{b:02X}>": b for b in range(256)} | {"▁": 256, "a": 257, "▁a": 258, "b": 259, "▁▁": 260}
+    tok = tokenizers.Tokenizer(models.BPE(vocab, merges=[("▁", "a"), ("▁", "▁")], byte_fallback=True))
+    tok.pre_tokenizer = pre_tokenizers.Metaspace()
+    tok.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return tok
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    "Makes a folder with a tokenizer and other files, given as text or as something for JSON."
+    def make(tok, **files):
+        folder = tmp_path_factory.mktemp("checkpoint")
+        if tok: tok.save(str(folder/"tokenizer.json"))
+        for name, content in files.items():
+            (folder/name.replace("__", ".")).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        return folder
+    return make
+
+
+@pytest.fixture(scope="session")
+def plain(checkpoint): return Tokenizer(checkpoint(byte_level()))
+
+
+@pytest.fixture(scope="session")
+def spaced(checkpoint): return Tokenizer(checkpoint(byte_fallback()))
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+def test_where_the_template_stands(checkpoint):
+    named = [dict(name="tool_use", template="T"), dict(name="default", template="D")]
+    for files, source in [
+        (dict(tokenizer_config__json={"chat_template": "C"}), "C"),
+        (dict(tokenizer_config__json={"chat_template": named}), "D"),
+        (dict(chat_template__jinja="J"), "J"),
+        (dict(chat_template__jinja="J", tokenizer_config__json={"chat_template": "C"}), "J")]:
+        assert Tokenizer(checkpoint(byte_level(), **files)).chat_template.source == source
+    assert Tokenizer(checkpoint(byte_level(), tokenizer_config__json={"chat_template": named[:1]})).chat_template is None
+
+
+def test_names_of_special_tokens(checkpoint):
+    for content in ("<s>", {"content": "<s>"}):
+        for file in ("special_tokens_map__json", "tokenizer_config__json"):
+            t = Tokenizer(checkpoint(byte_level(), **{file: {"bos_token": content, "unk_token": None, "add_bos_token": True}}))
+            assert t.special == {"bos_token": "<s>"}
+            assert t.encode("<s>a").tolist() == t.encode("a").tolist() == [BEGIN, ord("a")]
+    no_name = Tokenizer(checkpoint(byte_level()))
+    assert no_name.encode("<s>a").tolist() == [BEGIN, BEGIN, ord("a")]   # nobody says which token begins
+
+
+def test_limits_in_the_file_do_not_count(checkpoint):
+    tok = byte_level()
+    tok.enable_truncation(4)
+    tok.enable_padding(length=8)
+    assert len(Tokenizer(checkpoint(tok)).encode("abcdef")) == 7
+
+
+def test_older_files(checkpoint):
+    made = json.loads(byte_level().to_str())["model"]
+    folder = checkpoint(None, vocab__json=made["vocab"], merges__txt="#version: 0.2\n", tokenizer_config__json={"tokenizer_class": "GPT2Tokenizer"})
+    assert Tokenizer(folder).encode("hé").tolist() == list("hé".encode())
+
+
+def test_template_that_is_none(checkpoint):
+    t = Tokenizer(checkpoint(byte_level(), chat_template__jinja="{% if %}"))
+    with pytest.raises(ValueError, match="chat template"): t.chat([dict(role="user", content="hi")])
+
+
+# -- pieces --------------------------------------------------------------------------------------
+
+def in_pieces(tokenizer, ids, sizes, skip=True):
+    "The text, decoded in packs of these sizes, again and again"
+    d, out, at = TextDecoder(tokenizer, skip), [], 0
+    while at < len(ids):
+        out.append(d.push(ids[at:at + sizes[len(out) % len(sizes)]]))
+        at += sizes[(len(out) - 1) % len(sizes)]
+        assert len(d._ids) <= 8 + max(sizes)
+    return "".join(out + [d.finish()])
+
+
+texts = st.text(st.sampled_from("ab  é你👋\u0301\ufffd\U0010ffff"), max_size=12)
+halves = st.tuples(st.sampled_from("é你👋\U0010ffff"), st.integers(0, 4)).map(lambda o: o[0].encode()[:o[1]])
+odd = st.sampled_from([0x80, 0xbf, 0xc0, 0xc2, 0xe0, 0xa0, 0xed, 0xf0, 0x90, 0xf4, 0x8f, 0xff]).map(lambda b: bytes([b]))
+junk = st.lists(st.one_of(texts.map(str.encode), halves, odd, st.binary(max_size=6), st.just(b"\x80" * 9)), max_size=12).map(b"".join)
+sizes = st.lists(st.integers(1, 9), min_size=1, max_size=4)
+
+
+@given(junk, sizes)
+def test_any_bytes(plain, junk, sizes):
+    ids = list(junk)
+    assert in_pieces(plain, ids, sizes) == plain.decode(ids) == junk.decode(errors="replace")
+
+
+@given(st.lists(st.integers(0, 300), max_size=30), sizes, st.booleans())
+def test_any_numbers(plain, ids, sizes, skip):
+    assert in_pieces(plain, ids, sizes, skip) == plain.decode(ids, skip)
+
+
+@given(texts, sizes)
+def test_any_text_with_fallback(spaced, text, sizes):
+    ids = spaced.encode(text).tolist()
+    assert in_pieces(spaced, ids, sizes) == spaced.decode(ids)
+
+
+@given(texts)
+def test_no_broken_character(plain, text):
+    d = TextDecoder(plain)
+    pieces = [d.push([i]) for i in text.encode()]
+    assert "".join(pieces).count("\ufffd") <= text.count("\ufffd") and "".join(pieces) + d.finish() == text
+
+
+# -- two readers of one answer -------------------------------------------------------------------
+
+@settings(max_examples=300)
+@given(texts, st.lists(st.text(st.sampled_from("ab é你"), min_size=1, max_size=3), min_size=1, max_size=3), sizes, st.booleans())
+def test_scheduler_and_reader_agree(plain, text, stop, sizes, keep):
+    "The scheduler stops at a token; a reader who gets the same tokens in packs finds the same text and the same match."
+    ids, params = list(text.encode()), SamplingParams(stop=stop, no_stop_trim=keep)
+    told = text_stop(plain)(PendingReq("r", np.array([1]), params, max_len=99))
+    n, matched = next(((k + 1, m) for k, i in enumerate(ids) if (m := told(i))), (len(ids), None))
+    reader, at, texts = Collector(plain, params), 0, []
+    for k in range(len(ids) + 1):
+        pack, at = ids[at:min(n, at + sizes[k % len(sizes)])], min(n, at + sizes[k % len(sizes)])
+        texts.append(reader.add(Reply("r", pack, FinishReason.STOP if at == n else None, matched if at == n else None)).text)
+        if at == n: break
+    assert reader.output.text == "".join(texts) and reader.output.token_ids == ids[:n]
+    ends = [text.find(s) + len(s) for s in stop if s in text]
+    if matched is None: assert not ends and reader.output.text == text
+    else:
+        assert text.startswith(reader.output.text) and reader._detokenizer.matched == matched
+        assert len(reader.output.text) == min(ends) - (0 if keep else len(matched))
