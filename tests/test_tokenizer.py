@@ -82,6 +82,15 @@ def test_names_of_special_tokens(checkpoint):
     assert no_name.encode("<s>a").tolist() == [BEGIN, BEGIN, ord("a")]   # nobody says which token begins
 
 
+def test_special_because_the_config_says_so(checkpoint):
+    "As `transformers` does; a special token that does not exist is none."
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "x", "pad_token": "<pad>"}
+    folder = checkpoint(byte_level(), tokenizer_config__json=named)
+    from transformers import AutoTokenizer
+    for t in (Tokenizer(folder), AutoTokenizer.from_pretrained(folder)):
+        assert t.decode(t.encode("axb"), skip_special_tokens=True) == "ab"
+
+
 def test_limits_in_the_file_do_not_count(checkpoint):
     tok = byte_level()
     tok.enable_truncation(4)

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import numpy as np
 import tokenizers
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -56,8 +56,8 @@ class ChatTemplate:
     ):
         self.source, self.special = source, special
 
-    @cached_property
-    def _template(self): return _environment().from_string(self.source)   # takes milliseconds, for some tens
+    @cached_property   # to compile a long one takes tens of milliseconds
+    def _template(self) -> Template: return _environment().from_string(self.source)
 
     def render(
         self,
@@ -66,10 +66,9 @@ class ChatTemplate:
     ) -> str:
         "The conversation as one text"
         if not messages or not all(isinstance(m, Mapping) and 'role' in m for m in messages):
-            raise RequestError('messages', 'messages must be a list of at least one message, '
-                               f'each with a role and a content, not {messages!r:.80}')
-        names = dict(messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt)
-        try: return self._template.render(**self.special, **names)
+            raise RequestError('messages', f'messages must be a list of at least one message with a role, not {messages!r:.80}')
+        given = dict(self.special, messages=messages, tools=None, documents=None)   # as templates expect it
+        try: return self._template.render(given, add_generation_prompt=add_generation_prompt)
         except (TemplateError, TypeError, ValueError, LookupError) as e:
             raise RequestError('messages', f"the model's chat template refuses these messages: {e}") from None
 
@@ -86,7 +85,6 @@ def _template_source(path: Path, config: dict) -> str | None:
     source = config.get('chat_template')
     return {o['name']: o['template'] for o in source}.get('default') if isinstance(source, list) else source
 
-# %% ../../nbs/51_serving.tokenizer.ipynb #956ae36c
 def _load(path: Path) -> tokenizers.Tokenizer:
     "The vocabulary and its rules"
     file = path/'tokenizer.json'
@@ -275,15 +273,13 @@ class Collector:
         params: SamplingParams,  # What the caller wishes for
     ):
         self._detokenizer, self._trim = Detokenizer(tokenizer, params), not params.no_stop_trim
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
+        self._texts, self._token_ids = [], []
         self.output: Output | None = None   # the answer, once it has ended
 
     def add(self, reply: Reply) -> Piece:
         "The next reply of this request, as a piece"
         ids, reason = reply.token_ids, reply.finish_reason
-        stop_token = isinstance(reply.matched, int) and self._trim
-        text = self._detokenizer.push(ids[:-1] if stop_token else ids)
+        text = self._detokenizer.push(ids[:-1] if self._trim and isinstance(reply.matched, int) else ids)
         if reason: text += self._detokenizer.finish()
         self._texts.append(text)
         self._token_ids += ids
