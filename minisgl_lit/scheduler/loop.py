@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 import numpy as np
 from fastcore.basics import patch
 
-from ..core import (Batch, Engine, FinishReason, ForwardMode, ForwardOutput, PendingReq, QueueFull, Req,
-                              RequestError, SamplingParams)
+from ..core import (
+    Batch, Engine, FinishReason, ForwardMode, ForwardOutput, PendingReq, QueueFull, Req,
+    RequestError, SamplingParams, TextStop)
 from ..kv.cache import CacheManager, ReleaseList
 from .decode import DecodeManager
 from .finish import Reply, check_finish, last_reply
@@ -23,67 +24,66 @@ from .prepare import make_batch, new_pages
 # %% ../../nbs/25_scheduler.loop.ipynb #5af27c51
 class Observer:
     "Sees what the scheduler does; made to be subclassed."
-    def launched(self, batch: Batch) -> None: "A batch has been launched"
-    def completed(self, batch: Batch, replies: list[Reply]) -> None: "Its result has been processed, with these news"
+    def launched(self, batch: Batch) -> None:
+        "A batch has been launched"
+    def completed(self, batch: Batch, replies: list[Reply]) -> None:
+        "Its result has been processed, with this news; not called if the engine failed"
 
 # %% ../../nbs/25_scheduler.loop.ipynb #59c2e171
 class Scheduler:
-    """Decides who runs next, and tells everyone what came of it. One call of `step` is one turn.
+    """Decides who runs next, and tells everyone what came of it; one `step` is one turn.
 
-    A request belongs to `alive` from `add` to its one terminal `Reply`. Its row and pages are given
-    back by `_settle`, and lent again when the last batch that was launched with it has completed.
+    A request belongs to `alive` from `add` to its one terminal `Reply`. Its row and pages go
+    back at the next turn, and are lent again when the last batch with it has completed.
     """
     def __init__(
         self,
-        engine: Engine,                  # Computes
-        cache: CacheManager,             # Lends pages, and with its table rows
-        vocab_size: int,                 # Token numbers are below it
-        clock: Callable[[], float],      # Seconds, for the times in replies
-        eos_token_ids: Set[int] = frozenset(),      # Tokens with which the model ends by itself
+        engine: Engine,              # Computes
+        cache: CacheManager,         # Lends pages, and with its table rows
+        vocab_size: int,             # Token numbers are below it
+        clock: Callable[[], float],  # Seconds, for the times in replies
+        eos_token_ids: Set[int] = frozenset(),        # Tokens with which the model ends
         defaults: Mapping[str, float] | None = None,  # Sampling as the checkpoint advises
-        max_prefill_tokens: int = 8192,  # Prompt tokens in one step
-        chunked_prefill_size: int | None = None,    # Of them, for one request; `None`: all
+        max_prefill_tokens: int = 8192,               # Prompt tokens in one step
+        chunked_prefill_size: int | None = None,      # Of them, for a request; `None`: all
         max_queued_req: int = 4096,      # Requests that may wait
         policy: str = 'fcfs',            # Order of the waiting, by name
-        overlap: bool = False,           # Launch the next batch before the last one is processed
-        seed: int | None = None,         # For requests that have none; `None`: another one each time
-        text_stop: Callable[[PendingReq], Callable[[int], str | None]] | None = None,  # Makes what finds stop strings
-        observer: Observer | None = None,           # Sees every batch
+        overlap: bool = False,           # Launch a batch before the last one is processed
+        seed: int | None = None,         # For requests without one; `None`: always another
+        text_stop: Callable[[PendingReq], TextStop] | None = None,  # Finds stop strings
+        observer: Observer | None = None,   # Sees every batch
     ):
         self.engine, self.cache, self.table, self.clock = engine, cache, cache.table, clock
-        self.vocab_size, self.eos_token_ids, self.defaults = vocab_size, eos_token_ids, defaults or {}
-        self.prefill = PrefillManager(cache, max_prefill_tokens, chunked_prefill_size or max_prefill_tokens, policies[policy])
-        self.decode = DecodeManager(self.table)
-        self.max_queued_req, self.overlap, self.text_stop, self.observer = max_queued_req, overlap, text_stop, observer or Observer()
+        self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
+        self.defaults, self.overlap, self.text_stop = defaults or {}, overlap, text_stop
+        self.observer, self.max_queued_req = observer or Observer(), max_queued_req
+        chunk, order = chunked_prefill_size or max_prefill_tokens, policies[policy]
+        self.prefill = PrefillManager(cache, max_prefill_tokens, chunk, order)
+        self.decode = DecodeManager(cache.table)
+        self.counts = dict(prompt_tokens=0, cached_tokens=0, generated_tokens=0)
         self.alive: dict[str, PendingReq] = {}
-        self.launched, self.completed, self._in_flight = 0, 0, None
-        self._computed, self._ended, self._rows, self._failed = [], [], ReleaseList(), False
-        self._replies, self._rng = [], np.random.default_rng(seed)
-        self.counts = dict(prompt_tokens=0, cached_tokens=0, generated_tokens=0, steps=0)
-
-    @property
-    def max_seq_len(self) -> int:
-        "Longest sequence, in tokens: what a row holds"
-        return self.table.token_pool.shape[1]
-
-    @property
-    def has_work(self) -> bool:
-        "Whether `step` has anything to do; if not, a driver may block until a request comes"
-        return bool(self.alive or self._in_flight or self._ended or self._replies or self._failed)
+        self.launched = self.completed = self._suspect = 0
+        self._in_flight: tuple[Batch, ForwardOutput] | None = None
+        self._computed: list[PendingReq] = []
+        self._ended: list[PendingReq] = []
+        self._replies: list[Reply] = []
+        self._rows, self._rng = ReleaseList(), np.random.default_rng(seed)
 
 # %% ../../nbs/25_scheduler.loop.ipynb #9fdab5f2
 @patch
 def add(
     self: Scheduler,
-    rid: str,                       # The caller's name for it
-    input_ids: Sequence[int],       # The prompt
-    params: SamplingParams,         # The caller's wishes
+    rid: str,                  # The caller's name for it
+    input_ids: Sequence[int],  # The prompt
+    params: SamplingParams,    # The caller's wishes
 ) -> PendingReq:
-    "Accept a request, or raise `RequestError`; from here on it gets exactly one terminal reply"
-    if rid in self.alive: raise RequestError('rid', f'rid {rid!r} belongs to a request that is still running')
+    "Accept a request, which then gets exactly one terminal reply, or raise `RequestError`"
+    if rid in self.alive:
+        raise RequestError('rid', f'rid {rid!r} belongs to a request that is still running')
     ids, max_len = self.check(input_ids, params)
     if len(self.prefill.waiting) >= self.max_queued_req:
-        raise QueueFull('max_queued_req', f'{self.max_queued_req} requests are waiting already (max_queued_req); try again later')
+        raise QueueFull('max_queued_req', f'{self.max_queued_req} requests are waiting '
+                                          'already (max_queued_req); try again later')
     params = params.resolve(self.defaults, seed=int(self._rng.integers(2**62)))
     pending = PendingReq(rid, ids, params, max_len, arrival=self.clock())
     if params.stop: pending.text_stop = self.text_stop(pending)
@@ -95,9 +95,9 @@ def add(
 @patch
 def check(
     self: Scheduler,
-    input_ids: Sequence[int],   # A prompt
-    params: SamplingParams,     # Its wishes
-) -> tuple[np.ndarray, int]:    # The prompt as an array, and the longest that the request may become
+    input_ids: Sequence[int],  # A prompt
+    params: SamplingParams,    # Its wishes
+) -> tuple[np.ndarray, int]:   # The prompt, [n], and how long the request may become
     "Raise `RequestError` if this could never be served, however long it waited"
     if params.stop and not self.text_stop:
         raise RequestError('stop', 'stop needs a tokenizer, and there is none here')
@@ -107,27 +107,40 @@ def check(
 @patch
 def _check_prompt(self: Scheduler, input_ids: Sequence[int]) -> np.ndarray:
     "The prompt as an array, if it is one"
-    ids = np.asarray(input_ids)
-    if ids.ndim != 1 or ids.size == 0: raise RequestError('prompt', 'the prompt is empty; it needs at least one token')
-    if ids.dtype.kind not in 'iu': raise RequestError('prompt', f'a prompt is text or whole numbers, not {ids.dtype}')
-    if not 0 <= ids.min() <= ids.max() < self.vocab_size:
-        wrong = int(ids[(ids < 0) | (ids >= self.vocab_size)][0])
-        raise RequestError('prompt', f'token id {wrong} in the prompt is outside the vocabulary, 0 to {self.vocab_size - 1}')
+    try: ids = np.asarray(input_ids)
+    except ValueError: ids = np.array(None)   # lists of several lengths
+    if ids.size == 0:
+        raise RequestError('prompt', 'the prompt is empty; it needs at least one token')
+    if ids.ndim != 1 or ids.dtype.kind not in 'iu':
+        raise RequestError('prompt', 'a prompt is a text or a list of token ids, '
+                                     f'not {input_ids!r:.80}')
+    wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
+    if wrong.size:
+        raise RequestError('prompt', f'token id {wrong[0]} in the prompt is outside the '
+                                     f'vocabulary, 0 to {self.vocab_size - 1}')
     return ids
+
+# %% ../../nbs/25_scheduler.loop.ipynb #10a69901
+@patch(as_prop=True)
+def max_seq_len(self: Scheduler) -> int:
+    "Longest sequence, prompt and answer together, in tokens: what a row holds"
+    return self.table.token_pool.shape[1]
 
 @patch
 def _max_len(self: Scheduler, n: int, params: SamplingParams) -> int:
     "Longest that this request may become, in tokens; `RequestError` if it does not fit"
-    slots = self.cache.num_pages * self.cache.page_size   # the last token made needs none
-    longest = min(self.max_seq_len, slots + 1)
-    limit = f'max_seq_len is {self.max_seq_len}' if longest == self.max_seq_len else f'the KV cache holds {slots} tokens'
-    if n > min(self.max_seq_len, slots) or n == longest and params.max_tokens is None:
-        raise RequestError('prompt', f'the prompt has {n} tokens, too long for an answer: {limit}')
-    if params.max_tokens is None: return longest
-    if n + params.max_tokens > longest:
-        raise RequestError('max_tokens', f'max_tokens={params.max_tokens} does not fit after a prompt of {n} tokens: {limit}; '
-                                         f'at most {longest - n} are possible')
-    return n + params.max_tokens
+    slots = self.cache.num_pages * self.cache.page_size
+    longest, wanted = min(self.max_seq_len, slots + 1), params.max_tokens
+    limit = (f'the KV cache holds {slots} tokens' if slots < self.max_seq_len
+             else f'max_seq_len is {self.max_seq_len}')
+    if n > min(self.max_seq_len, slots) or n == longest and wanted is None:
+        raise RequestError('prompt', f'the prompt has {n} tokens, '
+                                     f'too long for an answer: {limit}')
+    if wanted is None: return longest
+    if n + wanted > longest:
+        raise RequestError('max_tokens', f'max_tokens={wanted} does not fit after a prompt '
+                           f'of {n} tokens: {limit}; at most {longest - n} are possible')
+    return n + wanted
 
 # %% ../../nbs/25_scheduler.loop.ipynb #358b88cd
 @patch
@@ -136,35 +149,38 @@ def _settle(self: Scheduler) -> None:
     for pending in self._computed:
         if pending.finish_reason is None: self.cache.cache_unfinished(pending)
     for pending in self._ended:
-        self.cache.cache_finished(pending, keep=pending.finish_reason is not FinishReason.ERROR)
+        good = pending.finish_reason is not FinishReason.ERROR
+        self.cache.cache_finished(pending, keep=good)
         self._rows.put(np.array([pending.table_idx]), pending.launched)
         pending.table_idx = None
     self._computed, self._ended = [], []
     self._collect()
-    if self._failed:
+    if 0 < self._suspect <= self.completed:
         self.cache.flush()
-        self._failed = False
+        self._suspect = 0
 
 @patch
 def _collect(self: Scheduler) -> None:
-    "Take back pages and rows that nothing in flight uses any more"
+    "Take back pages, locks and rows that nothing in flight uses any more"
     self.cache.collect(self.completed)
     for row in self._rows.take(self.completed).tolist(): self.table.free(row)
 
+# %% ../../nbs/25_scheduler.loop.ipynb #117a7496
 @patch
 def _choose(self: Scheduler) -> tuple[list[Req], ForwardMode]:
     "Who runs next"
-    reqs = self.prefill.schedule(self.decode.inflight_pages)
+    reqs = [] if self._suspect else self.prefill.schedule(self.decode.inflight_pages)
     for o in reqs:
         if 'scheduled' in o.pending.times: continue
         o.pending.times['scheduled'] = self.clock()
         self.counts['prompt_tokens'] += o.pending.input_len
         self.counts['cached_tokens'] += o.pending.cached_tokens
-    return (reqs, ForwardMode.PREFILL) if reqs else (self.decode.schedule(), ForwardMode.DECODE)
+    if reqs: return reqs, ForwardMode.PREFILL
+    return self.decode.schedule(), ForwardMode.DECODE
 
 @patch
 def _schedule(self: Scheduler) -> Batch | None:
-    "The next batch, with its pages; `None` if nothing can run"
+    "The next batch, with its pages; `None` if nothing can run now"
     self._settle()
     reqs, mode = self._choose()
     if reqs and new_pages(reqs, self.cache) > self.cache.ready_size:
@@ -187,7 +203,6 @@ def _launch(self: Scheduler, batch: Batch) -> object:
     else:
         self.decode.filter_reqs(batch.reqs)
         self._computed = [o.pending for o in batch.reqs]
-    self.counts['steps'] += 1
     self.observer.launched(batch)
     return handed
 
@@ -195,11 +210,11 @@ def _launch(self: Scheduler, batch: Batch) -> object:
 @patch
 def end(
     self: Scheduler,
-    pending: PendingReq,          # Alive, and in no launched batch that has not been processed, or that batch is being processed
-    reason: FinishReason,         # Why
-    token_ids: Sequence[int] = (),    # Its last token
+    pending: PendingReq,       # Alive, and in no batch in flight but one being processed
+    reason: FinishReason,      # Why
+    token_ids: Sequence[int] = (),     # Its last token
     matched: str | int | None = None,  # The stop token or string
-    error: str | None = None,     # What went wrong
+    error: str | None = None,          # What went wrong
 ) -> None:
     "Let a request end: one terminal reply now, its row and pages at the next step"
     pending.finish_reason = reason
@@ -207,18 +222,24 @@ def end(
     self.prefill.remove(pending)
     del self.alive[pending.rid]
     if pending.table_idx is not None: self._ended.append(pending)
-    self._replies.append(last_reply(pending, reason, self.clock(), list(token_ids), matched, error))
+    if reason is FinishReason.ERROR: self._suspect = self.launched
+    reply = last_reply(pending, reason, self.clock(), token_ids, matched, error)
+    self._replies.append(reply)
 
 @patch
 def _next_token(self: Scheduler, pending: PendingReq, token: int, finite: bool) -> None:
     "What a sampled request's result means for it"
     if pending.finish_reason: return
     if pending.aborted: return self.end(pending, FinishReason.ABORT)
-    if not finite: return self.end(pending, FinishReason.ERROR, error='the model gave no finite logits for this request')
+    if not finite:
+        error = 'the model gave no finite logits for this request'
+        return self.end(pending, FinishReason.ERROR, error=error)
     if pending.n_tokens == pending.input_len: pending.times['first_token'] = self.clock()
     pending.append(token)
     self.counts['generated_tokens'] += 1
-    if found := check_finish(pending, self.eos_token_ids): self.end(pending, found[0], [token], found[1])
+    if found := check_finish(pending, self.eos_token_ids):
+        reason, matched = found
+        self.end(pending, reason, [token], matched)
     else: self._replies.append(Reply(pending.rid, [token]))
 
 # %% ../../nbs/25_scheduler.loop.ipynb #b5c2394a
@@ -227,30 +248,32 @@ def _after_chunk(self: Scheduler, pending: PendingReq, computed: int) -> None:
     "What a computed piece of a prompt means for its request"
     if pending.finish_reason: return
     if pending.aborted: self.end(pending, FinishReason.ABORT)
-    elif computed == pending.max_len: self.end(pending, FinishReason.LENGTH)   # no answer was wanted
+    elif computed == pending.max_len: self.end(pending, FinishReason.LENGTH)
 
 @patch
 def _process(self: Scheduler, batch: Batch, output: ForwardOutput) -> None:
     "Wait for a batch, and tell everyone what came of it"
-    n_replies = len(self._replies)
+    told = len(self._replies)
     try: output.copy_done.synchronize()
     except BaseException as error: return self._fail(error)
     self.completed = batch.step
     self._collect()
-    for i, token, finite in zip(batch.sampled.tolist(), output.next_tokens.tolist(), output.finite.tolist()):
+    results = batch.sampled, output.next_tokens, output.finite
+    for i, token, finite in zip(*(o.tolist() for o in results)):
         self._next_token(batch.reqs[i].pending, token, finite)
     for req, computed in zip(batch.reqs, batch.device_lens.tolist()):
         if isinstance(req, ChunkedReq): self._after_chunk(req.pending, computed)
-    self.observer.completed(batch, self._replies[n_replies:])
+    self.observer.completed(batch, self._replies[told:])
 
 # %% ../../nbs/25_scheduler.loop.ipynb #14e9ab90
 @patch
 def _fail(self: Scheduler, error: BaseException) -> None:
     "End everyone who has begun; what they have computed is thrown away"
     self.engine.reset()
-    self.completed, self._failed, self._computed = self.launched, True, []
+    self.completed = self._suspect = self.launched   # nothing is in flight any more
+    sentence = f'the engine failed: {str(error) or type(error).__name__}'
     begun = [o for o in self.alive.values() if o.table_idx is not None]
-    for pending in begun: self.end(pending, FinishReason.ERROR, error=f'the engine failed: {error}')
+    for pending in begun: self.end(pending, FinishReason.ERROR, error=sentence)
     if not isinstance(error, Exception): raise error
 
 # %% ../../nbs/25_scheduler.loop.ipynb #29adb402
@@ -262,42 +285,44 @@ def _drain(self: Scheduler) -> None:
         self._process(*in_flight)
 
 @patch
-def normal_loop(self: Scheduler) -> bool:
-    "Schedule and launch a batch, wait for it, process it; False if there was nothing to do"
-    batch = self._schedule()
-    if batch is None: return False
-    self._in_flight = batch, self.engine.sample(batch, self._launch(batch))
-    self._drain()
-    return True
+def normal_loop(self: Scheduler) -> None:
+    "Schedule and launch a batch, wait for it, process it"
+    if batch := self._schedule():
+        self._in_flight = batch, self.engine.sample(batch, self._launch(batch))
+        self._drain()
 
 @patch
-def overlap_loop(self: Scheduler) -> bool:
-    "Launch the next batch, and process the one before while it runs; False if there was nothing to do"
-    batch = self._schedule()
-    handed = self._launch(batch) if batch else None
-    had_one = self._in_flight is not None
+def overlap_loop(self: Scheduler) -> None:
+    "Schedule and launch a batch, and process the one before while it runs"
+    if batch := self._schedule(): handed = self._launch(batch)
     self._drain()
-    if batch and batch.step > self.completed:     # else the engine has failed on the batch before
+    if batch and batch.step > self.completed:   # else the engine failed on the one before
         self._in_flight = batch, self.engine.sample(batch, handed)
-    return bool(batch) or had_one
 
 @patch
 def step(self: Scheduler) -> list[Reply]:
     "One turn: the news it brought, in order"
-    ended = bool(self._ended)
-    worked = self.overlap_loop() if self.overlap else self.normal_loop()
-    if not (worked or ended or self._replies) and self.alive:
-        raise RuntimeError(f'nothing runs, and {list(self.alive)} cannot start: {self.stats()}')
+    before = self.launched, self.completed
+    if self.overlap: self.overlap_loop()
+    else: self.normal_loop()
+    if self.alive and before == (self.launched, self.completed):
+        stuck = list(self.alive)
+        raise RuntimeError(f'nothing runs, and {stuck} cannot start: {self.stats()}')
     replies, self._replies = self._replies, []
     return replies
 
 # %% ../../nbs/25_scheduler.loop.ipynb #12516637
+@patch(as_prop=True)
+def has_work(self: Scheduler) -> bool:
+    "Whether `step` has anything to do; if not, a driver may block until somebody comes"
+    left = self._in_flight, self._ended, self._suspect, self._replies
+    return any((self.alive, *left))
+
 @patch
-def stats(self: Scheduler) -> dict:
-    "What is going on: requests, pages and counts"
-    c = self.cache
-    pages = dict(total=c.num_pages, free=c.free_size, evictable=c.prefix.evictable_size, protected=c.prefix.protected_size, held=c.held_size)
-    hit_rate = self.counts['cached_tokens'] / max(self.counts['prompt_tokens'], 1)
-    waiting = len(self.prefill.waiting)
-    return dict(running=len(self.alive) - waiting, waiting=waiting, pages=pages, hit_rate=hit_rate,
-                evicted_pages=c.evicted_pages, **self.counts)
+def stats(self: Scheduler) -> dict[str, float | dict[str, int]]:
+    "What is going on: requests, pages, and counts since the start"
+    waiting, counts, cache = len(self.prefill.waiting), self.counts, self.cache
+    hit_rate = counts['cached_tokens'] / max(counts['prompt_tokens'], 1)
+    return dict(running=len(self.alive) - waiting, waiting=waiting, steps=self.launched,
+                pages=dict(total=cache.num_pages, **cache.figures), hit_rate=hit_rate,
+                evicted_pages=cache.evicted_pages, **counts)
