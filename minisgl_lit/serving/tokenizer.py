@@ -43,10 +43,18 @@ def _environment() -> Environment:
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                         extensions=[_Generation, 'jinja2.ext.loopcontrols'])
     env.filters['tojson'] = _tojson
-    env.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.now().strftime(form))
+    env.globals.update(tools=None, documents=None, raise_exception=_raise)
+    env.globals['strftime_now'] = lambda form: datetime.now().strftime(form)
     return env
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #4c49fd8c
+def _check_messages(messages: object) -> None:
+    "Raise if this is not even the beginning of a conversation"
+    if messages and isinstance(messages, (list, tuple)):
+        if all(isinstance(m, Mapping) and 'role' in m for m in messages): return
+    raise RequestError('messages', 'messages must be a list of at least one message, each with a role '
+                                   f'and a content, not {messages!r:.80}')
+
 class ChatTemplate:
     "How a checkpoint writes a conversation down."
     def __init__(
@@ -65,12 +73,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,        # Go on to where the model speaks
     ) -> str:
         "The conversation as one text"
-        if not messages or not all(isinstance(m, Mapping) and 'role' in m for m in messages):
-            raise RequestError('messages', f'messages must be a list of at least one message with a role, not {messages!r:.80}')
-        given = dict(self.special, messages=messages, tools=None, documents=None)   # as templates expect it
-        try: return self._template.render(given, add_generation_prompt=add_generation_prompt)
+        _check_messages(messages)
+        try: return self._template.render(self.special, messages=messages,
+                                          add_generation_prompt=add_generation_prompt)
         except (TemplateError, TypeError, ValueError, LookupError) as e:
-            raise RequestError('messages', f"the model's chat template refuses these messages: {e}") from None
+            raise RequestError('messages', f'the chat template refuses these messages: {e}') from None
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #bd60aa06
 def _json(file: Path) -> dict:
@@ -83,8 +90,15 @@ def _template_source(path: Path, config: dict) -> str | None:
     "The chat template: a file of its own, or in the config, where several may have names"
     if (file := path/'chat_template.jinja').exists(): return file.read_text(encoding='utf-8')
     source = config.get('chat_template')
-    return {o['name']: o['template'] for o in source}.get('default') if isinstance(source, list) else source
+    if not isinstance(source, list): return source
+    return {o['name']: o['template'] for o in source}.get('default')
 
+def _special_tokens(config: dict) -> dict[str, str]:
+    "Special tokens by their role, such as `bos_token`; each a text, or an object with a text in it"
+    found = {k: v.get('content') if isinstance(v, dict) else v for k, v in config.items()}
+    return {k: v for k, v in found.items() if k.endswith('_token') and isinstance(v, str)}
+
+# %% ../../nbs/51_serving.tokenizer.ipynb #72ddeeb0
 def _load(path: Path) -> tokenizers.Tokenizer:
     "The vocabulary and its rules"
     file = path/'tokenizer.json'
@@ -93,7 +107,8 @@ def _load(path: Path) -> tokenizers.Tokenizer:
         from transformers import AutoTokenizer   # seconds, so only if there is no other way
         return AutoTokenizer.from_pretrained(path).backend_tokenizer
     except Exception as e:   # the library raises nothing more exact
-        raise ValueError(f'there is no usable tokenizer in {path}: {str(e).splitlines()[0]}') from None
+        why = str(e).splitlines()[0]
+        raise ValueError(f'there is no usable tokenizer in {path}: {why}') from None
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #d2a86b95
 class Tokenizer:
@@ -104,27 +119,27 @@ class Tokenizer:
     ):
         path = Path(path)
         config = _json(path/'special_tokens_map.json') | _json(path/'tokenizer_config.json')
-        self.backend = _load(path)
+        self.backend, self.special = _load(path), _special_tokens(config)
         self.backend.no_padding(); self.backend.no_truncation()
-        named = {k: v['content'] if isinstance(v, dict) else v for k, v in config.items() if k.endswith('_token')}
-        self.special = {k: v for k, v in named.items() if isinstance(v, str)}
-        self.backend.add_special_tokens([o for o in self.special.values() if self.backend.token_to_id(o) is not None])
+        known = [o for o in self.special.values() if self.backend.token_to_id(o) is not None]
+        self.backend.add_special_tokens(known)   # tokenizer.json may have forgotten to say so
         source = _template_source(path, config)
         self.chat_template = ChatTemplate(source, self.special) if source else None
         self._bos = self.backend.token_to_id(self.special.get('bos_token', ''))
         self._hidden = {i for i, t in self.backend.get_added_tokens_decoder().items() if t.special}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
-        "Token ids of a text, int64; with what the checkpoint puts around a prompt, but one begin token at most"
+        "Token ids of a text, int64, in the checkpoint's frame, but with one begin token at most"
         try: ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
-            raise RequestError('prompt', f'the prompt must be a text of valid Unicode, not {text!r:.80}') from None
+            raise RequestError('prompt', f'a prompt must be valid Unicode, not {text!r:.80}') from None
         return np.array(ids[ids[:2] == [self._bos]*2:], dtype=np.int64)
 
-    def chat(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True) -> np.ndarray:
+    def chat(self, messages: Sequence[Mapping], add_generation_prompt: bool = True) -> np.ndarray:
         "Token ids of a conversation, int64, up to where the model speaks"
-        if self.chat_template: return self.encode(self.chat_template.render(messages, add_generation_prompt), False)
-        raise RequestError('messages', 'this model has no chat template; give it a prompt instead')
+        if self.chat_template is None:
+            raise RequestError('messages', 'this model has no chat template; use a prompt instead')
+        return self.encode(self.chat_template.render(messages, add_generation_prompt), False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         "The text of all these tokens"
@@ -132,7 +147,8 @@ class Tokenizer:
 
     def visible(self, token: int, skip_special_tokens: bool = True) -> bool:
         "Whether a token is any text; models have more numbers than the vocabulary has tokens"
-        return not (skip_special_tokens and token in self._hidden) and self.backend.id_to_token(token) is not None
+        if skip_special_tokens and token in self._hidden: return False
+        return self.backend.id_to_token(token) is not None
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #6a7edd79
 class TextDecoder:
@@ -147,7 +163,7 @@ class TextDecoder:
     ):
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids: list[int] = []            # the context, then the tokens whose text is held back
-        self._context, self._shown = 0, 0    # tokens of context; characters of `_ids` that have left
+        self._context, self._shown = 0, 0    # tokens of context; characters that have left
 
     def _decode(self, ids: list[int]) -> str: return self._tokenizer.decode(ids, self._skip)
 
@@ -233,7 +249,7 @@ class Detokenizer:
 # %% ../../nbs/51_serving.tokenizer.ipynb #9a083ed1
 def text_stop(
     tokenizer: Tokenizer,  # Whose tokens
-) -> Callable[[PendingReq], Callable[[int], str | None]]:  # For a request: a function told each token
+) -> Callable[[PendingReq], Callable[[int], str | None]]:  # For a request: what is told its tokens
     "What the scheduler asks for each new token: the stop string that has now appeared, or nothing"
     def of(pending: PendingReq) -> Callable[[int], str | None]:
         detokenizer = Detokenizer(tokenizer, pending.params)
@@ -261,7 +277,7 @@ class Output:
     error: str | None = None     # One sentence, if the reason is 'error'
     prompt_tokens: int = 0       # Length of the prompt
     cached_tokens: int = 0       # Of these, found in the cache
-    times: tuple[float, float, float] | None = None   # Seconds from its arrival to its first step, first token, end
+    times: tuple[float, float, float] | None = None   # Seconds to its first step, first token, end
     logprobs: None = None        # Nobody computes them yet
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #6e7181bf
@@ -279,7 +295,8 @@ class Collector:
     def add(self, reply: Reply) -> Piece:
         "The next reply of this request, as a piece"
         ids, reason = reply.token_ids, reply.finish_reason
-        text = self._detokenizer.push(ids[:-1] if self._trim and isinstance(reply.matched, int) else ids)
+        shown = ids[:-1] if self._trim and isinstance(reply.matched, int) else ids
+        text = self._detokenizer.push(shown)
         if reason: text += self._detokenizer.finish()
         self._texts.append(text)
         self._token_ids += ids
