@@ -33,8 +33,8 @@ class Observer:
 class Scheduler:
     """Decides who runs next, and tells everyone what came of it; one `step` is one turn.
 
-    A request belongs to `alive` from `add` to its one terminal `Reply`. Its row and pages go
-    back at the next turn, and are lent again when the last batch with it has completed.
+    A request belongs to `alive` from `add` to its one terminal `Reply`. Its row and pages
+    go back at the next turn, and are lent again when the last batch with it has completed.
     """
     def __init__(
         self,
@@ -146,8 +146,7 @@ def _max_len(self: Scheduler, n: int, params: SamplingParams) -> int:
 @patch
 def _settle(self: Scheduler) -> None:
     "Do what earlier steps have left to do with pages and rows"
-    for pending in self._computed:
-        if pending.finish_reason is None: self.cache.cache_unfinished(pending)
+    for pending in self._computed: self.cache.cache_unfinished(pending)
     for pending in self._ended:
         good = pending.finish_reason is not FinishReason.ERROR
         self.cache.cache_finished(pending, keep=good)
