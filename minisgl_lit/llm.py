@@ -125,7 +125,6 @@ def _step(self: Driver) -> None:
     for reply in self.scheduler.step():
         if t := self._open.get(reply.rid): t.add(reply)
 
-# %% ../nbs/52_llm.ipynb #beeb134e
 @patch
 def leave(self: Driver, tickets: Sequence[Ticket]) -> None:
     "Nobody waits for these any more: abort those that have not ended, and tidy up"
@@ -185,7 +184,7 @@ def input_ids(
     if isinstance(prompt, str): return tokenizer.encode(prompt)
     try: return np.array(prompt) if len(prompt) else np.zeros(0, dtype=int)
     except (TypeError, ValueError): pass
-    raise RequestError('prompt', f'a prompt must be a text or a list of token ids, not {prompt!r:.80}')
+    raise RequestError('prompt', f'a prompt must be text or a list of token ids, not {prompt!r:.80}')
 
 def one_each(
     params: SamplingParams | Sequence[SamplingParams] | None,  # For all prompts, or one for each
@@ -221,11 +220,11 @@ class Loaded:
     "A model that has been loaded: its parts, what it is doing, and its end."
     def __init__(
         self,
-        model: str | os.PathLike[str] | None = None,  # Folder, or name on the hub; `None`: the one in the package
+        model: str | os.PathLike[str] | None = None,  # A folder, or a name on the hub
         **settings: object,                           # Fields of `EngineConfig`
     ):
         self.config = EngineConfig.of(model, **settings)
-        self.runtime = build(self.config)   # scheduler, engine and model, for who wants to look inside
+        self.runtime = build(self.config)   # scheduler, engine and model, to look into
         self.tokenizer = Tokenizer(self.runtime.model_path)
         self._driver = Driver(self.runtime, self.tokenizer)
 
@@ -248,8 +247,8 @@ Params = SamplingParams | Sequence[SamplingParams] | None   # for all, or one fo
 class LLM(Loaded):
     """A model in this process. It has no server and no threads: whoever waits makes it move.
 
-    Callers, threads and streams may share one, and several may live in one process. Settings are the
-    fields of `EngineConfig`. What `SamplingParams` leaves open, the checkpoint decides."""
+    Callers, threads and streams may share one, and several may live in one process. Its settings are
+    the fields of `EngineConfig`. What `SamplingParams` leaves open, the checkpoint decides."""
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],   # One, or many
@@ -259,7 +258,8 @@ class LLM(Loaded):
         "Complete prompts"
         one = isinstance(prompts, str) or len(prompts) > 0 and isinstance(prompts[0], Integral)
         encode = partial(input_ids, self.tokenizer)
-        return self._driver.collect(self._driver.tickets([prompts] if one else prompts, encode, params), progress)
+        tickets = self._driver.tickets([prompts] if one else prompts, encode, params)
+        return self._driver.collect(tickets, progress)
 
     def stream(
         self,
@@ -278,6 +278,7 @@ class LLM(Loaded):
     ) -> Output | list[Output]:               # As many as conversations
         "Say what comes next in a conversation"
         many = len(messages) > 0 and not isinstance(messages[0], Mapping)
-        tickets = self._driver.tickets(messages if many else [messages], self.tokenizer.chat, params)
+        dialogs = messages if many else [messages]
+        tickets = self._driver.tickets(dialogs, self.tokenizer.chat, params)
         answers = self._driver.collect(tickets, progress)
         return answers if many else answers[0]
