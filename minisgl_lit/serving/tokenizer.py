@@ -104,6 +104,8 @@ def _load(path: Path) -> tokenizers.Tokenizer:
     file = path/'tokenizer.json'
     try:
         if file.exists(): return tokenizers.Tokenizer.from_file(str(file))
+        if not any(path.glob('*token*')) and not any(path.glob('vocab*')):
+            return tokenizers.Tokenizer(tokenizers.models.BPE())   # knows no token
         from transformers import AutoTokenizer   # seconds, so only if there is no other way
         return AutoTokenizer.from_pretrained(path).backend_tokenizer
     except Exception as e:   # the library raises nothing more exact
@@ -130,6 +132,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
         "Token ids of a text, int64, in the checkpoint's frame, but with one begin token at most"
+        if text and not self.backend.get_vocab_size():
+            raise RequestError('prompt', 'this checkpoint has no tokenizer; give a list of token ids')
         try: ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
             raise RequestError('prompt', f'a prompt must be valid Unicode, not {text!r:.80}') from None
