@@ -6,7 +6,7 @@
 __all__ = ['ChunkedReq', 'kv_len', 'PrefillAdder', 'PrefillManager']
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #00c6853a
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import numpy as np
 from fastcore.basics import patch
@@ -17,7 +17,7 @@ from .policy import Policy, fcfs
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #994443b1
 class ChunkedReq(Req):
-    "A piece of a prompt after which no token is sampled: more of it follows, or no answer is wanted."
+    "A piece of a prompt with no token after it: more follows, or no answer is wanted."
     @property
     def can_decode(self) -> bool:
         "Never: its next token is already known, or nobody asked for one"
@@ -37,7 +37,8 @@ class PrefillAdder:
         reserved_pages: int,   # Pages that running requests will still need
         cache: CacheManager,   # Whose pages, and whose table's rows, are lent
     ):
-        self.token_budget, self.chunk_size, self.reserved_pages, self.cache = token_budget, chunk_size, reserved_pages, cache
+        self.token_budget, self.chunk_size = token_budget, chunk_size
+        self.reserved_pages, self.cache = reserved_pages, cache
         self.table, self.lengths = cache.table, cache.table.lengths
 
     def try_add(
@@ -52,9 +53,13 @@ class PrefillAdder:
         end = min(start + self.token_budget, start + self.chunk_size, pending.n_tokens)
         self.lengths.device_len[row] = end
         self.token_budget -= end - start
-        self.reserved_pages += self.cache.pages_for(kv_len(pending)) - self.cache.pages_for(start)
+        self.reserved_pages += self._pages_left(pending, start)
         sampled = end == pending.n_tokens < pending.max_len
         return (Req if sampled else ChunkedReq)(pending, self.lengths)
+
+    def _pages_left(self, pending: PendingReq, start: int) -> int:
+        "Pages that a request will still need, if its first `start` tokens have theirs"
+        return self.cache.pages_for(kv_len(pending)) - self.cache.pages_for(start)
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #56d3e404
 @patch
@@ -63,11 +68,12 @@ def _admit(self: PrefillAdder, pending: PendingReq) -> bool:
     if not self.table.available_size: return False
     handle = self.cache.match(pending)
     self.cache.lock(handle)
-    needed = self.cache.pages_for(kv_len(pending)) - self.cache.pages_for(handle.cached_len)
+    needed = self._pages_left(pending, handle.cached_len)
     if needed + self.reserved_pages > self.cache.available_size:
         self.cache.unlock(handle)
         return False
-    pending.handle, pending.table_idx, pending.cached_tokens = handle, self.table.allocate(), handle.cached_len
+    pending.handle, pending.table_idx = handle, self.table.allocate()
+    pending.cached_tokens = handle.cached_len
     self._fill_row(pending)
     return True
 
@@ -77,7 +83,8 @@ def _fill_row(self: PrefillAdder, pending: PendingReq) -> None:
     row, pages = pending.table_idx, pending.handle.pages
     self.table.write(np.full(len(pages), row), np.arange(len(pages)), pages)
     self.table.write_tokens(row, 0, pending.input_ids)
-    self.lengths.cached_len[row], self.lengths.max_device_len[row] = pending.handle.cached_len, pending.max_len
+    self.lengths.cached_len[row] = pending.handle.cached_len
+    self.lengths.max_device_len[row] = pending.max_len
     self.table.sampling.put(row, pending.params)
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #1cf9a34f
@@ -90,9 +97,10 @@ class PrefillManager:
         chunk_size: int,          # Of them, for one request
         policy: Policy = fcfs,    # Order in which the waiting are tried
     ):
-        self.cache, self.max_prefill_tokens, self.chunk_size, self.policy = cache, max_prefill_tokens, chunk_size, policy
-        self.waiting: dict[str, PendingReq] = {}   # by name, in order of arrival
-        self.chunked: PendingReq | None = None     # admitted, and part of its prompt launched
+        self.cache, self.policy = cache, policy
+        self.max_prefill_tokens, self.chunk_size = max_prefill_tokens, chunk_size
+        self.waiting: dict[str, PendingReq] = {}  # by name, in order of arrival
+        self.chunked: PendingReq | None = None    # admitted, its prompt launched in part
 
     def add(self, pending: PendingReq) -> None:
         "Let a request wait"
@@ -108,8 +116,8 @@ class PrefillManager:
         reserved_pages: int,  # Pages that running requests will still need
     ) -> list[Req]:           # Views for one prefill batch; empty if nobody waits or fits
         "Choose who is computed in this step"
-        adder = PrefillAdder(self.max_prefill_tokens, self.chunk_size, reserved_pages, self.cache)
-        reqs: list[Req] = []
+        budget, chunk = self.max_prefill_tokens, self.chunk_size
+        adder, reqs = PrefillAdder(budget, chunk, reserved_pages, self.cache), []
         for pending in self._candidates():
             req = adder.try_add(pending)
             if req is None: break
@@ -120,7 +128,7 @@ class PrefillManager:
                 break
         return reqs
 
-    def _candidates(self) -> Iterable[PendingReq]:
+    def _candidates(self) -> Iterator[PendingReq]:
         "Whom to try: the chunked one, then the others as the policy says"
         if self.chunked: yield self.chunked
         if self.waiting: yield from self.policy(self.waiting.values())
