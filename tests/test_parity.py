@@ -6,6 +6,7 @@ import pytest
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core import SamplingParams
 from minisgl_lit.engine.build import build
+from minisgl_lit.llm import LLM
 from reference import FAMILIES, MAX_NEW, Comparison, generate, make_checkpoint, prompts
 
 SETTINGS = dict(page_size=[1, 4, 16], cache=['radix', 'none'], overlap=[False, True], max_prefill_tokens=[16, 4096], num_pages=['plenty', 'barely'])
@@ -74,6 +75,16 @@ def test_reference_says_different_things(checkpoint):
     assert len({tuple(o) for o in checkpoint[1]}) > 4 and len({t for o in checkpoint[1] for t in o}) > 20
 
 def test_parity(checkpoint): check_parity(checkpoint, pairwise())
+
+def test_parity_of_the_public_face(checkpoint):
+    "`LLM` on a checkpoint that has no tokenizer: token ids in, token ids out"
+    (path, right), comparison = checkpoint, Comparison()
+    with LLM(path, device='cpu', num_pages=400) as llm:
+        for _ in range(2):
+            outs = llm.generate(prompts(), SamplingParams(max_tokens=MAX_NEW, temperature=0))
+            for prompt, out, reference in zip(prompts(), outs, right): comparison.check(path, prompt, out.token_ids, reference)
+        assert sum(o.cached_tokens for o in outs) > 0 and {o.text for o in outs} == {''}
+    comparison.done()
 
 @pytest.mark.long
 def test_parity_of_every_combination(checkpoint): check_parity(checkpoint, product())
