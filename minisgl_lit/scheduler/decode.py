@@ -22,25 +22,29 @@ class DecodeManager:
         table: TableManager,  # Whose `lengths` say how far each has come
     ):
         self.lengths, self.page_size = table.lengths, table.page_size
-        self.running: dict[str, Req] = {}           # by name
-        self._rows: np.ndarray | None = None        # theirs, until somebody joins or leaves
+        self.running: dict[str, Req] = {}     # by name
+        self._rows: np.ndarray | None = None  # theirs, until somebody joins or leaves
 
     @property
     def rows(self) -> np.ndarray:
         "Table rows of those who run, in order, [n]"
-        if self._rows is None: self._rows = np.array([o.table_idx for o in self.running.values()], dtype=np.int64)
+        if self._rows is None:
+            rows = [o.table_idx for o in self.running.values()]
+            self._rows = np.array(rows, dtype=np.int64)
         return self._rows
 
     @property
     def inflight_tokens(self) -> int:
         "Tokens that those who run may still make"
-        return int((self.lengths.max_device_len - self.lengths.device_len)[self.rows].sum())
+        left = self.lengths.max_device_len - self.lengths.device_len
+        return int(left[self.rows].sum())
 
     @property
     def inflight_pages(self) -> int:
         "Pages that those who run will still need, each rounded up by itself"
-        end = -(-(self.lengths.max_device_len[self.rows] - 1) // self.page_size)
-        return int((end - -(-self.lengths.cached_len[self.rows] // self.page_size)).sum())
+        lens = self.lengths.cached_len[self.rows]
+        ends = self.lengths.max_device_len[self.rows] - 1   # the last token made needs no slot
+        return int((-(-ends // self.page_size) - -(-lens // self.page_size)).sum())
 
     def schedule(self) -> list[Req]:
         "Everyone who runs: views for one decode batch"
