@@ -6,21 +6,22 @@
 __all__ = ['check_finish', 'Reply', 'last_reply']
 
 # %% ../../nbs/23_scheduler.finish.ipynb #d50a02cc
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from ..core import FinishReason, PendingReq
 
 # %% ../../nbs/23_scheduler.finish.ipynb #0a291397
 def check_finish(
-    pending: PendingReq,         # It has just been told its newest token
-    eos_token_ids: Set[int],     # Tokens with which the model ends by itself
-) -> tuple[FinishReason, str | int | None] | None:   # The reason, and the token or string that it was; `None` to go on
-    "Whether the newest token is the last"
+    pending: PendingReq,      # It has just been told its newest token
+    eos_token_ids: Set[int],  # Tokens with which the model ends by itself
+) -> tuple[FinishReason, str | int | None] | None:   # Why, and what it was that ended it
+    "Whether the newest token is the last; `None` to go on"
     token, params = int(pending.output_ids[-1]), pending.params
     stop_string = pending.text_stop(token) if pending.text_stop else None
     if pending.n_tokens == pending.max_len: return FinishReason.LENGTH, None
-    if token in eos_token_ids and not params.ignore_eos or token in params.stop_token_ids: return FinishReason.STOP, token
+    is_eos = token in eos_token_ids and not params.ignore_eos
+    if is_eos or token in params.stop_token_ids: return FinishReason.STOP, token
     if stop_string is not None: return FinishReason.STOP, stop_string
     return None
 
@@ -28,24 +29,25 @@ def check_finish(
 @dataclass(slots=True)
 class Reply:
     "News of one request: new tokens, and once, at the end, a finish reason."
-    rid: str                                    # Whose it is
-    token_ids: list[int]                        # New tokens; none if it ended without one
-    finish_reason: FinishReason | None = None   # Set on the last reply only
-    matched: str | int | None = None            # The stop token or string that ended it
-    error: str | None = None                    # One sentence, if the reason is 'error'
-    prompt_tokens: int = 0                      # On the last: length of its prompt
-    cached_tokens: int = 0                      # On the last: of these, found in the cache
-    times: tuple[float, float, float] | None = None   # On the last: seconds from its arrival to its first step, first token, end
+    rid: str              # Whose it is
+    token_ids: list[int]  # New tokens; none if it ended without one
+    finish_reason: FinishReason | None = None   # Set on the last reply only, like all below
+    matched: str | int | None = None  # The stop token or string that ended it
+    error: str | None = None          # One sentence, if the reason is 'error'
+    prompt_tokens: int = 0            # Length of its prompt
+    cached_tokens: int = 0            # Of these, found in the cache
+    times: tuple[float, ...] | None = None   # Seconds from arrival to first step, token, end
 
 def last_reply(
-    pending: PendingReq,             # It ends now
-    reason: FinishReason,            # Why
-    now: float,                      # The scheduler's clock, seconds
-    token_ids: list[int] = (),       # Its last token, if this step made one
-    matched: str | int | None = None,   # The stop token or string
-    error: str | None = None,        # What went wrong
+    pending: PendingReq,              # It ends now
+    reason: FinishReason,             # Why
+    now: float,                       # The scheduler's clock, seconds
+    token_ids: Sequence[int] = (),    # Its last token, if this step made one
+    matched: str | int | None = None, # The stop token or string
+    error: str | None = None,         # What went wrong
 ) -> Reply:
     "The terminal reply of a request, with its bill"
-    seconds = [pending.times.get(o, now) - pending.arrival for o in ('scheduled', 'first_token')]
-    return Reply(pending.rid, list(token_ids), reason, matched, error, pending.input_len, pending.cached_tokens,
-                 (*seconds, now - pending.arrival))
+    moments = [pending.times.get(o, now) for o in ('scheduled', 'first_token')] + [now]
+    times = tuple(o - pending.arrival for o in moments)
+    return Reply(pending.rid, list(token_ids), reason, matched, error,
+                 pending.input_len, pending.cached_tokens, times)
