@@ -16,7 +16,7 @@ from .prefill import ChunkedReq
 def flatten(
     starts: np.ndarray,  # First item of each span, [n]
     ends: np.ndarray,    # One past the last item of each, [n]
-) -> tuple[np.ndarray, np.ndarray]:   # Whose item it is, and the item; [sum of lengths] each
+) -> tuple[np.ndarray, np.ndarray]:   # Of each item: its span's number, and itself
     "Lay spans of integers one after another"
     lens = ends - starts
     owner = np.repeat(np.arange(len(lens)), lens)
@@ -29,8 +29,13 @@ def new_pages(
     cache: CacheManager,  # Knows the lengths and the page size
 ) -> int:                 # Pages
     "How many pages a batch of these would allocate"
-    rows, lengths = np.array([o.table_idx for o in reqs], dtype=np.int64), cache.table.lengths
-    return int((cache.pages_for(lengths.device_len[rows]) - cache.pages_for(lengths.cached_len[rows])).sum())
+    rows, lengths = _rows(reqs), cache.table.lengths
+    before, after = lengths.cached_len[rows], lengths.device_len[rows]
+    return int((cache.pages_for(after) - cache.pages_for(before)).sum())
+
+def _rows(reqs: list[Req]) -> np.ndarray:
+    "Their table rows, [n]"
+    return np.array([o.table_idx for o in reqs], dtype=np.int64)
 
 def make_batch(
     reqs: list[Req],      # Who runs next, in order
@@ -39,14 +44,15 @@ def make_batch(
     cache: CacheManager,  # Lends the pages; its table gets them written into its rows
 ) -> Batch:
     "Allocate what these requests need and lay out one step for the engine"
-    table = cache.table
-    rows = np.array([o.table_idx for o in reqs], dtype=np.int64)
-    cached_lens, device_lens = table.lengths.cached_len[rows], table.lengths.device_len[rows]
+    table, rows = cache.table, _rows(reqs)
+    cached_lens = table.lengths.cached_len[rows]
+    device_lens = table.lengths.device_len[rows]
     owner, cols = flatten(cache.pages_for(cached_lens), cache.pages_for(device_lens))
     table.write(rows[owner], cols, cache.allocate(len(cols)))
     table.flush()
     owner, positions = flatten(cached_lens, device_lens)
     token_rows = rows[owner]
-    sampled = np.array([i for i, o in enumerate(reqs) if not isinstance(o, ChunkedReq)], dtype=np.int64)
+    out_loc = table.slots(token_rows, positions).astype(np.int64)
+    sampled = np.flatnonzero([not isinstance(o, ChunkedReq) for o in reqs])
     return Batch(reqs, mode, step, rows, cached_lens, device_lens, token_rows, positions,
-                 out_loc=table.slots(token_rows, positions).astype(np.int64), sampled=sampled, sampling=table.sampling.at(rows[sampled]))
+                 out_loc, sampled, table.sampling.at(rows[sampled]))
