@@ -43,7 +43,7 @@ class DecodeManager:
     def inflight_pages(self) -> int:
         "Pages that those who run will still need, each rounded up by itself"
         lens = self.lengths.cached_len[self.rows]
-        ends = self.lengths.max_device_len[self.rows] - 1   # the last token made needs no slot
+        ends = self.lengths.max_device_len[self.rows] - 1   # the last one needs no slot
         return int((-(-ends // self.page_size) - -(-lens // self.page_size)).sum())
 
     def schedule(self) -> list[Req]:
