@@ -37,6 +37,7 @@ def _rows(reqs: list[Req]) -> np.ndarray:
     "Their table rows, [n]"
     return np.array([o.table_idx for o in reqs], dtype=np.int64)
 
+# %% ../../nbs/24_scheduler.prepare.ipynb #3574e4d6
 def make_batch(
     reqs: list[Req],      # Who runs next, in order
     mode: ForwardMode,    # What kind of step it is
