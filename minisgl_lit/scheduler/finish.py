@@ -36,7 +36,7 @@ class Reply:
     error: str | None = None          # One sentence, if the reason is 'error'
     prompt_tokens: int = 0            # Length of its prompt
     cached_tokens: int = 0            # Of these, found in the cache
-    times: tuple[float, float, float] | None = None   # From arrival to first step, token, end
+    times: tuple[float, float, float] | None = None  # Seconds to first step, token, end
 
 def last_reply(
     pending: PendingReq,              # It ends now
