@@ -22,7 +22,7 @@ class Control:
         self,
         rid: str,   # A request's name
     ) -> bool:      # False if nobody of that name is alive
-        "End a request as soon as nothing in flight needs it; its last reply says 'abort'"
+        "End a request as soon as it is in no batch in flight; its last reply says 'abort'"
         s = self.scheduler
         pending = s.alive.get(rid)
         if pending is None: return False
@@ -37,9 +37,11 @@ class Control:
         return sum(self.abort(rid) for rid in list(self.scheduler.alive))
 
     def self_check(self) -> None:
-        "`RuntimeError` unless, with nothing left to do, every page and row is where it belongs"
+        "`RuntimeError` unless nothing is left to do and every page and row is at home"
         s = self.scheduler
-        if s.has_work: raise RuntimeError(f'requests {list(s.alive)} are still being served: look again when nothing is')
+        if s.has_work: raise RuntimeError(f'requests {list(s.alive)} or a batch are on their way')
         s.cache.check_integrity()
-        figures = s.cache.held_size, s.cache.prefix.protected_size, s.table.dummy_row - s.table.available_size, len(s.decode.running)
-        if any(figures): raise RuntimeError(f'idle, but pages held, pages locked, rows lent and requests running are {figures}')
+        rows = s.table.dummy_row - s.table.available_size
+        left = dict(held=s.cache.held_size, locked=s.cache.prefix.protected_size,
+                    rows=rows, running=len(s.decode.running))
+        if any(left.values()): raise RuntimeError(f'nothing is served, but {left} is not 0')
