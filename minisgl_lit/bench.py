@@ -55,7 +55,8 @@ class Report:
 
     def json(self) -> str:
         "One line for programs"
-        return json.dumps(asdict(self) | {'shares': {f.name: f.share for f in self.figures if f.limit is not None}})
+        shares = {f.name: f.share for f in self.figures if f.limit is not None}
+        return json.dumps(asdict(self) | {'shares': shares})
 
     def __str__(self) -> str:
         said = ', '.join(f'{k} {v}' for k, v in self.setting.items())
@@ -149,7 +150,8 @@ class Limits:
 
     def decode(self, contexts: Sequence[int]) -> float:
         "Seconds of one step for requests of these lengths"
-        return max(self.costs.decode_bytes(contexts) / self.read, self.costs.decode_flops(contexts) / self.compute)
+        reading, computing = self.costs.decode_bytes(contexts), self.costs.decode_flops(contexts)
+        return max(reading / self.read, computing / self.compute)
 
     def answers(self, lengths: Sequence[int], n: int) -> float:
         "Seconds to decode `n` tokens after each of these prompts, the first of which prefill has made"
@@ -175,7 +177,8 @@ def _measure(
     rng, vocab = np.random.default_rng(0), llm.runtime.model_config.vocab_size
     def run(n: int, m: int) -> tuple[float, float]:
         params = SamplingParams(max_tokens=m, temperature=0, ignore_eos=True)
-        return _split_times(llm.generate(list(rng.integers(vocab, size=(requests, n))), params, progress=False))
+        prompts = list(rng.integers(vocab, size=(requests, n)))
+        return _split_times(llm.generate(prompts, params, progress=False))
     run(3, 3)   # whatever is done only once is done now
     prefill, decode = zip(*(run(input_len, output_len) for _ in range(repeat)))
     return min(prefill), min(decode)
@@ -196,8 +199,10 @@ def _figures(
 ) -> list[Figure]:
     "Both halves, and the whole, beside their limits"
     least = limits.prefill(lengths), limits.answers(lengths, output_len)
-    halves = ('prefill', sum(lengths), prefill, least[0]), ('decode', len(lengths) * (output_len - 1), decode, least[1])
-    return [Figure('memory read', limits.read / 1e9, 'GB/s'), Figure('matrix product', limits.compute / 1e9, 'GFLOP/s'),
+    tokens = sum(lengths), len(lengths) * (output_len - 1)
+    halves = zip(('prefill', 'decode'), tokens, (prefill, decode), least)
+    return [Figure('memory read', limits.read / 1e9, 'GB/s'),
+            Figure('matrix product', limits.compute / 1e9, 'GFLOP/s'),
             *(Figure(name, n / t, 'tokens/s', n / best) for name, n, t, best in halves),
             Figure('whole run', prefill + decode, 's', sum(least))]
 
@@ -215,9 +220,10 @@ def offline(
         times = _measure(llm, requests, input_len, output_len, repeat)
         dtype, device = engine.model.head.dtype, engine.device
     limits = _limits(model, dtype, device)
-    return Report('offline', dict(model=config.model, device=str(device), dtype=str(dtype).removeprefix('torch.'), requests=requests,
-                                  input_len=input_len, output_len=output_len, threads=torch.get_num_threads()),
-                  _figures(limits, [input_len] * requests, output_len, *times))
+    setting = dict(model=config.model, device=str(device), dtype=str(dtype).removeprefix('torch.'),
+                   requests=requests, input_len=input_len, output_len=output_len,
+                   threads=torch.get_num_threads())
+    return Report('offline', setting, _figures(limits, [input_len] * requests, output_len, *times))
 
 # %% ../nbs/61_bench.ipynb #ed752329
 def _seconds(
@@ -241,7 +247,8 @@ def _seconds_to_serve(
             url = process.stdout.readline().split()[-1:]
             if not url: raise RuntimeError('the server did not start')
             body = json.dumps(dict(prompt='Hello', max_tokens=1)).encode()
-            request = urllib.request.Request(f'{url[0]}/v1/completions', body, {'Content-Type': 'application/json'})
+            json_body = {'Content-Type': 'application/json'}
+            request = urllib.request.Request(f'{url[0]}/v1/completions', body, json_body)
             urllib.request.urlopen(request, timeout=60).read()
             return time.perf_counter() - began
         finally: process.terminate()

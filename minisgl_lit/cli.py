@@ -16,6 +16,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import minisgl_lit
@@ -43,7 +44,7 @@ wishes: dict[str, tuple[type, str]] = dict(
     top_p=(float, 'sample among the likeliest tokens that hold this much probability'),
     top_k=(int, 'sample among this many likeliest tokens'),
     min_p=(float, "leave out tokens below this share of the likeliest one's probability"),
-    max_tokens=(int, 'longest answer, in tokens; otherwise until the model ends by itself, or max_seq_len'))
+    max_tokens=(int, 'longest answer, in tokens; else until the model ends, or max_seq_len'))
 
 # %% ../nbs/63_cli.ipynb #62eb456f
 def add_wishes(
@@ -51,8 +52,10 @@ def add_wishes(
 ) -> None:
     "Flags for what a request may wish for"
     group = parser.add_argument_group('sampling (left out: as the checkpoint advises)')
-    for name, (kind, help) in wishes.items(): group.add_argument('--' + name.replace('_', '-'), type=kind, help=help)
-    group.add_argument('--stop', action='append', metavar='TEXT', help='text that ends the answer; may be given several times')
+    for name, (kind, help) in wishes.items():
+        group.add_argument('--' + name.replace('_', '-'), type=kind, help=help)
+    group.add_argument('--stop', action='append', metavar='TEXT',
+                       help='text that ends the answer; may be given several times')
 
 def read_wishes(
     args: Namespace,  # What a parser with these flags returned
@@ -65,7 +68,7 @@ def read_wishes(
 def serve(
     args: Namespace,  # With the fields of `ServerConfig`
 ) -> int:
-    """Serve a model over HTTP, until Ctrl-C. Routes as OpenAI's: /v1/chat/completions, /v1/completions, /v1/models.
+    """Serve a model over HTTP, until Ctrl-C. Clients made for OpenAI's API can use it, under /v1.
 
     When it is ready, one line on standard output ends in the URL."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -86,7 +89,8 @@ def reply(
     "Print the answer while it is made; Ctrl-C ends it"
     said = ''
     try:
-        with suppress(KeyboardInterrupt), closing(llm.stream(llm.tokenizer.chat(messages), params)) as pieces:
+        stream = llm.stream(llm.tokenizer.chat(messages), params)
+        with suppress(KeyboardInterrupt), closing(stream) as pieces:
             for piece in pieces:
                 print(piece.text, end='', flush=True)
                 said += piece.text
@@ -114,19 +118,21 @@ def talk(
             print()
             continue
         if line == '/reset': messages = list(begin)
-        elif line.startswith('/'): print(f'{line} is no command; there is /reset. Ctrl-D leaves', file=sys.stderr)
+        elif line.startswith('/'):
+            print(f'{line} is no command; there is /reset. Ctrl-D leaves', file=sys.stderr)
         elif line: messages = reply(llm, [*messages, dict(role='user', content=line)], params)
 
 # %% ../nbs/63_cli.ipynb #8b0e40eb
 def chat(
     args: Namespace,  # With the fields of `EngineConfig`, the sampler's wishes, `system`
 ) -> int:
-    "Talk with a model in the terminal. Ctrl-C stops an answer, /reset forgets the conversation, Ctrl-D leaves."
+    "Talk with a model in the terminal. Ctrl-C stops an answer, /reset begins anew, Ctrl-D leaves."
     params, config = read_wishes(args), from_args(EngineConfig, args)
     with suppress(ImportError): import readline   # arrow keys, where there are any
     with minisgl_lit.LLM(**asdict(config)) as llm:
-        if not llm.tokenizer.chat_template: raise ValueError(f'model={config.model!r} has no chat template; use minisgl-lit generate')
-        print(f'{config.model}: Ctrl-C stops an answer, /reset forgets, Ctrl-D leaves', file=sys.stderr)
+        if not llm.tokenizer.chat_template:
+            raise ValueError(f'model={config.model!r} has no chat template; use minisgl-lit generate')
+        print(f'{config.model}: Ctrl-C stops an answer, /reset begins anew, Ctrl-D leaves', file=sys.stderr)
         talk(llm, params, args.system)
     return 0
 
@@ -138,11 +144,12 @@ def _prompts(
     "The prompts; `ValueError` if there are none"
     lines = stdin
     if args.file:
-        try: lines = open(args.file, encoding='utf-8').read().splitlines()
-        except (OSError, UnicodeDecodeError) as e: raise ValueError(f'file={args.file!r} cannot be read: {e}') from None
+        try: lines = Path(args.file).read_text(encoding='utf-8').splitlines()
+        except (OSError, UnicodeDecodeError) as e:
+            raise ValueError(f'file={args.file!r} cannot be read: {e}') from None
     found = args.prompts or [line.rstrip('\n') for line in lines if line.strip()]
-    if not found: raise ValueError('prompts must be given as arguments, in --file or on standard input, one a line')
-    return found
+    if found: return found
+    raise ValueError('prompts must be given as arguments, in --file, or on standard input, one a line')
 
 # %% ../nbs/63_cli.ipynb #28f38e2c
 def _report(
@@ -154,7 +161,7 @@ def _report(
 
 # %% ../nbs/63_cli.ipynb #8bc9060a
 def generate(
-    args: Namespace,  # With the fields of `EngineConfig`, the sampler's wishes, `prompts`, `file`, `json`
+    args: Namespace,  # With the fields of `EngineConfig`, wishes, `prompts`, `file`, `json`
 ) -> int:
     "Complete prompts: from the arguments, from a file, or from standard input, one a line."
     params, config = read_wishes(args), from_args(EngineConfig, args)
@@ -166,7 +173,9 @@ def generate(
             print()
             return _report(piece.error)
         outs = llm.generate(prompts, params)
-    for prompt, out in zip(prompts, outs): print(json.dumps(dict(prompt=prompt) | asdict(out), ensure_ascii=False) if args.json else out.text)
+    for prompt, out in zip(prompts, outs):
+        line = json.dumps(dict(prompt=prompt) | asdict(out), ensure_ascii=False)
+        print(line if args.json else out.text)
     return _report(*(o.error for o in outs))
 
 # %% ../nbs/63_cli.ipynb #9dae9d7c
@@ -186,16 +195,17 @@ def bench(
     config = asdict(from_args(BenchConfig, args))
     from minisgl_lit.bench import offline, start
     sizes = {k: config.pop(k) for k in ('requests', 'input_len', 'output_len')}
-    found = offline(EngineConfig(**config), **sizes) if args.name == 'offline' else start(config['model'])
+    if args.name == 'offline': found = offline(EngineConfig(**config), **sizes)
+    else: found = start(config['model'])
     print(found.json() if args.json else found)
     return 0
 
 # %% ../nbs/63_cli.ipynb #9b4b4ba2
 examples = dict(
-    serve='minisgl-lit serve --port 8000\n  minisgl-lit serve --model path/to/checkpoint --num-pages 4096',
-    chat='minisgl-lit chat\n  minisgl-lit chat --temperature 0 --system "Answer in one sentence."',
-    generate='minisgl-lit generate "Once upon a time" --max-tokens 50\n  minisgl-lit generate --file prompts.txt --json > answers.jsonl',
-    bench='minisgl-lit bench offline --requests 16\n  minisgl-lit bench start --json')
+    serve=['--port 8000', '--model path/to/checkpoint --num-pages 4096'],
+    chat=['', '--temperature 0 --system "Answer in one sentence."'],
+    generate=['"Once upon a time" --max-tokens 50', '--file prompts.txt --json > answers.jsonl'],
+    bench=['offline --requests 16', 'start --json'])
 
 # %% ../nbs/63_cli.ipynb #b4092d33
 def _add_command(
@@ -204,9 +214,10 @@ def _add_command(
     config: type[EngineConfig],          # Its settings
 ) -> Parser:
     "The parser of one command, with the flags of its config"
-    name = run.__name__
-    parser = commands.add_parser(name, help=run.__doc__.split('. ')[0].split('\n')[0].rstrip('.'), description=run.__doc__,
-                                 epilog=f'examples:\n  {examples[name]}')
+    name, first = run.__name__, run.__doc__.split('\n')[0].split('. ')[0]
+    lines = [f'  minisgl-lit {name} {o}'.rstrip() for o in examples[name]]
+    parser = commands.add_parser(name, help=first.rstrip('.'), description=run.__doc__,
+                                 epilog='\n'.join(['examples:', *lines]))
     parser.set_defaults(run=run, parser=parser)
     add_arguments(parser.add_argument_group('settings'), config)
     return parser
@@ -214,18 +225,21 @@ def _add_command(
 # %% ../nbs/63_cli.ipynb #6e7c56e9
 def make_parser() -> Parser:
     "The whole command line"
-    parser = Parser('minisgl-lit', description='An LLM serving engine that is a book. Without a command it serves.',
+    parser = Parser('minisgl-lit', description='An LLM serving engine that is a book. Alone, it serves.',
                     epilog='minisgl-lit COMMAND --help shows all settings of a command, with examples.')
-    parser.add_argument('--version', action='version', version=f'minisgl-lit {minisgl_lit.__version__}')
-    commands = parser.add_subparsers(title='commands', dest='command', metavar='COMMAND', parser_class=Parser)
+    version = f'minisgl-lit {minisgl_lit.__version__}'
+    parser.add_argument('--version', action='version', version=version)
+    commands = parser.add_subparsers(title='commands', dest='command', metavar='COMMAND')
     _add_command(commands, serve, ServerConfig)
-    talking, completing = _add_command(commands, chat, EngineConfig), _add_command(commands, generate, EngineConfig)
+    talking = _add_command(commands, chat, EngineConfig)
+    completing = _add_command(commands, generate, EngineConfig)
     talking.add_argument('--system', metavar='TEXT', help='what the model should know about itself')
     completing.add_argument('prompts', nargs='*', metavar='PROMPT', help='text to continue')
     completing.add_argument('--file', help='take prompts from here, one a line')
     measuring = _add_command(commands, bench, BenchConfig)
     measuring.add_argument('name', choices=['offline', 'start'], help='what to measure')
-    for o in (completing, measuring): o.add_argument('--json', action='store_true', help='print JSON, one object a line')
+    for o in (completing, measuring):
+        o.add_argument('--json', action='store_true', help='print JSON, one object a line')
     for o in (talking, completing): add_wishes(o)
     return parser
 
@@ -235,7 +249,8 @@ def main(
 ) -> int:                           # Exit code
     "The program `minisgl-lit`, also `python -m minisgl_lit`"
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0].startswith('-') and argv[0] not in ('-h', '--help', '--version'): argv = ['serve', *argv]
+    first = argv[0] if argv else '-'
+    if first.startswith('-') and first not in ('-h', '--help', '--version'): argv = ['serve', *argv]
     args, unknown = make_parser().parse_known_args(argv)
     if unknown: args.parser.refuse(unknown[0])
     try:
