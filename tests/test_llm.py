@@ -1,0 +1,116 @@
+"""Many threads on one driver: streams read to the end, left halfway, forgotten; lists; an engine that fails once."""
+import random, threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from minisgl_lit.core import FinishReason, SamplingParams
+from minisgl_lit.device import InlineStream, WorkerStream
+from minisgl_lit.kv.cache import CacheManager
+from minisgl_lit.kv.prefix import make_prefix_cache
+from minisgl_lit.kv.table import TableManager
+from minisgl_lit.llm import Driver
+from minisgl_lit.scheduler.control import Control
+from minisgl_lit.scheduler.loop import Scheduler
+from minisgl_lit.toy import ToyEngine, alone
+
+VOCAB = 50
+
+
+class Letters:
+    "A tokenizer whose tokens are letters."
+    def decode(self, ids, skip_special_tokens=True): return "".join(chr(65 + i) for i in ids)
+    def visible(self, token, skip_special_tokens=True): return True
+
+
+def toy_driver(overlap, rows=3, pages=24, queued=4, delay=0.0):
+    table = TableManager(rows, 48, page_size=4, dummy_page=pages)
+    stream = WorkerStream() if overlap else InlineStream()
+    engine = ToyEngine(table.page_table, table.token_pool, 4, pages, VOCAB, stream, delay=delay)
+    cache = CacheManager(pages, table, make_prefix_cache("radix", 4))
+    scheduler = Scheduler(engine, cache, VOCAB, clock=float, max_queued_req=queued, overlap=overlap)
+    runtime = SimpleNamespace(scheduler=scheduler, control=Control(scheduler), engine=engine, close=stream.close)
+    return Driver(runtime, Letters())
+
+
+def prompt(rng): return rng.choices(range(3), k=rng.randint(1, 14))   # many begin alike
+def expected(ids, n): return alone(ids, n, VOCAB)
+
+
+def one_caller(driver, seed):
+    "Twelve things that a caller may do; each answer is compared with what the toy gives alone."
+    rng, errors = random.Random(seed), []
+    for _ in range(12):
+        n = rng.randint(0, 9)
+        params, many = SamplingParams(max_tokens=n, temperature=0), [prompt(rng) for _ in range(rng.randint(1, 6))]
+        what = rng.choice(["list", "stream", "leave", "forget", "stop"])
+        if what == "list":
+            outs = driver.collect(driver.tickets(many, np.array, params), progress=False)
+            errors += [o for o in outs if o.finish_reason is FinishReason.ERROR]
+            assert [o.token_ids for o in outs if not o.error] == [expected(i, n) for i, o in zip(many, outs) if not o.error]
+        elif what == "stop":
+            want = expected(many[0], 9)
+            stop = Letters().decode(want[3:5])
+            params = SamplingParams(max_tokens=12, temperature=0, stop=stop)
+            out, = driver.collect(driver.tickets(many[:1], np.array, params), progress=False)
+            if out.error: errors.append(out)
+            else: assert out.text == Letters().decode(want).split(stop)[0] and out.finish_reason is FinishReason.STOP
+        else:
+            stream = driver.read(*driver.tickets(many[:1], np.array, params, streamed=True))
+            if what == "stream": pieces = list(stream)
+            else: pieces = [p for p, _ in zip(stream, range(rng.randint(0, n)))]   # and the stream is dropped
+            if what == "leave": stream.close()
+            if pieces and pieces[-1].error: errors.append(pieces[-1])
+            else: assert [i for p in pieces for i in p.token_ids] == expected(many[0], n)[:sum(len(p.token_ids) for p in pieces)]
+            del stream
+    return errors
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_callers_do_not_mix(overlap, seed):
+    driver = toy_driver(overlap)
+    with ThreadPoolExecutor(4) as pool: errors = [*pool.map(lambda k: one_caller(driver, 10 * seed + k), range(4))]
+    assert errors == [[]] * 4 and driver._open == {} and not driver._backlog
+    driver.leave([])
+    driver.runtime.control.self_check()
+    driver.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_failing_engine_is_told_and_forgotten(overlap):
+    driver = toy_driver(overlap)
+    driver.runtime.engine.fail_at = 9
+    with ThreadPoolExecutor(3) as pool: errors = sum(pool.map(lambda k: one_caller(driver, k), range(3)), [])
+    assert errors and all("the engine failed" in o.error for o in errors)
+    assert one_caller(driver, 99) == []
+    driver.leave([])
+    driver.runtime.control.self_check()
+    driver.close()
+
+
+def test_closing_wakes_those_who_wait():
+    driver, told = toy_driver(True, delay=.002), []
+    def reader():
+        params = SamplingParams(max_tokens=40, temperature=0)
+        with pytest.raises(RuntimeError, match="has been closed"):
+            with closing(driver.read(*driver.tickets([[1]], np.array, params, streamed=True))) as stream:
+                for piece in stream: told.append(piece)
+    threads = [threading.Thread(target=reader) for _ in range(3)]
+    for t in threads: t.start()
+    while len(told) < 6: threading.Event().wait(.001)
+    driver.close()
+    for t in threads: t.join(5)
+    assert not any(t.is_alive() for t in threads)
+
+
+def test_a_list_longer_than_the_queue():
+    driver = toy_driver(False, queued=2)
+    prompts = [[k % VOCAB] for k in range(40)]
+    params = SamplingParams(max_tokens=3, temperature=0)
+    outs = driver.collect(driver.tickets(prompts, np.array, params), progress=False)
+    assert [o.token_ids for o in outs] == [expected(o, 3) for o in prompts]
+    driver.close()
