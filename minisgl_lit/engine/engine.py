@@ -9,6 +9,7 @@ __all__ = ['Launched', 'Engine', 'free_memory', 'size_pool']
 import os
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,20 +25,20 @@ from ..model.decoder import Decoder
 @dataclass(eq=False)
 class Launched:
     "What `forward` leaves for `sample`, filled when its work is done."
-    logits: torch.Tensor | None = None   # Of the sampled requests, float32, [n_sampled, vocab_size]
+    logits: torch.Tensor | None = None   # Of the sampled, float32, [n_sampled, vocab_size]
 
 # %% ../../nbs/41_engine.engine.ipynb #b1b3118e
 class Engine:
-    "Runs a model over batches, in order, on one stream. Implements the `Engine` protocol of the core."
+    "Runs a model over batches, in order, on one stream: the `Engine` protocol of the core."
     def __init__(
         self,
-        model: Decoder,                 # Computes logits
-        attention: AttentionBackend,    # Knows where keys and values are
-        token_pool: torch.Tensor,       # Tokens of each row, [n_rows, max_seq_len], on the model's device
-        stream: Stream,                 # Where all the work is done
+        model: Decoder,               # Computes logits
+        attention: AttentionBackend,  # Knows where keys and values are
+        token_pool: torch.Tensor,     # Tokens of rows, on the device, [n_rows, max_seq_len]
+        stream: Stream,               # Where all the work is done
     ):
-        self.model, self.attention, self.token_pool, self.stream = model, attention, token_pool, stream
-        self.device = token_pool.device
+        self.model, self.attention, self.stream = model, attention, stream
+        self.token_pool, self.device = token_pool, token_pool.device
 
     def forward(
         self,
@@ -54,7 +55,8 @@ class Engine:
         launched: Launched,  # What `forward` gave for it
     ) -> ForwardOutput:
         "Enqueue the choice of next tokens and their way to the host"
-        home = torch.empty((2, len(batch.sampled)), dtype=torch.int64, pin_memory=self.device.type == 'cuda')
+        shape, on_gpu = (2, len(batch.sampled)), self.device.type == 'cuda'
+        home = torch.empty(shape, dtype=torch.int64, pin_memory=on_gpu)
         self.stream.submit(partial(self._sample, batch, launched, home))
         tokens, finite = home.numpy()
         return ForwardOutput(tokens, finite, self.stream.record())
@@ -70,13 +72,15 @@ def _forward(self: Engine, batch: Batch, launched: Launched) -> None:
     "On the stream: tokens in, logits out"
     metadata = self.attention.prepare(batch)
     rows, positions = to_device(np.stack([batch.token_rows, batch.positions]), self.device)
+    input_ids = self.token_pool[rows, positions]
     def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, metadata)
-    launched.logits = self.model.forward(self.token_pool[rows, positions], positions, attend, to_device(batch.last_tokens, self.device))
+    last = to_device(batch.last_tokens, self.device)
+    launched.logits = self.model.forward(input_ids, positions, attend, last)
 
 @patch
 @torch.inference_mode()
 def _sample(self: Engine, batch: Batch, launched: Launched, home: torch.Tensor) -> None:
-    "On the stream: choose, keep the tokens where the next batch finds them, and send them home"
+    "On the stream: choose, put the tokens where the next batch finds them, send them home"
     places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
     tokens, finite = sample(launched.logits, batch.sampling, places[1])
     rows, positions = to_device(places, self.device)
@@ -92,12 +96,22 @@ def free_memory(
     if device.type == 'cuda':
         free, total = torch.cuda.mem_get_info(device)
         return int(free - total * (1 - memory_ratio))
-    try: lines = dict(line.split(':') for line in open('/proc/meminfo'))
-    except OSError: return int(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') * memory_ratio / 2)   # no Linux: half of all
-    return int(int(lines['MemAvailable'].split()[0]) * 1024 * memory_ratio)
+    return int(_available() * memory_ratio)
+
+def _available() -> int:
+    "Bytes of this machine's memory that nobody uses; without Linux, half of all"
+    try: text = Path('/proc/meminfo').read_text()
+    except OSError: return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // 2
+    kib = dict(line.split(':') for line in text.splitlines())['MemAvailable']
+    return int(kib.removesuffix('kB')) * 1024
+
+# %% ../../nbs/41_engine.engine.ipynb #37be2900
+def _gib(n: int) -> str:
+    "Bytes in words"
+    return f'{max(n, 0) / 2**30:.2f} GiB'
 
 def size_pool(
-    num_pages: int | None,  # As many as somebody asked for; `None`: as many as fit and can be used
+    num_pages: int | None,  # Pages asked for; `None`: as many as fit and can be used
     bytes_per_page: int,    # Keys and values of one page
     free: int,              # Bytes that may be filled
     usable: int,            # Pages that all running requests together could fill
@@ -105,8 +119,11 @@ def size_pool(
     "How many pages the pool gets; `ValueError` if that cannot be"
     fit = free // bytes_per_page - 1   # the dummy page is one more
     if num_pages is None: num_pages = min(fit, usable)
-    if num_pages < 1: raise ValueError(f'memory_ratio leaves {max(free, 0) / 2**30:.2f} GiB for keys and values, less than two pages; '
-                                       'raise it, or lower page_size')
-    if num_pages > fit: raise ValueError(f'num_pages={num_pages} needs {num_pages * bytes_per_page / 2**30:.2f} GiB for keys and values, '
-                                         f'but only {free / 2**30:.2f} GiB are free; at most {fit} pages fit')
+    if num_pages < 1:
+        raise ValueError(f'memory_ratio leaves {_gib(free)} for keys and values, '
+                         'less than two pages; raise it, or lower page_size')
+    if num_pages > fit:
+        needed = _gib(num_pages * bytes_per_page)
+        raise ValueError(f'num_pages={num_pages} needs {needed} for keys and values, but '
+                         f'only {_gib(free)} are free; at most {max(fit, 0)} pages fit')
     return num_pages

@@ -39,7 +39,7 @@ class Control:
     def self_check(self) -> None:
         "`RuntimeError` unless nothing is left to do and every page and row is at home"
         s = self.scheduler
-        if s.has_work: raise RuntimeError(f'requests {list(s.alive)} or a batch are on their way')
+        if s.has_work: raise RuntimeError(f'{list(s.alive)} or a batch are still under way')
         s.cache.check_integrity()
         rows = s.table.dummy_row - s.table.available_size
         left = dict(held=s.cache.held_size, locked=s.cache.prefix.protected_size,
