@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ..config import EngineConfig
-from ..core import PendingReq
+from ..core import PendingReq, TextStop
 from ..device import make_stream, resolve_device
 from .engine import Engine, free_memory, size_pool
 from ..kv.cache import CacheManager
@@ -61,7 +61,8 @@ def choose_max_seq_len(
     longest = model.max_position_embeddings
     if config.max_seq_len is None: return longest
     if config.max_seq_len > longest:
-        raise ValueError(f'max_seq_len must be at most {longest}, for which this model was made, not {config.max_seq_len}')
+        raise ValueError(f'max_seq_len must be at most {longest}, for which this model was '
+                         f'made, not {config.max_seq_len}')
     return config.max_seq_len
 
 # %% ../../nbs/44_engine.build.ipynb #37433a12
@@ -73,29 +74,38 @@ def make_pool(
     device: torch.device,  # Where they will be
 ) -> KVPool:
     "As many pages as were asked for, or as fit and can be used"
-    shape = model.num_kv_heads, model.head_dim, dtype
-    usable = config.max_running_req * -(-max_seq_len // config.page_size)
-    n = size_pool(config.num_pages, page_bytes(model.num_layers, config.page_size, *shape), free_memory(device, config.memory_ratio), usable)
-    return KVPool(model.num_layers, n, config.page_size, *shape, device)
+    page_size, shape = config.page_size, (model.num_kv_heads, model.head_dim, dtype)
+    per_page = page_bytes(model.num_layers, page_size, *shape)
+    free = free_memory(device, config.memory_ratio)
+    usable = config.max_running_req * -(-max_seq_len // page_size)
+    num_pages = size_pool(config.num_pages, per_page, free, usable)
+    return KVPool(model.num_layers, num_pages, page_size, *shape, device)
 
+# %% ../../nbs/44_engine.build.ipynb #fc71d0ce
 def build(
-    config: EngineConfig,                      # What is wanted
-    text_stop: Callable[[PendingReq], Callable[[int], str | None]] | None = None,  # Makes what finds stop strings
+    config: EngineConfig,                # What is wanted
+    text_stop: Callable[[PendingReq], TextStop] | None = None,  # Finds stop strings
     clock: Callable[[], float] = time.perf_counter,   # Seconds
-    observer: Observer | None = None,          # Sees every batch
+    observer: Observer | None = None,    # Sees every batch
 ) -> Runtime:
-    "Load a model and join it with a scheduler; `ValueError` in one sentence for what a user can mend"
+    "Load a model and join it with a scheduler; `ValueError` for what a user can mend"
     path = embedded_path() if config.model == 'embedded' else resolve_model(config.model)
     model, device = ModelConfig.from_dir(path), resolve_device(config.device)
-    dtype, max_seq_len = choose_dtype(config, model.dtype, device), choose_max_seq_len(config, model)
+    dtype = choose_dtype(config, model.dtype, device)
+    max_seq_len = choose_max_seq_len(config, model)
     overlap = device.type == 'cuda' if config.overlap == 'auto' else config.overlap
     decoder = Decoder(model, load_weights(path, model, dtype, device))
     pool = make_pool(config, model, max_seq_len, dtype, device)
-    table = TableManager(config.max_running_req, max_seq_len, config.page_size, pool.dummy_page, device)
-    attention = backends['torch' if config.attention == 'auto' else config.attention](pool, table.page_table)
-    engine = Engine(decoder, attention, table.token_pool, make_stream(device, overlap))
-    cache = CacheManager(pool.num_pages, table, make_prefix_cache(config.cache, config.page_size, config.eviction))
+    sizes = config.max_running_req, max_seq_len, config.page_size
+    table = TableManager(*sizes, pool.dummy_page, device)
+    backend = backends['torch' if config.attention == 'auto' else config.attention]
+    attention, stream = backend(pool, table.page_table), make_stream(device, overlap)
+    engine = Engine(decoder, attention, table.token_pool, stream)
+    prefix = make_prefix_cache(config.cache, config.page_size, config.eviction)
     scheduler = Scheduler(
-        engine, cache, model.vocab_size, clock, frozenset(model.eos_token_ids), model.generation, config.max_prefill_tokens,
-        config.chunked_prefill_size, config.max_queued_req, config.policy, overlap, config.seed, text_stop, observer)
+        engine, CacheManager(pool.num_pages, table, prefix), model.vocab_size, clock,
+        eos_token_ids=frozenset(model.eos_token_ids), defaults=model.generation,
+        max_prefill_tokens=config.max_prefill_tokens, max_queued_req=config.max_queued_req,
+        chunked_prefill_size=config.chunked_prefill_size, policy=config.policy,
+        overlap=overlap, seed=config.seed, text_stop=text_stop, observer=observer)
     return Runtime(config, path, model, scheduler, Control(scheduler), engine)
