@@ -17,10 +17,14 @@ from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import minisgl_lit
 from .config import EngineConfig, ServerConfig, add_arguments, from_args, setting
+
+if TYPE_CHECKING:   # only names in annotations: `--help` shall not wait for them
+    from minisgl_lit.core import SamplingParams
+    from minisgl_lit.llm import LLM
 
 # %% ../nbs/63_cli.ipynb #6007a2da
 class Parser(ArgumentParser):
@@ -59,7 +63,7 @@ def add_wishes(
 
 def read_wishes(
     args: Namespace,  # What a parser with these flags returned
-) -> 'minisgl_lit.SamplingParams':
+) -> 'SamplingParams':
     "The wishes, checked"
     given = {k: getattr(args, k) for k in (*wishes, 'stop')}
     return minisgl_lit.SamplingParams(**{k: v for k, v in given.items() if v is not None})
@@ -82,10 +86,10 @@ def serve(
 
 # %% ../nbs/63_cli.ipynb #353b5393
 def reply(
-    llm: 'minisgl_lit.LLM',                # Who answers
-    messages: list[dict[str, str]],        # The conversation, up to what was said last
-    params: 'minisgl_lit.SamplingParams',  # Wishes
-) -> list[dict[str, str]]:                 # The conversation, to be continued
+    llm: 'LLM',                       # Who answers
+    messages: list[dict[str, str]],   # The conversation, up to what was said last
+    params: 'SamplingParams',         # Wishes
+) -> list[dict[str, str]]:            # The conversation, to be continued
     "Print the answer while it is made; Ctrl-C ends it"
     said = ''
     try:
@@ -103,10 +107,10 @@ def reply(
 
 # %% ../nbs/63_cli.ipynb #6997ee08
 def talk(
-    llm: 'minisgl_lit.LLM',                  # Who answers
-    params: 'minisgl_lit.SamplingParams',    # Wishes for each answer
-    system: str | None = None,               # What the model should know about itself
-    read: Callable[[str], str] = input,      # Asks for a line; `EOFError` at the end
+    llm: 'LLM',                           # Who answers
+    params: 'SamplingParams',             # Wishes for each answer
+    system: str | None = None,            # What the model should know about itself
+    read: Callable[[str], str] = input,   # Asks for a line; `EOFError` at the end
 ) -> None:
     "Take turns until there is no more input"
     begin = [dict(role='system', content=system)] if system else []
