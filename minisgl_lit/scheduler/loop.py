@@ -221,7 +221,6 @@ def end(
     self.prefill.remove(pending)
     del self.alive[pending.rid]
     if pending.table_idx is not None: self._ended.append(pending)
-    if reason is FinishReason.ERROR: self._suspect = self.launched
     reply = last_reply(pending, reason, self.clock(), token_ids, matched, error)
     self._replies.append(reply)
 
@@ -229,6 +228,7 @@ def end(
 def _next_token(self: Scheduler, pending: PendingReq, token: int, finite: bool) -> None:
     "What a sampled request's result means for it"
     if pending.finish_reason: return
+    if not finite: self._suspect = self.launched   # what it computed may be in the tree
     if pending.aborted: return self.end(pending, FinishReason.ABORT)
     if not finite:
         error = 'the model gave no finite logits for this request'
