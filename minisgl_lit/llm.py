@@ -209,7 +209,7 @@ def tickets(
     "Tickets for all of these, or for none: `RequestError` at the first that could not be served"
     made, several = [], len(prompts) > 1
     for i, (prompt, wish) in enumerate(zip(prompts, one_each(params, len(prompts)))):
-        try: self.scheduler._max_len(len(self.scheduler._check_prompt(ids := encode(prompt))), wish)
+        try: self.scheduler.check(ids := encode(prompt), wish)
         except RequestError as e:
             raise RequestError(e.field, f'prompt {i}: {e}' if several else str(e)) from None
         made.append(Ticket(next(self._names), ids, wish, Collector(self.tokenizer, wish), streamed))
