@@ -1,4 +1,4 @@
-"""Random arrivals, aborts and interleavings on the toy engine: no page, token or request is lost, in either loop."""
+"""Random arrivals, aborts, failures and interleavings on the toy engine: no page, token or request is lost, in either loop."""
 import os
 
 from hypothesis import HealthCheck, settings, strategies as st
@@ -22,8 +22,8 @@ class Serving(RuleBasedStateMachine):
     "One server; rules are what callers and the engine may do at any moment"
 
     @initialize(page_size=st.integers(1, 8), pages=st.integers(0, 30), rows=st.integers(1, 5), budget=st.integers(1, 30), chunk=st.integers(1, 30),
-                cache=st.sampled_from(['radix', 'none']), overlap=st.booleans())
-    def start(self, page_size, pages, rows, budget, chunk, cache, overlap):
+                cache=st.sampled_from(['radix', 'none']), overlap=st.booleans(), faulty=st.integers(0, 3).map(lambda n: n == 3))
+    def start(self, page_size, pages, rows, budget, chunk, cache, overlap, faulty):
         num_pages = -(-MAX_SEQ_LEN // page_size) + pages // page_size
         table = TableManager(rows, MAX_SEQ_LEN, page_size, dummy_page=num_pages)
         self.stream = ManualStream()
@@ -32,6 +32,7 @@ class Serving(RuleBasedStateMachine):
         self.s = Scheduler(engine, ledger, VOCAB, clock=lambda: 0., eos_token_ids=EOS, max_prefill_tokens=budget,
                            chunked_prefill_size=min(chunk, budget), overlap=overlap)
         self.right, self.told, self.ends, self.aborted, self.n = {}, {}, {}, set(), 0
+        self.faulty = faulty    # whether this engine may break down
 
     @rule(head=st.integers(0, len(SYSTEM)), tail=st.lists(st.integers(1, 4), max_size=6), max_tokens=st.integers(0, 12), ignore_eos=st.booleans())
     def arrive(self, head, tail, max_tokens, ignore_eos):
@@ -46,6 +47,14 @@ class Serving(RuleBasedStateMachine):
         rid = data.draw(st.sampled_from(list(self.s.alive)))
         Control(self.s).abort(rid)
         self.aborted.add(rid)
+
+    @precondition(lambda self: self.faulty)
+    @rule()
+    def the_engine_fails(self): self.s.engine.fail_at = self.s.launched + 1
+
+    @precondition(lambda self: self.faulty and self.s.alive)
+    @rule(data=st.data())
+    def numbers_get_lost(self, data): self.s.engine.nan_rids.add(data.draw(st.sampled_from(list(self.s.alive))))
 
     @rule(n=st.integers(1, 3))
     def the_engine_works(self, n):
@@ -79,6 +88,7 @@ class Serving(RuleBasedStateMachine):
         assert self.ends.keys() == self.right.keys()
         for rid, o in self.ends.items():
             if o.finish_reason == 'abort': assert rid in self.aborted
+            elif o.finish_reason == 'error' and self.faulty: assert 'engine failed' in o.error or 'no finite logits' in o.error
             else: assert (o.finish_reason in ('stop', 'length'), self.told[rid]) == (True, self.right[rid]), (rid, o)
         Control(self.s).self_check()
 
