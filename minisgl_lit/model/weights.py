@@ -27,7 +27,7 @@ class Place(NamedTuple):
 def pieces(
     config: ModelConfig,  # The model
 ) -> dict[str, Place]:    # By the name in the file
-    "Every tensor that the files must hold, and where it goes; together they fill each weight exactly"
+    "Every tensor that the files must hold; together they fill each weight exactly"
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     wide = config.intermediate_size
     fused = {'qkv_proj': dict(q_proj=q, k_proj=kv, v_proj=kv),
@@ -58,6 +58,7 @@ def list_files(
             raise ValueError(f'{path} is incomplete: {file.name}, named in its index, is missing')
     return files
 
+# %% ../../nbs/36_model.weights.ipynb #b1b324aa
 def open_file(
     file: Path,  # A safetensors file
 ) -> safe_open:
@@ -90,14 +91,16 @@ def _some(names: Collection[str]) -> str:
     more = f' and {len(names) - 3} more' if len(names) > 3 else ''
     return ', '.join(sorted(names)[:3]) + more
 
-# %% ../../nbs/36_model.weights.ipynb #4052f4df
+# %% ../../nbs/36_model.weights.ipynb #f4520a58
 def unneeded(
     name: str,            # Of a tensor in a file
     config: ModelConfig,  # The model
 ) -> bool:
-    "Whether a file may hold it though the decoder does not ask: a second copy of a table, or what can be computed"
-    return name.endswith('.rotary_emb.inv_freq') or config.tie_word_embeddings and name == 'lm_head.weight'
+    "May a file hold it though no weight is made of it: a second table, or what can be computed"
+    if config.tie_word_embeddings and name == 'lm_head.weight': return True
+    return name.endswith('.rotary_emb.inv_freq')
 
+# %% ../../nbs/36_model.weights.ipynb #4052f4df
 def load_weights(
     path: Path | str,     # The folder of a checkpoint
     config: ModelConfig,  # Its shape, from `ModelConfig.from_dir`
@@ -105,11 +108,12 @@ def load_weights(
     device: torch.device | str = 'cpu',  # Where they shall lie
     progress: bool = True,  # Show a bar, if there is much to load
 ) -> dict[str, torch.Tensor]:  # As `weight_shapes` names them
-    "All weights, fused and converted one tensor at a time: memory for one copy and a tensor, no more"
+    "All weights, fused and converted tensor by tensor: in memory are one copy and one tensor"
     wanted, files = pieces(config), [open_file(o) for o in list_files(Path(path))]
     where = {name: f for f in files for name in f.keys() if not unneeded(name, config)}
     slices = {name: f.get_slice(name) for name, f in where.items()}
-    check_tensors({name: (tuple(o.get_shape()), o.get_dtype()) for name, o in slices.items()}, wanted)
+    found = {name: (tuple(o.get_shape()), o.get_dtype()) for name, o in slices.items()}
+    check_tensors(found, wanted)
     weights = {name: torch.empty(shape, dtype=dtype, device=device)
                for name, shape in weight_shapes(config).items()}
     total = sum(o.nbytes for o in weights.values())
@@ -126,10 +130,11 @@ def load_weights(
 def resolve_model(
     name: str | Path,  # A folder, or the name of a model on the Hugging Face hub
 ) -> Path:             # Its folder
-    "Find a checkpoint: a folder is itself, a hub name is fetched, or found where it was fetched before"
+    "Find a checkpoint: a folder is itself; a hub name is fetched, or found in the cache"
     path = Path(name).expanduser()
     if path.is_dir(): return path
-    if path.exists(): raise ValueError(f'model={str(name)!r} is a file; give the folder that it lies in')
+    if path.exists():
+        raise ValueError(f'model={str(name)!r} is a file; give the folder that it lies in')
     if not re.fullmatch(r'[\w-][\w.-]*(/[\w-][\w.-]*)?', str(name)):
         raise ValueError(f'model={str(name)!r}: there is no such folder')
     from huggingface_hub import snapshot_download
@@ -138,4 +143,5 @@ def resolve_model(
     try: return Path(snapshot_download(str(name), allow_patterns=served))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as e:
         reason = str(e).strip().split('\n')[0]
-        raise ValueError(f'model={str(name)!r} is no folder here, and the hub did not give it: {reason}') from None
+        raise ValueError(f'model={str(name)!r} is no folder here, '
+                         f'and the hub did not give it: {reason}') from None
