@@ -138,10 +138,9 @@ def resolve_model(
     if not re.fullmatch(r'[\w-][\w.-]*(/[\w-][\w.-]*)?', str(name)):
         raise ValueError(f'model={str(name)!r}: there is no such folder')
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
     served = ['*.json', '*.safetensors', '*.jinja', '*.model', '*.txt']
     try: return Path(snapshot_download(str(name), allow_patterns=served))
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as e:
-        reason = str(e).strip().split('\n')[0]
+    except Exception as e:   # the network library's errors come through as they are
+        reason = str(e).strip().split('\n')[0] or type(e).__name__
         raise ValueError(f'model={str(name)!r} is no folder here, '
                          f'and the hub did not give it: {reason}') from None
