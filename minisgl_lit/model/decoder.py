@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from .layers import (
     Llama3Scaling, embed, gated_mlp, inverse_frequencies, linear, rms_norm, rotary, rotate)
 
-# %% ../../nbs/34_model.decoder.ipynb #77693c05
+# %% ../../nbs/34_model.decoder.ipynb #fe8f2cb6
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     "The shape of a model, and what its maker advises; read once, never changed."
@@ -43,7 +43,6 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()    # Tokens that end an answer
     generation: dict[str, float] = field(default_factory=dict)   # Its maker's advice for the sampler
 
-# %% ../../nbs/34_model.decoder.ipynb #08b2ab2c
 families: dict[str, dict[str, bool]] = dict(   # what a name says that its `config.json` does not
     LlamaForCausalLM={}, MistralForCausalLM=dict(qkv_bias=False, o_bias=False),
     Qwen2ForCausalLM=dict(qkv_bias=True, o_bias=False), Qwen3ForCausalLM=dict(qk_norm=True))
