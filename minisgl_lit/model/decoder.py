@@ -95,7 +95,7 @@ def read_rope(
         raise ValueError(f'partial_rotary_factor={partial} of config.json is not served; only 1.0 is')
     theta = float(rope.get('rope_theta') or raw.get('rope_theta') or 10000.0)
     if kind == 'default': return theta, None
-    rope = {'original_max_position_embeddings': raw.get('max_position_embeddings')} | rope
+    rope = {'original_max_position_embeddings': raw.get('max_position_embeddings', 2048)} | rope
     try: return theta, Llama3Scaling(**{o: rope[o] for o in Llama3Scaling.__dataclass_fields__})
     except KeyError as e:
         raise ValueError(f"rope_type='llama3' of config.json needs {e.args[0]!r} beside it") from None
