@@ -137,14 +137,14 @@ class TorchAttention:
     Paging after Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention", SOSP 2023; their kernel reads pages in place, this one copies them first.
     """
-    most = 1 << 18   # slots that one group reads at once; bounds the scratch memory
-
     def __init__(
         self,
         pool: KVPool,              # Where keys and values lie
         page_table: torch.Tensor,  # On the pool's device, int32, [n_rows, max_pages]
+        most: int | None = None,   # Slots that one group reads at once; `None`: what suits the device
     ):
         self.pool, self.page_table, self.device = pool, page_table, page_table.device
+        self.most = most or 1 << (18 if self.device.type == 'cuda' else 12)
 
     def prepare(
         self,
