@@ -6,7 +6,7 @@
 __all__ = ['backends', 'AttentionBackend', 'to_device', 'split', 'Group', 'TorchMetadata', 'attend', 'TorchAttention']
 
 # %% ../../nbs/31_model.attention.ipynb #58041072
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,7 +78,7 @@ class Group:
     "Requests that compute equally many tokens, padded to the longest of them."
     tokens: torch.Tensor   # Where their tokens stand in the batch, [n, extend_len]
     slots: torch.Tensor    # Where keys and values lie, position by position, [n, longest]
-    visible: torch.Tensor | None  # Of these, [n, 1, extend_len, longest]; `None`: up to itself
+    visible: dict[int | None, torch.Tensor | None]  # By window; see `attend`
 
 @dataclass(frozen=True)
 class TorchMetadata:
@@ -87,11 +87,26 @@ class TorchMetadata:
     groups: list[Group]        # Every request of the batch is in one of them
 
 # %% ../../nbs/31_model.attention.ipynb #00970c5b
+def _visible(
+    positions: torch.Tensor,  # Of the new tokens of a group, [n, extend_len]
+    longest: int,             # Tokens of its longest request
+    window: int | None,       # Tokens that each sees, itself included; `None`: all
+) -> torch.Tensor | None:     # For `attend`
+    "Up to itself, and no further back than the window"
+    whole = positions.shape[1] == longest    # nothing cached, nothing padded
+    if whole and longest <= (window or longest): return None
+    at, until = torch.arange(longest, device=positions.device), positions[..., None]
+    seen = at <= until
+    if window is not None: seen &= at > until - window
+    return seen[:, None]
+
+# %% ../../nbs/31_model.attention.ipynb #06aec63b
 def _group(
     batch: Batch,              # What will be computed
     reqs: np.ndarray,          # Indices of requests that compute equally many tokens, [n]
     page_table: torch.Tensor,  # Pages of each row, [n_rows, max_pages]
     page_size: int,            # Token slots in a page
+    windows: set[int | None] = {None},  # Those of all layers; `None`: no window
 ) -> Group:
     "What the tokens of a group may see, and where that lies"
     lens, ends = batch.device_lens[reqs], batch.extend_lens.cumsum()[reqs]
@@ -101,9 +116,7 @@ def _group(
     sizes = [1, extend_len, extend_len]
     rows, tokens, positions = to_device(index, page_table.device).split(sizes, dim=1)
     slots = _slots(page_table, page_size, rows, positions[:, -1:] + 1, longest)
-    if extend_len == longest: return Group(tokens, slots, None)   # nothing cached, nothing padded
-    at = torch.arange(longest, device=slots.device)
-    return Group(tokens, slots, (at <= positions[..., None])[:, None])
+    return Group(tokens, slots, {o: _visible(positions, longest, o) for o in windows})
 
 # %% ../../nbs/31_model.attention.ipynb #1f1c2591
 def attend(
@@ -141,9 +154,11 @@ class TorchAttention:
         self,
         pool: KVPool,              # Where keys and values lie
         page_table: torch.Tensor,  # On the pool's device, int32, [n_rows, max_pages]
+        windows: Sequence[int | None] = (),   # Of each layer, in tokens; `None` or none given: all
         most: int | None = None,   # Slots that one group reads at once; `None`: what suits the device
     ):
         self.pool, self.page_table, self.device = pool, page_table, page_table.device
+        self.windows = dict(enumerate(windows))
         self.most = most or 1 << (18 if self.device.type == 'cuda' else 12)
 
     def prepare(
@@ -151,7 +166,8 @@ class TorchAttention:
         batch: Batch,      # What will be computed
     ) -> TorchMetadata:    # For `forward`, in every layer
         "Find each request's tokens and slots"
-        groups = [_group(batch, reqs, self.page_table, self.pool.page_size)
+        windows = set(self.windows.values()) or {None}
+        groups = [_group(batch, reqs, self.page_table, self.pool.page_size, windows)
                   for reqs in split(batch, self.most)]
         return TorchMetadata(to_device(batch.out_loc, self.device), groups)
 
@@ -166,8 +182,10 @@ class TorchAttention:
         "Store the new keys and values, then attend to all that came before"
         self.pool.store_kv(layer, k, v, metadata.out_loc)
         keys, values, out = self.pool.k(layer), self.pool.v(layer), torch.empty_like(q)
+        window = self.windows.get(layer)
         for g in metadata.groups:
-            out[g.tokens] = attend(q[g.tokens], keys[g.slots], values[g.slots], g.visible)
+            visible = g.visible[window]
+            out[g.tokens] = attend(q[g.tokens], keys[g.slots], values[g.slots], visible)
         return out
 
 # %% ../../nbs/31_model.attention.ipynb #3683e4bc
