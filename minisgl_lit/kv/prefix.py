@@ -10,7 +10,7 @@ __all__ = ['evictions', 'prefix_caches', 'common_pages', 'Node', 'Handle', 'Inse
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import NamedTuple, Protocol
 
@@ -34,11 +34,12 @@ class Node:
     "A run of whole pages, from where two prompts parted to where the next ones do."
     key: np.ndarray          # Tokens, [n_pages * page_size]
     pages: np.ndarray        # Pages with their keys and values, [n_pages]
+    name: bytes              # Of its first page: what its parent has it under
     parent: 'Node | None'    # None: this is the root, or it was evicted
-    children: 'dict[bytes, Node]' = field(default_factory=dict)  # By the bytes of their first page
+    children: 'dict[bytes, Node]' = field(default_factory=dict)  # By name
     locks: int = 0           # Locks of all handles that end here or below
-    last_used: int = 0       # Number of the operation that last passed here
-    queued: bool = False     # Its one entry is in the heap of `RadixCache`
+    last_used: int = 0       # Number of the operation that last used it
+    entry: int = 0           # Number of its entry in the heap of evictions; 0: it has none
 
 # %% ../../nbs/12_kv.prefix.ipynb #3dc30e0c
 @dataclass(slots=True, eq=False)
@@ -82,6 +83,8 @@ class PrefixCache(Protocol):
         "Give back one lock of this handle"
     def insert(self, ids: np.ndarray, pages: np.ndarray) -> InsertResult:
         "Hand over computed pages; what is here already keeps the pages it has"
+    def extend(self, handle: Handle, ids: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        "The same for what follows a locked prefix; its lock moves on to the new end"
     def evict(self, n_pages: int) -> np.ndarray:
         "Give up `n_pages` pages, or all that are evictable if those are fewer"
     def reset(self) -> np.ndarray:
@@ -100,8 +103,8 @@ class RadixCache:
 
     It owns the pages of its nodes. A prefix is a way from the root. A lock counts on each node
     of its way, so below an unlocked node nothing is locked, and while `evictable_size > 0` some
-    leaf can go. Each unlocked leaf has one entry in a heap, at its rank of that moment or of an
-    earlier one; so a function in `evictions` must not fall when its node is used.
+    leaf can go. Each unlocked leaf has one entry in a heap that counts, at its rank or a lower
+    one: what a node is ranked by changes only under a lock, and its size only shrinks.
     """
     def __init__(
         self,
@@ -110,20 +113,14 @@ class RadixCache:
     ):
         self.page_size, self._rank = page_size, evictions[eviction]
         nothing = np.empty(0, dtype=np.int32)
-        self.root = Node(nothing, nothing, parent=None)
+        self.root = Node(nothing, nothing, name=b'', parent=None)
         self.evictable_size = self.protected_size = 0
         self._heap: list[tuple[int, int, Node]] = []   # rank, number of the entry, node
-        self._step, self._entries = 0, count()
+        self._sweep_at, self._step, self._entries = 1000, 0, count(1)
 
-    def _first(self, node: Node) -> bytes:
-        "The first page of a node, the name its parent has for it"
-        return node.key[:self.page_size].tobytes()
-
-    def _offer(self, node: Node) -> None:
-        "Put an unlocked leaf into the heap, unless it has its entry there"
-        if node.queued or node.locks or node.children or node is self.root: return
-        node.queued = True
-        heappush(self._heap, (self._rank(node), next(self._entries), node))
+    def _name(self, ids: np.ndarray) -> bytes:
+        "What a node that begins with these tokens is called"
+        return ids[:self.page_size].tobytes()
 
 # %% ../../nbs/12_kv.prefix.ipynb #1e07c9b7
 @patch
@@ -131,16 +128,19 @@ def match_prefix(
     self: RadixCache,
     ids: np.ndarray,  # Tokens, [n]
 ) -> Handle:          # Not locked yet
-    "The longest prefix of `ids` in the tree, in whole pages; its way counts as used now"
-    ids = np.asarray(ids, dtype=np.int32)
-    self._step += 1
-    node, n = self.root, 0
-    node.last_used = self._step
-    while child := node.children.get(ids[n:n + self.page_size].tobytes()):
-        node = self._split(child, common_pages(child.key, ids[n:], self.page_size))
-        node.last_used = self._step
+    "The longest prefix of `ids` in the tree, in whole pages"
+    way = [self.root, *self._walk(self.root, np.asarray(ids, dtype=np.int32))]
+    return Handle(way[-1], sum(len(node.key) for node in way))
+
+@patch
+def _walk(self: RadixCache, node: Node, ids: np.ndarray) -> list[Node]:
+    "The nodes below `node` that lead along `ids`, as far as whole pages agree"
+    way, n = [], 0
+    while node := node.children.get(self._name(ids[n:])):
+        node = self._split(node, common_pages(node.key, ids[n:], self.page_size))
+        way.append(node)
         n += len(node.key)
-    return Handle(node, n)
+    return way
 
 # %% ../../nbs/12_kv.prefix.ipynb #5f26b0f6
 @patch
@@ -149,32 +149,92 @@ def _split(self: RadixCache, node: Node, n_pages: int) -> Node:
     if n_pages == len(node.pages): return node
     n = n_pages * self.page_size
     head = replace(node, key=node.key[:n].copy(), pages=node.pages[:n_pages].copy(),
-                   children={}, queued=False)
-    head.parent.children[self._first(head)] = head
+                   children={}, entry=0)
+    head.parent.children[head.name] = head
     node.key, node.pages, node.parent = node.key[n:], node.pages[n_pages:], head
-    head.children[self._first(node)] = node
+    node.name = self._name(node.key)
+    head.children[node.name] = node
     return head
 
 # %% ../../nbs/12_kv.prefix.ipynb #179e3bd3
 @patch
-def insert(
+def lock(self: RadixCache, handle: Handle) -> None:
+    "Keep a prefix from eviction until `unlock`; `RuntimeError` if it is gone already"
+    self._hold(handle.path, 1)
+    handle.locks += 1
+
+@patch
+def unlock(self: RadixCache, handle: Handle) -> None:
+    "Give back one lock of this handle; `RuntimeError` if it has none"
+    if not handle.locks:
+        raise RuntimeError(f'the match of {handle.cached_len} tokens is not locked (unlocked twice?)')
+    handle.locks -= 1
+    self._hold(handle.path, -1)
+    self._offer(handle.node)
+
+# %% ../../nbs/12_kv.prefix.ipynb #2049eb99
+@patch
+def _hold(self: RadixCache, way: list[Node], n: int) -> None:
+    "Add `n` locks to each of these nodes, which are used now; their entries count no longer"
+    self._step += 1
+    for node in way:
+        before, node.locks, node.last_used, node.entry = node.locks, node.locks + n, self._step, 0
+        moved = len(node.pages) * (bool(node.locks) - bool(before))
+        self.protected_size += moved
+        self.evictable_size -= moved
+
+@patch
+def _offer(self: RadixCache, node: Node) -> None:
+    "Put an unlocked leaf into the heap, at the rank it has now"
+    if node.locks or node.children or node is self.root: return
+    node.entry = next(self._entries)
+    heappush(self._heap, (self._rank(node), node.entry, node))
+    if len(self._heap) > self._sweep_at:
+        self._heap = [o for o in self._heap if o[1] == o[2].entry]
+        heapify(self._heap)
+        self._sweep_at = 2*len(self._heap) + 1000
+
+# %% ../../nbs/12_kv.prefix.ipynb #58dfeb00
+@patch
+def extend(
     self: RadixCache,
-    ids: np.ndarray,    # Tokens, whole pages, [n_pages * page_size]
+    handle: Handle,     # Locked; moves to the new end, and its locks with it
+    ids: np.ndarray,    # Tokens that follow it, whole pages, [n_pages * page_size]
     pages: np.ndarray,  # Pages with their keys and values, [n_pages]
-) -> InsertResult:
+) -> np.ndarray:        # The tree's pages for them, [n_pages]; none if nothing is kept
     "Add what is missing as one leaf, whose pages the tree owns from now on"
     if len(ids) != len(pages) * self.page_size:
         raise ValueError(f'{len(ids)} tokens do not fill {len(pages)} pages of {self.page_size}')
-    handle = self.match_prefix(ids)
-    if (n := handle.cached_len) < len(ids):
-        key = np.array(ids[n:], dtype=np.int32)   # copies: the caller's arrays go on changing
-        tail = np.array(pages[n // self.page_size:], dtype=np.int32)
-        leaf = Node(key, tail, parent=handle.node, last_used=self._step)
-        handle.node.children[self._first(leaf)] = leaf
-        self.evictable_size += len(tail)
-        self._offer(leaf)
-        handle = Handle(leaf, len(ids))
-    return InsertResult(handle, handle.pages)
+    if not handle.locks:
+        raise RuntimeError(f'the match of {handle.cached_len} tokens must be locked to go on from it')
+    way = self._walk(handle.node, np.asarray(ids, dtype=np.int32))
+    n = sum(len(node.key) for node in way)
+    end = [handle.node, *way][-1]
+    if n < len(ids): way.append(self._grow(end, ids[n:], pages[n // self.page_size:]))
+    self._hold(way, handle.locks)
+    handle.node, handle.cached_len = [handle.node, *way][-1], handle.cached_len + len(ids)
+    return np.concatenate([self.root.pages, *(node.pages for node in way)])
+
+@patch
+def _grow(self: RadixCache, parent: Node, ids: np.ndarray, pages: np.ndarray) -> Node:
+    "A new leaf; copies, because the caller's arrays go on changing"
+    key = np.array(ids, dtype=np.int32)
+    leaf = Node(key, np.array(pages, dtype=np.int32), self._name(key), parent)
+    parent.children[leaf.name] = leaf
+    self.evictable_size += len(leaf.pages)
+    return leaf
+
+# %% ../../nbs/12_kv.prefix.ipynb #7e9fd198
+@patch
+def insert(
+    self: RadixCache,
+    ids: np.ndarray,    # Tokens from the start, whole pages, [n_pages * page_size]
+    pages: np.ndarray,  # Pages with their keys and values, [n_pages]
+) -> InsertResult:
+    "Add what is missing of a whole prefix; nothing is locked afterwards"
+    self.lock(handle := Handle(self.root, 0))
+    try: return InsertResult(handle, self.extend(handle, ids, pages))
+    finally: self.unlock(handle)
 
 # %% ../../nbs/12_kv.prefix.ipynb #7aaf621e
 @patch
@@ -207,9 +267,10 @@ def evict(
 def _next_leaf(self: RadixCache) -> Node:
     "Take the unlocked leaf of lowest rank out of the heap"
     while True:
-        rank, _, node = heappop(self._heap)
-        node.queued = False
-        if rank == self._rank(node) and not node.locks and not node.children: return node
+        rank, entry, node = heappop(self._heap)
+        if entry != node.entry: continue
+        node.entry = 0
+        if rank == self._rank(node): return node
         self._offer(node)
 
 # %% ../../nbs/12_kv.prefix.ipynb #39547032
@@ -224,33 +285,9 @@ def _trim(self: RadixCache, leaf: Node, n_pages: int) -> np.ndarray:
         self._offer(leaf)
     else:
         parent, leaf.parent = leaf.parent, None
-        del parent.children[self._first(leaf)]
+        del parent.children[leaf.name]
         self._offer(parent)
     return cut
-
-# %% ../../nbs/12_kv.prefix.ipynb #fa9534d8
-@patch
-def lock(self: RadixCache, handle: Handle) -> None:
-    "Keep a prefix from eviction until `unlock`; `RuntimeError` if it is gone already"
-    for node in handle.path:
-        if not node.locks:
-            self.evictable_size -= len(node.pages)
-            self.protected_size += len(node.pages)
-        node.locks += 1
-    handle.locks += 1
-
-@patch
-def unlock(self: RadixCache, handle: Handle) -> None:
-    "Give back one lock of this handle; `RuntimeError` if it has none"
-    if not handle.locks:
-        raise RuntimeError(f'the match of {handle.cached_len} tokens is not locked (unlocked twice?)')
-    handle.locks -= 1
-    for node in handle.path:
-        node.locks -= 1
-        if not node.locks:
-            self.protected_size -= len(node.pages)
-            self.evictable_size += len(node.pages)
-    self._offer(handle.node)
 
 # %% ../../nbs/12_kv.prefix.ipynb #acabbed8
 @patch
@@ -263,9 +300,9 @@ def reset(self: RadixCache) -> np.ndarray:
 # %% ../../nbs/12_kv.prefix.ipynb #cbd18042
 class NaiveCache(RadixCache):
     "The cache without a memory: no prefix is ever found, and all pages stay with their request."
-    def insert(self, ids: np.ndarray, pages: np.ndarray) -> InsertResult:
+    def extend(self, handle: Handle, ids: np.ndarray, pages: np.ndarray) -> np.ndarray:
         "Keep nothing"
-        return InsertResult(self.match_prefix(ids), self.root.pages)
+        return self.root.pages
 
 prefix_caches: dict[str, type[RadixCache]] = {'radix': RadixCache, 'none': NaiveCache}
 
@@ -281,20 +318,20 @@ def make_prefix_cache(
 @patch
 def _claims(self: RadixCache) -> Iterator[tuple[str, bool]]:
     "Every invariant in words, and whether it holds"
-    ranks, sizes, seen = {id(o): rank for rank, _, o in self._heap}, [0, 0], Counter()
-    yield 'each node has one entry in the heap', len(ranks) == len(self._heap)
+    ranks = {entry: rank for rank, entry, _ in self._heap}
+    sizes, seen = [0, 0], Counter()
     for node in self.nodes():
         it, below = f'node of pages {node.pages.tolist()}', node.children.values()
         may_go = not (node is self.root or node.locks or node.children)
         yield f'{it} has their tokens', len(node.key) == len(node.pages) * self.page_size
         yield f'{it} has pages, or is the root', (len(node.pages) > 0) == (node is not self.root)
+        yield f'{it} is called by its first page', node.name == self._name(node.key)
         yield f'{it} is the parent of its children', all(o.parent is node for o in below)
-        yield f'{it} finds its children', all(self._first(o) == k for k, o in node.children.items())
+        yield f'{it} has its children by name', all(o.name == k for k, o in node.children.items())
         yield f'{it} has the locks of its children', node.locks >= sum(o.locks for o in below)
-        yield f'{it} was used when they were', all(node.last_used >= o.last_used for o in below)
-        yield f'{it} knows if it is queued', node.queued == (id(node) in ranks)
-        yield f'{it} is queued if it may go', node.queued or not may_go
-        yield f'{it} is not queued too late', not node.queued or ranks[id(node)] <= self._rank(node)
+        yield f'{it} was used when they were', node.locks or all(node.last_used >= o.last_used for o in below)
+        yield f'{it} has an entry if it may go', (node.entry in ranks) == may_go
+        yield f'{it} does not go too late', not may_go or ranks[node.entry] <= self._rank(node)
         sizes[node.locks > 0] += len(node.pages)
         seen.update(node.pages.tolist())
     yield f'evictable_size {self.evictable_size} is {sizes[0]}', self.evictable_size == sizes[0]
