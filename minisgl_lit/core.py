@@ -148,13 +148,14 @@ class SamplingParams:
 
 # %% ../nbs/00_core.ipynb #abcd1e29
 class Lengths:
-    "How far each running request has come, in tokens: three arrays, indexed by table row."
+    "How far each running request has come, in tokens: arrays, indexed by table row."
     def __init__(
         self,
         n_rows: int,  # Rows of the table, the dummy row included
     ):
-        zeros = np.zeros((3, n_rows), dtype=np.int64)
-        self.cached_len, self.device_len, self.max_device_len = zeros
+        zeros = np.zeros((4, n_rows), dtype=np.int64)
+        self.cached_len, self.device_len, self.max_device_len, self.launched = zeros
+        self.watched = np.zeros(n_rows, dtype=bool)
 
     def complete(
         self,
@@ -237,7 +238,6 @@ class PendingReq:
         self.table_idx: int | None = None       # its row, while it has one
         self.handle: CacheHandle | None = None  # its locked prefix, while it has one
         self.cached_tokens = 0                  # prompt tokens that need no computing
-        self.launched = 0                       # number of the last batch launched with it
         self.aborted = False                    # asked to end; it is not launched again
         self.finish_reason: FinishReason | None = None
         self.text_stop: TextStop | None = None  # finds its stop strings, if it has any

@@ -55,11 +55,10 @@ class Engine:
         launched: Launched,  # What `forward` gave for it
     ) -> ForwardOutput:
         "Enqueue the choice of next tokens and their way to the host"
-        shape, on_gpu = (2, len(batch.sampled)), self.device.type == 'cuda'
-        home = torch.empty(shape, dtype=torch.int64, pin_memory=on_gpu)
+        n, on_gpu = len(batch.sampled), self.device.type == 'cuda'
+        home = [torch.empty(n, dtype=o, pin_memory=on_gpu) for o in (torch.int64, torch.bool)]
         self.stream.submit(partial(self._sample, batch, launched, home))
-        tokens, finite = home.numpy()
-        return ForwardOutput(tokens, finite, self.stream.record())
+        return ForwardOutput(home[0].numpy(), home[1].numpy(), self.stream.record())
 
     def reset(self) -> None:
         "Forget a failure and what was in line behind it"
@@ -79,13 +78,14 @@ def _forward(self: Engine, batch: Batch, launched: Launched) -> None:
 
 @patch
 @torch.inference_mode()
-def _sample(self: Engine, batch: Batch, launched: Launched, home: torch.Tensor) -> None:
+def _sample(self: Engine, batch: Batch, launched: Launched,
+            home: list[torch.Tensor]) -> None:
     "On the stream: choose, put the tokens where the next batch finds them, send them home"
     places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
-    tokens, finite = sample(launched.logits, batch.sampling, places[1])
+    results = sample(launched.logits, batch.sampling, places[1])
     rows, positions = to_device(places, self.device)
-    self.token_pool[rows, positions] = tokens.int()
-    home.copy_(torch.stack([tokens, finite.long()]), non_blocking=True)
+    self.token_pool[rows, positions] = results[0].int()
+    for there, here in zip(home, results): there.copy_(here, non_blocking=True)
 
 # %% ../../nbs/41_engine.engine.ipynb #007d6dea
 def free_memory(

@@ -153,7 +153,7 @@ def _hand_over(
     kept = len(result.pages)                              # all, or none if there is no tree
     duplicate = first + np.flatnonzero(own[first:kept] != result.pages[first:])
     self.table.write(np.full(len(duplicate), row), duplicate, result.pages[duplicate])
-    self.releasing.put(own[duplicate], pending.launched)
+    self.releasing.put(own[duplicate], self._launched(pending))
     self.held_size -= kept - first - len(duplicate)
     self.lock(result.handle)
     self.unlock(pending.handle)
@@ -163,6 +163,11 @@ def _hand_over(
 def _cached_len(self: CacheManager, pending: PendingReq) -> int:
     "Tokens of a request that have a place in its pages"
     return int(self.table.lengths.cached_len[pending.table_idx])
+
+@patch
+def _launched(self: CacheManager, pending: PendingReq) -> int:
+    "Number of the last batch that uses what it has"
+    return int(self.table.lengths.launched[pending.table_idx])
 
 @patch
 def cache_unfinished(
@@ -193,8 +198,8 @@ def cache_finished(
 ) -> None:
     "Take everything back from a request: full pages to the tree, the rest to wait"
     if keep: self._hand_over(pending, known=max(pending.input_len, pending.n_tokens - 1))
-    self.releasing.put(self._own_pages(pending), pending.launched)
-    self._unlocking.put(np.array([pending.handle], dtype=object), pending.launched)
+    self.releasing.put(self._own_pages(pending), self._launched(pending))
+    self._unlocking.put(np.array([pending.handle], dtype=object), self._launched(pending))
     pending.handle = None
 
 @patch

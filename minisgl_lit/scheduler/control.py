@@ -23,13 +23,14 @@ class Control:
         rid: str,   # A request's name
     ) -> bool:      # False if nobody of that name is alive
         "End a request as soon as it is in no batch in flight; its last reply says 'abort'"
-        s = self.scheduler
+        s, lengths = self.scheduler, self.scheduler.table.lengths
         pending = s.alive.get(rid)
         if pending is None: return False
-        pending.aborted = True
         s.prefill.remove(pending)
         s.decode.remove_req(rid)
-        if pending.launched <= s.completed: s.end(pending, FinishReason.ABORT)
+        row, pending.aborted = pending.table_idx, True
+        if row is not None and lengths.launched[row] > s.completed: lengths.watched[row] = True
+        else: s.end(pending, FinishReason.ABORT)
         return True
 
     def abort_all(self) -> int:

@@ -16,7 +16,7 @@ from ..core import (
     RequestError, SamplingParams, TextStop)
 from ..kv.cache import CacheManager, ReleaseList
 from .decode import DecodeManager
-from .finish import Reply, check_finish, last_reply
+from .finish import News, check_finish, last_reply, may_end
 from .policy import policies
 from .prefill import ChunkedReq, PrefillManager
 from .prepare import make_batch, new_pages
@@ -26,7 +26,7 @@ class Observer:
     "Sees what the scheduler does; made to be subclassed."
     def launched(self, batch: Batch) -> None:
         "A batch has been launched"
-    def completed(self, batch: Batch, replies: list[Reply]) -> None:
+    def completed(self, batch: Batch, news: News) -> None:
         "Its result has been processed, with this news; not called if the engine failed"
 
 # %% ../../nbs/25_scheduler.loop.ipynb #59c2e171
@@ -55,6 +55,7 @@ class Scheduler:
     ):
         self.engine, self.cache, self.table, self.clock = engine, cache, cache.table, clock
         self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
+        self._is_eos = np.isin(np.arange(vocab_size), list(eos_token_ids))
         self.defaults, self.overlap, self.text_stop = defaults or {}, overlap, text_stop
         self.observer, self.max_queued_req = observer or Observer(), max_queued_req
         chunk, order = chunked_prefill_size or max_prefill_tokens, policies[policy]
@@ -66,7 +67,7 @@ class Scheduler:
         self._in_flight: tuple[Batch, ForwardOutput] | None = None
         self._computed: list[PendingReq] = []
         self._ended: list[PendingReq] = []
-        self._replies: list[Reply] = []
+        self._news = News()
         self._rows, self._rng = ReleaseList(), np.random.default_rng(seed)
 
 # %% ../../nbs/25_scheduler.loop.ipynb #9fdab5f2
@@ -150,8 +151,8 @@ def _settle(self: Scheduler) -> None:
     for pending in self._ended:
         good = pending.finish_reason is not FinishReason.ERROR
         self.cache.cache_finished(pending, keep=good)
-        self._rows.put(np.array([pending.table_idx]), pending.launched)
-        pending.table_idx = None
+        row, pending.table_idx = pending.table_idx, None
+        self._rows.put(np.array([row]), int(self.table.lengths.launched[row]))
     self._computed, self._ended = [], []
     self._collect()
     if 0 < self._suspect <= self.completed:
@@ -194,10 +195,10 @@ def _launch(self: Scheduler, batch: Batch) -> object:
     "Give a batch to the engine, and let its requests move on"
     handed = self.engine.forward(batch)
     self.launched = batch.step
-    lengths, chunks = self.table.lengths, np.delete(batch.rows, batch.sampled)
-    lengths.cached_len[chunks] = lengths.device_len[chunks]
+    lengths = self.table.lengths
+    lengths.launched[batch.rows] = batch.step
+    lengths.cached_len[batch.rows] = batch.device_lens
     lengths.complete(batch.rows[batch.sampled])
-    for o in batch.reqs: o.pending.launched = batch.step
     if batch.mode is ForwardMode.DECODE: self.decode.filter_reqs()
     else:
         self.decode.filter_reqs(batch.reqs)
@@ -220,26 +221,35 @@ def end(
     self.decode.remove_req(pending.rid)
     self.prefill.remove(pending)
     del self.alive[pending.rid]
-    if pending.table_idx is not None: self._ended.append(pending)
+    if pending.table_idx is not None:
+        self.table.lengths.watched[pending.table_idx] = True
+        self._ended.append(pending)
     reply = last_reply(pending, reason, self.clock(), token_ids, matched, error)
-    self._replies.append(reply)
+    self._news.ends.append(reply)
 
 @patch
-def _next_token(self: Scheduler, pending: PendingReq, token: int, finite: bool) -> None:
-    "What a sampled request's result means for it"
+def _closer_look(self: Scheduler, pending: PendingReq, token: int, finite: bool) -> None:
+    "What an unusual result means for its request"
     if pending.finish_reason: return
     if not finite: self._suspect = self.launched   # what it computed may be in the tree
     if pending.aborted: return self.end(pending, FinishReason.ABORT)
     if not finite:
         error = 'the model gave no finite logits for this request'
         return self.end(pending, FinishReason.ERROR, error=error)
-    if pending.n_tokens == pending.input_len: pending.times['first_token'] = self.clock()
     pending.append(token)
-    self.counts['generated_tokens'] += 1
     if found := check_finish(pending, self.eos_token_ids):
         reason, matched = found
+        self.counts['generated_tokens'] += 1
         self.end(pending, reason, [token], matched)
-    else: self._replies.append(Reply(pending.rid, [token]))
+    else: self._tell([pending], [token])
+
+
+@patch
+def _tell(self: Scheduler, pendings: list[PendingReq], tokens: list[int]) -> None:
+    "News of requests that go on"
+    self.counts['generated_tokens'] += len(tokens)
+    self._news.rids += [o.rid for o in pendings]
+    self._news.token_ids += tokens
 
 # %% ../../nbs/25_scheduler.loop.ipynb #b5c2394a
 @patch
@@ -252,17 +262,38 @@ def _after_chunk(self: Scheduler, pending: PendingReq, computed: int) -> None:
 @patch
 def _process(self: Scheduler, batch: Batch, output: ForwardOutput) -> None:
     "Wait for a batch, and tell everyone what came of it"
-    told = len(self._replies)
     try: output.copy_done.synchronize()
     except BaseException as error: return self._fail(error)
     self.completed = batch.step
     self._collect()
-    results = batch.sampled, output.next_tokens, output.finite
-    for i, token, finite in zip(*(o.tolist() for o in results)):
-        self._next_token(batch.reqs[i].pending, token, finite)
+    if batch.mode is not ForwardMode.DECODE: self._after_prompts(batch)
+    self._after_tokens(batch, output)
+    self.observer.completed(batch, self._news)
+
+@patch
+def _after_prompts(self: Scheduler, batch: Batch) -> None:
+    "What it means that prompts, or pieces of them, are computed"
+    now = self.clock()
     for req, computed in zip(batch.reqs, batch.device_lens.tolist()):
         if isinstance(req, ChunkedReq): self._after_chunk(req.pending, computed)
-    self.observer.completed(batch, self._replies[told:])
+        else: req.pending.times.setdefault('first_token', now)
+
+@patch
+def _after_tokens(self: Scheduler, batch: Batch, output: ForwardOutput) -> None:
+    "What new tokens mean for their requests"
+    rows, n_tokens = batch.rows[batch.sampled], batch.device_lens[batch.sampled] + 1
+    close = may_end(output.next_tokens, n_tokens, rows, self.table.lengths, self._is_eos)
+    close |= ~output.finite
+    results = batch.sampled, output.next_tokens, output.finite, close
+    plain, told = [], []
+    for i, token, finite, look in zip(*(o.tolist() for o in results)):
+        pending = batch.reqs[i].pending
+        if look: self._closer_look(pending, token, finite)
+        else:
+            pending.append(token)
+            plain.append(pending)
+            told.append(token)
+    self._tell(plain, told)
 
 # %% ../../nbs/25_scheduler.loop.ipynb #14e9ab90
 @patch
@@ -299,22 +330,22 @@ def overlap_loop(self: Scheduler) -> None:
         self._in_flight = batch, self.engine.sample(batch, handed)
 
 @patch
-def step(self: Scheduler) -> list[Reply]:
-    "One turn: the news it brought, in order"
+def step(self: Scheduler) -> News:
+    "One turn: the news it brought"
     before = self.launched, self.completed
     if self.overlap: self.overlap_loop()
     else: self.normal_loop()
     if self.alive and before == (self.launched, self.completed):
         stuck = list(self.alive)
         raise RuntimeError(f'nothing runs, and {stuck} cannot start: {self.stats()}')
-    replies, self._replies = self._replies, []
-    return replies
+    news, self._news = self._news, News()
+    return news
 
 # %% ../../nbs/25_scheduler.loop.ipynb #12516637
 @patch(as_prop=True)
 def has_work(self: Scheduler) -> bool:
     "Whether `step` has anything to do; if not, a driver may block until somebody comes"
-    left = self._in_flight, self._ended, self._suspect, self._replies
+    left = self._in_flight, self._ended, self._suspect, self._news
     return any((self.alive, *left))
 
 @patch

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ToScheduler', 'FromScheduler', 'MessageError', 'encode', 'reader', 'UserMsg', 'AbortMsg', 'StatsMsg', 'StopMsg',
-           'ReadyMsg', 'FailMsg', 'StatsReply', 'ReplyBatch', 'RefusedMsg', 'decode']
+           'ReadyMsg', 'FailMsg', 'StatsReply', 'RefusedMsg', 'decode']
 
 # %% ../../nbs/50_serving.messages.ipynb #d87f02ef
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ import msgpack
 import numpy as np
 
 from ..core import QueueFull, RequestError, SamplingParams
-from ..scheduler.finish import Reply
+from ..scheduler.finish import News, Reply
 
 # %% ../../nbs/50_serving.messages.ipynb #13472e5f
 class MessageError(ValueError):
@@ -108,12 +108,12 @@ def _record(cls: type, values: object) -> object:
     read = []
     try:
         for value, (name, (hint, take)) in zip(values, schema.items()): read.append(take(value))
-        return cls(**dict(zip(schema, read)))
     except MessageError: raise
-    except RequestError as e: raise MessageError(f'{cls.__name__}: {e}') from None
     except (TypeError, ValueError):
         want = hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint
         raise MessageError(f'{cls.__name__}.{name} must be {want}, not {value!r:.80}') from None
+    try: return cls(**dict(zip(schema, read)))
+    except ValueError as e: raise MessageError(f'{cls.__name__}: {e}') from None
 
 # %% ../../nbs/50_serving.messages.ipynb #f4c30deb
 @dataclass(frozen=True, eq=False)
@@ -157,11 +157,6 @@ class StatsReply:
     id: int                   # The number that was asked with
     stats: dict[str, object]  # What `Scheduler.stats()` says
 
-@dataclass(frozen=True)
-class ReplyBatch:
-    "What one step of the scheduler brought, for everybody."
-    replies: list[Reply]  # At most one for each request
-
 # %% ../../nbs/50_serving.messages.ipynb #aa3362cf
 @dataclass(frozen=True)
 class RefusedMsg:
@@ -187,7 +182,7 @@ class RefusedMsg:
 
 # %% ../../nbs/50_serving.messages.ipynb #9dea27c5
 ToScheduler = UserMsg | AbortMsg | StatsMsg | StopMsg
-FromScheduler = ReadyMsg | FailMsg | ReplyBatch | RefusedMsg | StatsReply
+FromScheduler = ReadyMsg | FailMsg | News | RefusedMsg | StatsReply
 _types = {cls.__name__: cls for cls in get_args(ToScheduler | FromScheduler)}
 
 def decode(

@@ -21,9 +21,9 @@ import zmq.asyncio
 import minisgl_lit
 from ..config import EngineConfig, ServerConfig
 from ..core import FinishReason, RequestError
-from ..scheduler.finish import Reply
+from ..scheduler.finish import News, Reply
 from .http import create_app
-from .messages import (AbortMsg, FailMsg, FromScheduler, ReadyMsg, RefusedMsg, ReplyBatch, StatsMsg,
+from .messages import (AbortMsg, FailMsg, FromScheduler, ReadyMsg, RefusedMsg, StatsMsg,
                                           StatsReply, StopMsg, ToScheduler, UserMsg, decode, encode)
 from .tokenizer import Tokenizer
 
@@ -167,8 +167,8 @@ def tell(
 ) -> None:
     "Give a message to whom it is for"
     match message:
-        case ReplyBatch():
-            for reply in message.replies: self._tell(reply.rid, reply, reply.finish_reason is not None)
+        case News():
+            for reply in message: self._tell(reply.rid, reply, reply.finish_reason is not None)
         case RefusedMsg(): self._tell(message.rid, message, True)
         case StatsReply():
             asker = self._asked.pop(message.id)

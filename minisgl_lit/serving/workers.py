@@ -21,7 +21,7 @@ from ..core import RequestError
 from ..engine.build import Runtime, build
 from ..scheduler.control import Control
 from ..scheduler.loop import Scheduler
-from .messages import (AbortMsg, FailMsg, FromScheduler, ReadyMsg, RefusedMsg, ReplyBatch, StatsMsg,
+from .messages import (AbortMsg, FailMsg, FromScheduler, ReadyMsg, RefusedMsg, StatsMsg,
                                           StatsReply, StopMsg, ToScheduler, UserMsg, decode, encode)
 from .tokenizer import Tokenizer, text_stop
 
@@ -62,7 +62,7 @@ def run(
         for message in arrived(socket, wait=not scheduler.has_work, limit=max_recv):
             if isinstance(message, StopMsg): return
             if answer := obey(message, scheduler, control): socket.send(encode(answer))
-        if replies := scheduler.step(): socket.send(encode(ReplyBatch(replies)))
+        if news := scheduler.step(): socket.send(encode(news))
 
 # %% ../../nbs/53_serving.workers.ipynb #c5236485
 def hold_leash(
