@@ -39,6 +39,7 @@ class ReleaseList:
         completed: int,  # Number of the last batch that has completed
     ) -> np.ndarray:     # What nothing in flight uses any more, [n]
         "Those whose wait is over"
+        if not self._waiting: return self.items()
         ready = [items for step, items in self._waiting if step <= completed]
         self._waiting = [o for o in self._waiting if o[0] > completed]
         return np.concatenate(ready) if ready else np.empty(0, dtype=np.int64)

@@ -69,11 +69,10 @@ def write(
 
 @patch
 def flush(self: TableManager) -> None:
-    "Bring `page_table` up to date, with one copy of what changed"
-    if not self._changed: return
-    rows, cols = (np.concatenate(o) for o in zip(*self._changed))
-    self._changed.clear()
-    if self.page_table.data_ptr() == self.pages.ctypes.data: return   # one memory
+    "Bring `page_table` up to date, with one copy of what changed; none if it is one memory"
+    changed, self._changed = self._changed, []
+    if not changed or self.page_table.data_ptr() == self.pages.ctypes.data: return
+    rows, cols = (np.concatenate(o) for o in zip(*changed))
     sent = torch.from_numpy(np.stack([rows, cols, self.pages[rows, cols]])).to(self.page_table.device)
     self.page_table[sent[0], sent[1]] = sent[2].int()
 

@@ -284,16 +284,13 @@ def _after_tokens(self: Scheduler, batch: Batch, output: ForwardOutput) -> None:
     rows, n_tokens = batch.rows[batch.sampled], batch.device_lens[batch.sampled] + 1
     close = may_end(output.next_tokens, n_tokens, rows, self.table.lengths, self._is_eos)
     close |= ~output.finite
-    results = batch.sampled, output.next_tokens, output.finite, close
-    plain, told = [], []
-    for i, token, finite, look in zip(*(o.tolist() for o in results)):
-        pending = batch.reqs[i].pending
-        if look: self._closer_look(pending, token, finite)
-        else:
-            pending.append(token)
-            plain.append(pending)
-            told.append(token)
-    self._tell(plain, told)
+    pendings, tokens = [batch.reqs[i].pending for i in batch.sampled.tolist()], output.next_tokens
+    for i in np.flatnonzero(close).tolist():
+        self._closer_look(pendings[i], int(tokens[i]), bool(output.finite[i]))
+    plain = np.flatnonzero(~close)
+    pendings, tokens = [pendings[i] for i in plain.tolist()], tokens[plain].tolist()
+    for pending, token in zip(pendings, tokens): pending.append(token)
+    self._tell(pendings, tokens)
 
 # %% ../../nbs/25_scheduler.loop.ipynb #14e9ab90
 @patch

@@ -49,11 +49,12 @@ def make_batch(
     cached_lens = table.lengths.cached_len[rows]
     device_lens = table.lengths.device_len[rows]
     owner, cols = flatten(cache.pages_for(cached_lens), cache.pages_for(device_lens))
-    table.write(rows[owner], cols, cache.allocate(len(cols)))
+    if len(cols): table.write(rows[owner], cols, cache.allocate(len(cols)))
     table.flush()
     owner, positions = flatten(cached_lens, device_lens)
     token_rows = rows[owner]
     out_loc = table.slots(token_rows, positions).astype(np.int64)
-    sampled = np.flatnonzero([not isinstance(o, ChunkedReq) for o in reqs])
+    chunks = mode is not ForwardMode.DECODE and [isinstance(o, ChunkedReq) for o in reqs]
+    sampled = np.flatnonzero(~np.array(chunks)) if chunks else np.arange(len(reqs))
     return Batch(reqs, mode, step, rows, cached_lens, device_lens, token_rows, positions,
                  out_loc, sampled, table.sampling.at(rows[sampled]))
