@@ -20,11 +20,7 @@ class ReleaseList:
     "Pages, rows or locks that wait for the batch they were last launched with."
     def __init__(self):
         self._waiting: list[tuple[int, np.ndarray]] = []   # batch number, what waits
-
-    @property
-    def size(self) -> int:
-        "How many are waiting"
-        return sum(len(items) for _, items in self._waiting)
+        self.size = 0                                      # how many are waiting
 
     def put(
         self,
@@ -33,6 +29,7 @@ class ReleaseList:
     ) -> None:
         "Let these wait for that batch"
         if len(items): self._waiting.append((step, np.asarray(items)))
+        self.size += len(items)
 
     def take(
         self,
@@ -42,12 +39,16 @@ class ReleaseList:
         if not self._waiting: return self.items()
         ready = [items for step, items in self._waiting if step <= completed]
         self._waiting = [o for o in self._waiting if o[0] > completed]
-        return np.concatenate(ready) if ready else np.empty(0, dtype=np.int64)
+        self.size -= sum(map(len, ready))
+        return self._joined(ready)
 
     def items(self) -> np.ndarray:
         "All that wait, as a copy"
-        none = np.empty(0, dtype=np.int64)
-        return np.concatenate([none, *(items for _, items in self._waiting)])
+        return self._joined([items for _, items in self._waiting])
+
+    def _joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        "One array of all; of no items, if there are no parts"
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 # %% ../../nbs/13_kv.cache.ipynb #2712787e
 class CacheManager:
@@ -65,6 +66,7 @@ class CacheManager:
         self.num_pages, self.page_size = num_pages, table.page_size
         self.table, self.prefix = table, prefix
         self._stack, self.free_size = np.arange(num_pages)[::-1].copy(), num_pages
+        self._lent = np.zeros(num_pages, dtype=bool)   # pages that a request holds by itself
         self.releasing, self.held_size, self.evicted_pages = ReleaseList(), 0, 0
         self._unlocking = ReleaseList()   # handles of requests that have ended
 
@@ -127,38 +129,61 @@ def allocate(
         self.evicted_pages += len(evicted)
     self.free_size -= n
     self.held_size += n
-    return self._stack[self.free_size:self.free_size + n][::-1].copy()
+    pages = self._stack[self.free_size:self.free_size + n][::-1].copy()
+    self._lent[pages] = True
+    return pages
 
 @patch
 def _push(self: CacheManager, pages: np.ndarray) -> None:
     "Put pages on the stack of free ones"
-    size = self.free_size + len(pages)
-    if size > self.num_pages:
-        raise RuntimeError(f'a page was freed twice, one of {pages.tolist()}')
-    self._stack[self.free_size:size] = pages
-    self.free_size = size
+    self._stack[self.free_size:self.free_size + len(pages)] = pages
+    self.free_size += len(pages)
 
-# %% ../../nbs/13_kv.cache.ipynb #410b3dbe
+# %% ../../nbs/13_kv.cache.ipynb #7e14b80b
+@patch
+def _release(
+    self: CacheManager,
+    pages: np.ndarray,  # Lent to a request, [n]
+    step: int,          # Number of the last batch that uses them
+) -> None:
+    "Take pages back from a request; they wait for that batch"
+    if not self._lent[pages].all():
+        raise RuntimeError(f'pages {pages[~self._lent[pages]].tolist()} come back, but are not lent')
+    self._lent[pages] = False
+    self.releasing.put(pages, step)
+
+@patch
+def collect(
+    self: CacheManager,
+    completed: int,  # Number of the last batch that has completed
+) -> None:
+    "Take back pages and locks whose wait is over; called whenever a batch has completed"
+    pages = self.releasing.take(completed)
+    self.held_size -= len(pages)
+    self._push(pages)
+    for handle in self._unlocking.take(completed): self.unlock(handle)
+
+# %% ../../nbs/13_kv.cache.ipynb #c31aaf31
 @patch
 def _hand_over(
     self: CacheManager,
     pending: PendingReq,  # It has a row
     known: int,           # Tokens from the start that the host knows for sure
 ) -> None:
-    "Give full pages to the prefix cache, if they are computed and known, and lock them"
-    row, n_tokens = pending.table_idx, min(self._cached_len(pending), known)
-    n_pages = n_tokens // self.page_size
-    first = pending.handle.cached_len // self.page_size   # pages before it are the tree's
-    own = self.table.pages[row, :n_pages].astype(np.int64)
-    result = self.prefix.insert(pending.input_ids[:n_pages * self.page_size], own)
-    kept = len(result.pages)                              # all, or none if there is no tree
-    duplicate = first + np.flatnonzero(own[first:kept] != result.pages[first:])
-    self.table.write(np.full(len(duplicate), row), duplicate, result.pages[duplicate])
-    self.releasing.put(own[duplicate], self._launched(pending))
-    self.held_size -= kept - first - len(duplicate)
-    self.lock(result.handle)
-    self.unlock(pending.handle)
-    pending.handle = result.handle
+    "Give full pages to the prefix cache, if they are computed and known; the lock moves on"
+    row, start = pending.table_idx, pending.handle.cached_len
+    n_tokens = min(self._cached_len(pending), known)
+    first = start // self.page_size                       # pages before it are the tree's
+    last = max(n_tokens // self.page_size, first)
+    own = self.table.pages[row, first:last].astype(np.int64)
+    ids = pending.input_ids[start:last * self.page_size]
+    theirs = self.prefix.extend(pending.handle, ids, own)   # for all of `own`, or for none
+    late = np.flatnonzero(own[:len(theirs)] != theirs)
+    self.table.write(np.full(len(late), row), first + late, theirs[late])
+    self._release(own[late], self._launched(pending))
+    given = np.delete(own[:len(theirs)], late)
+    self._lent[given] = False
+    self.held_size -= len(given)
 
 @patch
 def _cached_len(self: CacheManager, pending: PendingReq) -> int:
@@ -178,19 +203,7 @@ def cache_unfinished(
     "Let others share what this request has computed so far"
     self._hand_over(pending, pending.n_tokens)
 
-# %% ../../nbs/13_kv.cache.ipynb #8701ce1b
-@patch
-def collect(
-    self: CacheManager,
-    completed: int,  # Number of the last batch that has completed
-) -> None:
-    "Take back pages and locks whose wait is over"
-    pages = self.releasing.take(completed)
-    self.held_size -= len(pages)
-    self._push(pages)
-    for handle in self._unlocking.take(completed): self.unlock(handle)
-
-# %% ../../nbs/13_kv.cache.ipynb #7f554bca
+# %% ../../nbs/13_kv.cache.ipynb #4d8413a1
 @patch
 def cache_finished(
     self: CacheManager,
@@ -198,9 +211,12 @@ def cache_finished(
     keep: bool = True,    # Whether what it computed can be trusted
 ) -> None:
     "Take everything back from a request: full pages to the tree, the rest to wait"
+    if pending.handle is None:
+        raise RuntimeError(f'request {pending.rid!r} has given everything back already')
     if keep: self._hand_over(pending, known=max(pending.input_len, pending.n_tokens - 1))
-    self.releasing.put(self._own_pages(pending), self._launched(pending))
-    self._unlocking.put(np.array([pending.handle], dtype=object), self._launched(pending))
+    launched = self._launched(pending)
+    self._release(self._own_pages(pending), launched)
+    self._unlocking.put(np.array([pending.handle], dtype=object), launched)
     pending.handle = None
 
 @patch

@@ -1,0 +1,263 @@
+"""The radix cache and the ledger of pages against models that make the same promises in the plainest way."""
+import os, sys, tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from minisgl_lit.core import PendingReq, SamplingParams
+from minisgl_lit.kv import prefix as chapter
+from minisgl_lit.kv.cache import CacheManager
+from minisgl_lit.kv.prefix import NaiveCache, RadixCache, make_prefix_cache
+from minisgl_lit.kv.table import TableManager
+
+SIZES = [1, 2, 7, 16]
+texts = st.tuples(st.lists(st.integers(0, 3), max_size=5), st.integers(0, 15))   # whole pages, then so many tokens of another
+
+def toks(text, size):
+    "Pages of four kinds that differ in their first token, their last, or both; so the kinds need care"
+    kinds, rest = text
+    page = lambda kind: ([kind] if size == 1 else [kind % 2] + [9]*(size - 2) + [kind // 2])
+    return np.array([t for kind in kinds for t in page(kind)] + page(0)[:rest % size], dtype=np.int32)
+
+def lives(machine, examples, steps=30):
+    "So many random lives of a state machine"
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=True,
+                                                         database=None, suppress_health_check=list(HealthCheck)))
+
+class Page:
+    "A page of the model, which comes after the page `up`"
+    def __init__(self, number, up, step): self.number, self.up, self.used, self.locks = number, up, step, 0
+
+class Model:
+    "A dictionary from each prefix of whole pages to its page; nothing is fast, nothing is clever"
+    def __init__(self, size): self.size, self.found, self.step = size, {}, 0
+
+    def prefixes(self, ids):
+        ids = tuple(ids.tolist())
+        return [ids[:n] for n in range(self.size, len(ids) + 1, self.size)]
+
+    def match(self, ids):
+        "The way along `ids` as far as it is known"
+        way = []
+        for p in self.prefixes(ids):
+            if p not in self.found: break
+            way.append(self.found[p])
+        return way
+
+    def use(self, way, locks):
+        self.step += 1
+        for o in way: o.used, o.locks = self.step, o.locks + locks
+
+    def extend(self, way, ids, numbers):
+        "The way along `ids`, which goes on from the locked `way`; its lock is on all of it"
+        new = [self.found.get(p) for p in self.prefixes(ids)][len(way):]
+        for i, number in enumerate(numbers):
+            if new[i] is None:
+                new[i] = Page(number, ([*way, *new[:i]] or [None])[-1], self.step + 1)
+                self.found[self.prefixes(ids)[len(way) + i]] = new[i]
+        self.use(new, 1)
+        return way + new
+
+    def free(self): return [o for o in self.found.values() if not o.locks]
+
+    def evict(self, n):
+        "Page by page the lowest rank among those that nobody uses and nothing comes after; with ranks"
+        gone = []
+        while len(gone) < n and (free := self.free()):
+            inner = {id(o.up) for o in self.found.values()}
+            victim = min((o for o in free if id(o) not in inner), key=lambda o: o.used)
+            self.found = {p: o for p, o in self.found.items() if o is not victim}
+            gone.append(victim.number)
+        return gone
+
+class Radix(RuleBasedStateMachine):
+    "One tree and one model; rules are what a cache can be asked"
+    @initialize(size=st.sampled_from(SIZES))
+    def start(self, size):
+        self.cache, self.model, self.held, self.made = RadixCache(size), Model(size), [], 0
+
+    def numbers(self, ids):
+        "New pages for these tokens"
+        n = len(ids) // self.cache.page_size
+        self.made += n
+        return np.arange(self.made - n, self.made)
+
+    @rule(text=texts, locks=st.integers(0, 2))
+    def match(self, text, locks):
+        ids = toks(text, self.cache.page_size)
+        handle, way = self.cache.match_prefix(ids), self.model.match(ids)
+        assert (handle.cached_len, handle.pages.tolist()) == (len(way)*self.model.size, [o.number for o in way])
+        for _ in range(locks):
+            self.cache.lock(handle)
+            self.model.use(way, 1)
+            self.held.append((handle, way, ids[:handle.cached_len]))
+
+    @rule(text=texts)
+    def insert(self, text):
+        ids = toks((text[0], 0), self.cache.page_size)
+        numbers = self.numbers(ids)
+        self.model.use([], 1)
+        way = self.model.extend([], ids, numbers)
+        self.model.use(way, -1)
+        found = self.cache.insert(ids, numbers)
+        assert found.pages.tolist() == [o.number for o in way] and found.handle.cached_len == len(ids)
+
+    @precondition(lambda self: self.held)
+    @rule(i=st.integers(0), text=texts)
+    def extend(self, i, text):
+        i %= len(self.held)
+        handle, way, before = self.held[i]
+        if handle.locks > 1: return
+        ids = toks((text[0], 0), self.cache.page_size)
+        numbers, whole = self.numbers(ids), np.concatenate([before, ids])
+        longer = self.model.extend(way, whole, numbers)
+        assert self.cache.extend(handle, ids, numbers).tolist() == [o.number for o in longer[len(way):]]
+        self.held[i] = handle, longer, whole
+
+    @precondition(lambda self: self.held)
+    @rule(i=st.integers(0))
+    def unlock(self, i):
+        handle, way, _ = self.held.pop(i % len(self.held))
+        self.cache.unlock(handle)
+        self.model.use(way, -1)
+
+    @rule(n=st.integers(0, 7))
+    def evict(self, n): assert sorted(self.cache.evict(n).tolist()) == sorted(self.model.evict(n))
+
+    @rule()
+    def reset(self):
+        if self.held:
+            with pytest.raises(RuntimeError, match=f'{len(self.held)} of them'): self.cache.reset()
+        else: assert sorted(self.cache.reset().tolist()) == sorted(self.model.evict(10**6))
+
+    @invariant()
+    def all_is_as_the_model_says(self):
+        if not hasattr(self, 'cache'): return
+        self.cache.check()
+        pages, free = self.model.found.values(), self.model.free()
+        assert sorted(self.cache.all_pages().tolist()) == sorted(o.number for o in pages)
+        assert (self.cache.evictable_size, self.cache.protected_size) == (len(free), len(pages) - len(free))
+        for handle, way, ids in self.held:
+            assert (handle.cached_len, handle.pages.tolist()) == (len(ids), [o.number for o in way])
+
+def test_tree_keeps_the_promises_of_a_dictionary(): lives(Radix, int(os.environ.get('TST_EXAMPLES', 150)))
+
+@pytest.mark.long
+def test_tree_keeps_them_in_thousands_of_lives(): lives(Radix, 5000, steps=60)
+
+class Ledger(RuleBasedStateMachine):
+    """One pool and a few requests that are computed by hand, in batches that complete later.
+
+    `content` is what the engine has written into each page: the tokens of a prefix up to the end of that page.
+    """
+    @initialize(size=st.sampled_from(SIZES), num_pages=st.integers(5, 14), rows=st.integers(1, 4), kind=st.sampled_from(['radix', 'radix', 'none']))
+    def start(self, size, num_pages, rows, kind):
+        table = TableManager(rows, num_pages*size, size, dummy_page=num_pages)
+        self.cache, self.size = CacheManager(num_pages, table, make_prefix_cache(kind, size)), size
+        self.table, self.lengths = table, table.lengths
+        self.running, self.flying, self.rows, self.content = [], {}, [], {}
+        self.launched = self.completed = self.n = 0
+
+    def compute(self, p, end):
+        "Launch a batch for one request: it gets pages, and its tokens up to `end` are computed"
+        row, start = p.table_idx, int(self.lengths.cached_len[p.table_idx])
+        first, last = self.cache.pages_for(start), self.cache.pages_for(end)
+        pages = self.cache.allocate(last - first)
+        in_use = set().union(*self.flying.values())
+        assert not in_use & set(pages.tolist()), 'lent while a launched batch uses it'
+        self.table.write(np.full(len(pages), row), np.arange(first, last), pages)
+        self.launched += 1
+        self.lengths.cached_len[row], self.lengths.launched[row] = end, self.launched
+        mine = self.table.pages[row, :last].tolist()
+        for i in range(start // self.size, last): self.content[mine[i]] = p.tokens[:min(end, (i + 1)*self.size)].tolist()
+        self.reads(p)
+        self.flying[self.launched] = set(mine)
+
+    def reads(self, p):
+        "What a request reads is of its own prefix"
+        end = int(self.lengths.cached_len[p.table_idx])
+        for i, page in enumerate(self.table.pages[p.table_idx, :self.cache.pages_for(end)].tolist()):
+            want = p.tokens[:min(end, (i + 1)*self.size)].tolist()
+            assert self.content[page][:len(want)] == want, f'{p.rid} reads another text in page {page}'
+
+    @precondition(lambda self: self.table.available_size)
+    @rule(text=texts, chunk=st.integers(1, 40), more=st.integers(0, 9))
+    def admit(self, text, chunk, more):
+        ids, room = toks(text, self.size), self.cache.num_pages*self.size
+        if not 0 < len(ids) <= room: return
+        p = PendingReq(str(self.n), ids, SamplingParams(), max_len=min(len(ids) + more, room))
+        handle = self.cache.match(p)
+        assert handle.cached_len < len(ids), 'a token must be left to compute'
+        self.cache.lock(handle)
+        end = min(handle.cached_len + chunk, len(ids))
+        if self.cache.pages_for(end) - handle.cached_len // self.size > self.cache.ready_size: return self.cache.unlock(handle)
+        self.n += 1
+        p.handle, p.table_idx = handle, self.table.allocate()
+        pages = handle.pages
+        self.table.write(np.full(len(pages), p.table_idx), np.arange(len(pages)), pages)
+        self.lengths.cached_len[p.table_idx] = handle.cached_len
+        self.running.append(p)
+        self.compute(p, end)
+
+    @precondition(lambda self: self.running)
+    @rule(i=st.integers(0), chunk=st.integers(1, 40))
+    def go_on(self, i, chunk):
+        "The next piece of a prompt, or the next token of an answer"
+        p = self.running[i % len(self.running)]
+        start = int(self.lengths.cached_len[p.table_idx])
+        if start == p.n_tokens:
+            if p.n_tokens == p.max_len: return
+            p.append(i % 4)
+        end = min(start + chunk, p.n_tokens)
+        if self.cache.pages_for(end) - self.cache.pages_for(start) <= self.cache.ready_size: self.compute(p, end)
+
+    @precondition(lambda self: self.running)
+    @rule(i=st.integers(0))
+    def share(self, i): self.cache.cache_unfinished(self.running[i % len(self.running)])
+
+    @precondition(lambda self: self.running)
+    @rule(i=st.integers(0), keep=st.booleans())
+    def end(self, i, keep):
+        p = self.running.pop(i % len(self.running))
+        self.rows.append((int(self.lengths.launched[p.table_idx]), p.table_idx))
+        self.cache.cache_finished(p, keep)
+        p.table_idx = None
+
+    @precondition(lambda self: self.completed < self.launched)
+    @rule()
+    def complete(self):
+        self.completed += 1
+        del self.flying[self.completed]
+        self.cache.collect(self.completed)
+        for step, row in self.rows:
+            if step <= self.completed: self.table.free(row)
+        self.rows = [o for o in self.rows if o[0] > self.completed]
+
+    @rule()
+    def flush(self): self.cache.flush()
+
+    @invariant()
+    def every_page_has_one_owner(self):
+        if not hasattr(self, 'cache'): return
+        self.cache.check_integrity(self.running)
+        assert sum(self.cache.figures.values()) == self.cache.num_pages
+        assert self.cache.ready_size <= self.cache.available_size <= self.cache.num_pages
+        for p in self.running: self.reads(p)
+
+    def teardown(self):
+        if not hasattr(self, 'cache'): return
+        while self.running: self.end(0, True)
+        while self.completed < self.launched: self.complete()
+        self.cache.collect(self.completed)
+        self.cache.check_integrity()
+        assert self.cache.prefix.root.locks == 0
+        self.cache.flush()
+        assert self.cache.figures == dict(free=self.cache.num_pages, evictable=0, protected=0, held=0)
+
+def test_every_page_has_one_owner(): lives(Ledger, int(os.environ.get('TST_EXAMPLES', 150)))
+
+@pytest.mark.long
+def test_every_page_has_one_owner_in_thousands_of_lives(): lives(Ledger, 5000, steps=60)
