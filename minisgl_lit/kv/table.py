@@ -97,5 +97,5 @@ def slots(
     positions: np.ndarray,  # Place of each token in its sequence, [n_tokens]
 ) -> np.ndarray:            # Slot of each token in the KV pool, [n_tokens]
     "Where tokens live: page × `page_size` + offset in the page"
-    pages = self.pages[rows, positions // self.page_size]
-    return pages * self.page_size + positions % self.page_size
+    cols, offsets = np.divmod(positions, self.page_size)
+    return self.pages[rows, cols] * self.page_size + offsets

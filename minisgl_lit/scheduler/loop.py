@@ -19,7 +19,7 @@ from .decode import DecodeManager
 from .finish import News, check_finish, last_reply, may_end
 from .policy import policies
 from .prefill import ChunkedReq, PrefillManager
-from .prepare import make_batch, new_pages
+from .prepare import Plan, make_batch
 
 # %% ../../nbs/25_scheduler.loop.ipynb #5af27c51
 class Observer:
@@ -183,11 +183,16 @@ def _schedule(self: Scheduler) -> Batch | None:
     "The next batch, with its pages; `None` if nothing can run now"
     self._settle()
     reqs, mode = self._choose()
-    if reqs and new_pages(reqs, self.cache) > self.cache.ready_size:
+    return self._prepare(reqs, mode) if reqs else None
+
+@patch
+def _prepare(self: Scheduler, reqs: list[Req], mode: ForwardMode) -> Batch | None:
+    "A batch of these; `None` if none of them is left when there is room"
+    plan = Plan(reqs, self.cache)
+    if plan.new_pages > self.cache.ready_size:
         self._drain()
-        reqs = [o for o in reqs if o.pending.finish_reason is None]
-    if not reqs: return None
-    return make_batch(reqs, mode, self.launched + 1, self.cache)
+        plan = Plan([o for o in reqs if o.pending.finish_reason is None], self.cache)
+    return make_batch(plan, mode, self.launched + 1) if plan.reqs else None
 
 # %% ../../nbs/25_scheduler.loop.ipynb #eb767f3e
 @patch
@@ -284,13 +289,14 @@ def _after_tokens(self: Scheduler, batch: Batch, output: ForwardOutput) -> None:
     rows, n_tokens = batch.rows[batch.sampled], batch.device_lens[batch.sampled] + 1
     close = may_end(output.next_tokens, n_tokens, rows, self.table.lengths, self._is_eos)
     close |= ~output.finite
-    pendings, tokens = [batch.reqs[i].pending for i in batch.sampled.tolist()], output.next_tokens
-    for i in np.flatnonzero(close).tolist():
-        self._closer_look(pendings[i], int(tokens[i]), bool(output.finite[i]))
-    plain = np.flatnonzero(~close)
-    pendings, tokens = [pendings[i] for i in plain.tolist()], tokens[plain].tolist()
-    for pending, token in zip(pendings, tokens): pending.append(token)
-    self._tell(pendings, tokens)
+    pendings = [batch.reqs[i].pending for i in batch.sampled.tolist()]
+    tokens, plain = output.next_tokens.tolist(), pendings
+    if close.any():
+        for i in np.flatnonzero(close).tolist():
+            self._closer_look(pendings[i], tokens[i], bool(output.finite[i]))
+        plain, tokens = ([o[i] for i in np.flatnonzero(~close).tolist()] for o in (pendings, tokens))
+    for pending, token in zip(plain, tokens): pending.append(token)
+    self._tell(plain, tokens)
 
 # %% ../../nbs/25_scheduler.loop.ipynb #14e9ab90
 @patch
