@@ -195,12 +195,15 @@ def bench(
 ) -> int:
     """Measure, and compare with what this machine could do at best.
 
-    offline: tokens a second, prefill and decode; start: seconds from nothing to a first answer."""
+    offline: tokens a second, prefill and decode; scheduler: microseconds of a step on the host;
+    start: seconds from nothing to a first answer."""
     config = asdict(from_args(BenchConfig, args))
-    from minisgl_lit.bench import offline, start
+    from minisgl_lit import bench
     sizes = {k: config.pop(k) for k in ('requests', 'input_len', 'output_len')}
-    if args.name == 'offline': found = offline(EngineConfig(**config), **sizes)
-    else: found = start(config['model'])
+    match args.name:
+        case 'offline': found = bench.offline(EngineConfig(**config), **sizes)
+        case 'scheduler': found = bench.scheduler()
+        case 'start': found = bench.start(config['model'])
     print(found.json() if args.json else found)
     return 0
 
@@ -209,7 +212,7 @@ examples = dict(
     serve=['--port 8000', '--model path/to/checkpoint --num-pages 4096'],
     chat=['', '--temperature 0 --system "Answer in one sentence."'],
     generate=['"Once upon a time" --max-tokens 50', '--file prompts.txt --json > answers.jsonl'],
-    bench=['offline --requests 16', 'start --json'])
+    bench=['offline --requests 16', 'scheduler --json', 'start --json'])
 
 # %% ../nbs/63_cli.ipynb #b4092d33
 def _add_command(
@@ -241,7 +244,7 @@ def make_parser() -> Parser:
     completing.add_argument('prompts', nargs='*', metavar='PROMPT', help='text to continue')
     completing.add_argument('--file', help='take prompts from here, one a line')
     measuring = _add_command(commands, bench, BenchConfig)
-    measuring.add_argument('name', choices=['offline', 'start'], help='what to measure')
+    measuring.add_argument('name', choices=['offline', 'scheduler', 'start'], help='what to measure')
     for o in (completing, measuring):
         o.add_argument('--json', action='store_true', help='print JSON, one object a line')
     for o in (talking, completing): add_wishes(o)
