@@ -46,9 +46,10 @@ def arrived(
     limit: int,          # How many to take at most
 ) -> Iterator[ToScheduler]:
     "Messages that have come, in order"
-    try:
-        for i in range(limit): yield decode(socket.recv(0 if wait and i == 0 else zmq.NOBLOCK))
-    except zmq.Again: pass
+    if wait: socket.poll()
+    for _ in range(limit):
+        if not socket.get(zmq.EVENTS) & zmq.POLLIN: return
+        yield decode(socket.recv())
 
 # %% ../../nbs/53_serving.workers.ipynb #5dfd3f4c
 def run(
