@@ -261,3 +261,173 @@ def test_every_page_has_one_owner(): lives(Ledger, int(os.environ.get('TST_EXAMP
 
 @pytest.mark.long
 def test_every_page_has_one_owner_in_thousands_of_lives(): lives(Ledger, 5000, steps=60)
+
+def count_calls(work):
+    "Calls of Python and C functions: what an operation costs, whatever else the machine is doing"
+    n = Counter()
+    def see(frame, event, arg): n[event in ('call', 'c_call')] += 1
+    sys.setprofile(see)
+    try: work()
+    finally: sys.setprofile(None)
+    return n[True]
+
+def peak_bytes(work):
+    "Memory that an operation needs at once"
+    tracemalloc.start()
+    try: work(); return tracemalloc.get_traced_memory()[1]
+    finally: tracemalloc.stop()
+
+def bush(n, size=4):
+    "A tree of `n` leaves of one page below one shared page, and prompts for it and beyond"
+    ids = np.zeros((n + 50, 2*size), dtype=np.int32)
+    ids[:, size:] = np.arange(n + 50)[:, None]
+    cache = RadixCache(size)
+    for i in range(n): cache.insert(ids[i], [0, i + 1])
+    cache._sweep_at = 10**9    # paid for by many operations, so it is no part of one
+    return cache, ids
+
+def test_no_operation_walks_the_tree():
+    costs = []
+    for n in (100, 10_000):
+        cache, ids = bush(n)
+        held = cache.insert(ids[n + 1], [0, n + 2]).handle
+        cache.lock(held)
+        ops = dict(match=lambda: cache.match_prefix(ids[7]), lock=lambda: cache.lock(cache.match_prefix(ids[8])),
+                   unlock=lambda: cache.unlock(held), insert=lambda: cache.insert(ids[n], [0, n + 1]), evict=lambda: cache.evict(20))
+        costs.append({name: count_calls(op) for name, op in ops.items()})
+    assert costs[0] == costs[1] and min(costs[0].values()) > 3, costs
+
+def chain(size=4, prefix=None, n_tokens=4000, piece=200):
+    "A prompt that is handed over in pieces; calls and bytes of its last piece, and calls of all"
+    num_pages = -(-n_tokens // size)
+    table = TableManager(1, n_tokens, size, dummy_page=num_pages)
+    cache = CacheManager(num_pages, table, prefix or RadixCache(size))
+    p = PendingReq('a', np.arange(n_tokens), SamplingParams(), max_len=n_tokens)
+    p.handle, p.table_idx = cache.match(p), table.allocate()
+    cache.lock(p.handle)
+    pages, calls = cache.allocate(num_pages), 0
+    table.write(np.zeros(num_pages, dtype=int), np.arange(num_pages), pages)
+    for end in range(piece, n_tokens, piece):
+        table.lengths.cached_len[p.table_idx] = end
+        calls += count_calls(lambda: cache.cache_unfinished(p))
+    table.lengths.cached_len[p.table_idx] = n_tokens
+    last = peak_bytes(lambda: cache.cache_unfinished(p))
+    cache.check_integrity([p])
+    return calls, last
+
+def test_a_long_prompt_in_pieces_is_not_copied_again_and_again():
+    (few, small), (many, large) = chain(n_tokens=4_000), chain(n_tokens=40_000)
+    assert many < 11*few and large < 1.2*small + 500, (few, many, small, large)
+
+def test_the_heap_does_not_outgrow_the_tree():
+    cache, ids = bush(10)
+    cache._sweep_at = 1000
+    for i in range(20_000):
+        handle = cache.match_prefix(ids[i % 7])
+        cache.lock(handle)
+        cache.unlock(handle)
+    assert len(cache._heap) <= 1021
+    cache.check()
+    assert cache.evict(3).tolist() == [8, 9, 10]
+
+def test_the_largest_first(monkeypatch):
+    "A rank that rises by itself, when a node is split or trimmed"
+    monkeypatch.setitem(chapter.evictions, 'largest', lambda node: -len(node.pages))
+    cache = RadixCache(1, 'largest')
+    cache.insert(np.array([1, 1, 1, 1, 1]), np.arange(5))
+    cache.insert(np.array([2, 2, 2]), np.arange(5, 8))
+    cache.insert(np.array([1, 1, 1, 9]), np.array([0, 1, 2, 8]))   # the first has two pages of its own now
+    cache.check()
+    assert cache.evict(1).tolist() == [7]
+    cache.check()
+    assert cache.evict(3).tolist() == [3, 4, 6]
+
+def broken(how):
+    "A small tree: pages 0 and 1, below them page 2 (locked, with 1 and 0) and page 3; one thing in it is changed"
+    cache = RadixCache(2)
+    cache.lock(cache.insert(np.array([1, 1, 2, 2, 3, 3]), np.array([0, 1, 2])).handle)
+    cache.insert(np.array([1, 1, 2, 2, 4, 4]), np.array([0, 1, 3]))
+    cache.check()
+    top = cache.root.children[np.array([1, 1], dtype=np.int32).tobytes()]
+    locked, free = sorted(top.children.values(), key=lambda o: o.pages[0])
+    how(cache, top, locked, free)
+    return cache
+
+def drop_entry(cache, top, locked, free): free.entry = 0
+def late_entry(cache, top, locked, free): cache._heap = [(rank + 99, entry, node) for rank, entry, node in cache._heap]
+def extra_entry(cache, top, locked, free): locked.entry = free.entry
+def short_key(cache, top, locked, free): free.key = free.key[:1]
+def no_pages(cache, top, locked, free): free.key, free.pages = free.key[:0], free.pages[:0]
+def wrong_name(cache, top, locked, free): free.key = free.key + 1
+def wrong_place(cache, top, locked, free): top.children[b'?'] = top.children.pop(free.name)
+def wrong_parent(cache, top, locked, free): free.parent = locked
+def lost_lock(cache, top, locked, free): top.locks = 0
+def wrong_time(cache, top, locked, free): cache.unlock(chapter.Handle(locked, 6, locks=1)); free.last_used = 99; late_entry(cache, top, locked, free)
+def wrong_evictable(cache, top, locked, free): cache.evictable_size += 1
+def wrong_protected(cache, top, locked, free): cache.protected_size -= 1
+def twice(cache, top, locked, free): free.pages = locked.pages
+
+@pytest.mark.parametrize('how,claim', [
+    (drop_entry, r'node of pages \[3\] has an entry if it may go'), (extra_entry, r'node of pages \[2\] has an entry if it may go'),
+    (late_entry, r'node of pages \[3\] does not go too late'), (short_key, r'node of pages \[3\] has their tokens'),
+    (no_pages, r'node of pages \[\] has pages, or is the root'), (wrong_name, r'node of pages \[3\] is called by its first page'),
+    (wrong_place, r'node of pages \[0, 1\] has its children by name'), (wrong_parent, r'node of pages \[0, 1\] is the parent of its children'),
+    (lost_lock, r'node of pages \[0, 1\] has the locks of its children'), (wrong_time, r'node of pages \[0, 1\] was used when they were'),
+    (wrong_evictable, 'evictable_size 2 is 1'), (wrong_protected, 'protected_size 2 is 3'), (twice, 'page 2 is in one place')], ids=lambda o: getattr(o, '__name__', ''))
+def test_check_names_the_claim_that_is_false(how, claim):
+    with pytest.raises(RuntimeError, match=f'not true that {claim}'): broken(how).check()
+
+def ledger():
+    "Page 0 in the tree, 1 and 2 of request a, 3 of request b, 4 waiting, 5 free"
+    table = TableManager(2, 6, 2, dummy_page=6)
+    cache, ps = CacheManager(6, table, RadixCache(2)), []
+    cache.prefix.insert(np.array([8, 8]), cache.allocate(1))
+    cache._lent[0], cache.held_size = False, 0
+    for rid, n in (('a', 2), ('b', 1)):
+        p = PendingReq(rid, np.arange(2*n), SamplingParams(), max_len=6)
+        p.handle, p.table_idx = cache.prefix.match_prefix(p.input_ids[:0]), table.allocate()
+        cache.lock(p.handle)
+        table.write(np.full(n, p.table_idx), np.arange(n), cache.allocate(n))
+        table.lengths.cached_len[p.table_idx] = 2*n
+        ps.append(p)
+    cache._release(cache.allocate(1), step=1)
+    cache.check_integrity(ps)
+    return cache, ps
+
+def say(cache, who, page):
+    "Let somebody say that a page is his"
+    if who == 'b': cache.table.pages[1, 0] = page
+    if who == 'waiting': cache.releasing._waiting[0][1][0] = page
+    if who == 'free': cache._stack[0] = page
+    if who == 'tree': next(iter(cache.prefix.root.children.values())).pages[0] = page
+
+@pytest.mark.parametrize('who,page,owners', [
+    ('b', 1, 'a and to b'), ('b', 0, 'tree and to b'), ('b', 4, 'waiting and to b'), ('b', 5, 'free and to b'),
+    ('waiting', 5, 'free and to waiting'), ('waiting', 0, 'tree and to waiting'), ('waiting', 1, 'waiting and to a'),
+    ('free', 0, 'free and to tree'), ('free', 1, 'free and to a'), ('free', 4, 'free and to waiting'),
+    ('tree', 5, 'free and to tree'), ('tree', 1, 'tree and to a'), ('tree', 4, 'tree and to waiting')])
+def test_integrity_names_the_page_and_both_owners(who, page, owners):
+    cache, ps = ledger()
+    say(cache, who, page)
+    with pytest.raises(RuntimeError, match=f'page {page} belongs to {owners}$'): cache.check_integrity(ps)
+
+def forget(cache): cache.table.lengths.cached_len[1] = 0
+def count(cache): cache.held_size += 1
+def tree_count(cache): cache.prefix.evictable_size -= 1; cache.held_size += 1
+
+@pytest.mark.parametrize('how,text', [(forget, r'pages \[3\] belong to nobody'), (count, 'of 6 pages, 1 in the tree'), (tree_count, 'of 6 pages, 1 in the tree')])
+def test_integrity_says_what_is_wrong(how, text):
+    cache, ps = ledger()
+    how(cache)
+    with pytest.raises(RuntimeError, match=text): cache.check_integrity(ps)
+
+def test_what_was_handed_over_is_not_taken_back():
+    "A request that has shared a page may end with less known than it had shared (its last token is not trusted)"
+    cache, (a, b) = ledger()
+    cache.cache_unfinished(a)
+    assert (a.handle.cached_len, cache.prefix.protected_size) == (4, 2)
+    a.input_len = a.n_tokens = 3    # as if the rest had been its answer
+    cache.cache_finished(a)
+    cache.check_integrity([b])
+    cache.collect(9)
+    assert cache.figures == dict(free=2, evictable=3, protected=0, held=1)
