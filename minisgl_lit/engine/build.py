@@ -24,7 +24,8 @@ from ..kv.table import TableManager
 from ..model.attention import backends
 from ..model.decoder import Decoder, ModelConfig, dtypes
 from ..model.embedded import embedded_path
-from ..model.weights import load_weights, resolve_model
+from ..model.checkpoint import read_config, resolve_model
+from ..model.weights import load_weights
 from ..scheduler.control import Control
 from ..scheduler.loop import Observer, Scheduler
 
@@ -90,7 +91,7 @@ def build(
 ) -> Runtime:
     "Load a model and join it with a scheduler; `ValueError` for what a user can mend"
     path = embedded_path() if config.model == 'embedded' else resolve_model(config.model)
-    model, device = ModelConfig.from_dir(path), resolve_device(config.device)
+    model, device = read_config(path), resolve_device(config.device)
     dtype = choose_dtype(config, model.dtype, device)
     max_seq_len = choose_max_seq_len(config, model)
     overlap = device.type == 'cuda' if config.overlap == 'auto' else config.overlap
@@ -99,7 +100,7 @@ def build(
     sizes = config.max_running_req, max_seq_len, config.page_size
     table = TableManager(*sizes, pool.dummy_page, device)
     backend = backends['torch' if config.attention == 'auto' else config.attention]
-    attention, stream = backend(pool, table.page_table), make_stream(device, overlap)
+    attention, stream = backend(pool, table.page_table, model.windows), make_stream(device, overlap)
     engine = Engine(decoder, attention, table.token_pool, stream)
     prefix = make_prefix_cache(config.cache, config.page_size, config.eviction)
     scheduler = Scheduler(
