@@ -2,12 +2,13 @@
 import itertools, random
 
 import pytest
+import torch
 
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core import SamplingParams
 from minisgl_lit.engine.build import build
 from minisgl_lit.llm import LLM
-from reference import FAMILIES, MAX_NEW, Comparison, generate, make_checkpoint, prompts
+from reference import FAMILIES, MAX_NEW, VARIANTS, Comparison, generate, generate_stepwise, load, make_checkpoint, prompts
 
 SETTINGS = dict(page_size=[1, 4, 16], cache=['radix', 'none'], overlap=[False, True], max_prefill_tokens=[16, 4096], num_pages=['plenty', 'barely'])
 
@@ -85,6 +86,51 @@ def test_parity_of_the_public_face(checkpoint):
             for prompt, out, reference in zip(prompts(), outs, right): comparison.check(path, prompt, out.token_ids, reference)
         assert sum(o.cached_tokens for o in outs) > 0 and {o.text for o in outs} == {''}
     comparison.done()
+
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_parity_of_variants(variant, tmp_path):
+    "All that may stand in a `config.json`, through `LLM`: small pages, chunked prompts, and the second time from the cache"
+    family, fields = VARIANTS[variant]
+    make_checkpoint(family, tmp_path, **fields)
+    asked, comparison = prompts(min(190, fields.get('vocab_size', 190))), Comparison()
+    reference = generate_stepwise if variant == 'dynamic' else generate
+    right = [reference(tmp_path, o) for o in asked]
+    assert len({tuple(o) for o in right}) > 4
+    with LLM(tmp_path, device='cpu', dtype='float32', page_size=4, num_pages=200, max_prefill_tokens=16) as llm:
+        for _ in range(2):
+            outs = llm.generate(asked, SamplingParams(max_tokens=MAX_NEW, temperature=0))
+            for prompt, out, o in zip(asked, outs, right): comparison.check(tmp_path, prompt, out.token_ids, o, variant)
+    assert sum(o.cached_tokens for o in outs) > 200
+    comparison.done()
+
+def test_dynamic_is_that_of_generate_for_prompts_within_the_old_context(tmp_path):
+    family, fields = VARIANTS['dynamic']
+    make_checkpoint(family, tmp_path, **fields)
+    short, comparison = [o for o in prompts() if len(o) < 32] + [prompts()[0][:31]], Comparison()   # at 32 transformers forgets to reset
+    with LLM(tmp_path, device='cpu', page_size=4, num_pages=200) as llm:
+        outs = llm.generate(short, SamplingParams(max_tokens=40, temperature=0))
+    for prompt, out in zip(short, outs): comparison.check(tmp_path, prompt, out.token_ids, generate(tmp_path, prompt, 40))
+    assert max(len(p) + len(o.token_ids) for p, o in zip(short, outs)) > 64
+    comparison.done()
+
+@torch.inference_mode()
+def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(tmp_path):
+    "Mean KL from the float32 model's next-token distribution, at 200 positions, each computed from a cached prefix"
+    make_checkpoint('Qwen3', tmp_path, dtype='bfloat16', max_position_embeddings=256, num_hidden_layers=4, hidden_size=96, initializer_range=.1)
+    ids = torch.randint(0, 190, (200,), generator=torch.Generator().manual_seed(2))
+    runtime, seen = build(EngineConfig.of(tmp_path, dtype='bfloat16', page_size=1, num_pages=300, device='cpu')), []
+    model = runtime.engine.model
+    inner = model.forward
+    model.forward = lambda *args: seen.append(inner(*args)) or seen[-1]
+    for n in range(1, 201):
+        runtime.scheduler.add(f'r{n}', ids[:n].tolist(), SamplingParams(max_tokens=1, temperature=0))
+        while runtime.scheduler.has_work: runtime.scheduler.step()
+    runtime.close()
+    exact = load(tmp_path)(ids[None]).logits[0].log_softmax(-1)
+    def kl(logits): return float((exact.exp() * (exact - logits.float().log_softmax(-1))).sum(-1).mean())
+    ours, theirs = kl(torch.cat(seen)), kl(load(tmp_path, torch.bfloat16)(ids[None]).logits[0])
+    print(f'mean KL to float32: ours {ours:.2e}, transformers {theirs:.2e}')
+    assert 0 < ours < 1.1 * theirs < .1
 
 @pytest.mark.long
 def test_parity_of_every_combination(checkpoint): check_parity(checkpoint, product())
