@@ -20,3 +20,8 @@ def pytest_collection_modifyitems(config, items):
     if is_long(config): return
     for item in items:
         if "long" in item.keywords: item.add_marker(pytest.mark.skip(reason="long: --long or TST_LONG=1"))
+
+def pytest_terminal_summary(terminalreporter):
+    "What tests have measured, in one place"
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in report.user_properties if report.when == "call" else (): terminalreporter.line(f"{name}: {value}")
