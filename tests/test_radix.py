@@ -14,7 +14,7 @@ from minisgl_lit.kv.prefix import NaiveCache, RadixCache, make_prefix_cache
 from minisgl_lit.kv.table import TableManager
 
 SIZES = [1, 2, 7, 16]
-texts = st.tuples(st.lists(st.integers(0, 3), max_size=5), st.integers(0, 15))   # whole pages, then so many tokens of another
+texts = st.tuples(st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), max_size=5), st.integers(0, 15))   # whole pages, then so many tokens of another
 
 def toks(text, size):
     "Pages of four kinds that differ in their first token, their last, or both; so the kinds need care"
@@ -415,7 +415,10 @@ def forget(cache): cache.table.lengths.cached_len[1] = 0
 def count(cache): cache.held_size += 1
 def tree_count(cache): cache.prefix.evictable_size -= 1; cache.held_size += 1
 
-@pytest.mark.parametrize('how,text', [(forget, r'pages \[3\] belong to nobody'), (count, 'of 6 pages, 1 in the tree'), (tree_count, 'of 6 pages, 1 in the tree')])
+def unmarked(cache): cache._lent[1:3] = False
+def in_tree(cache): cache.prefix.root.last_used = -1; cache.prefix.root.locks = 0
+
+@pytest.mark.parametrize('how,text', [(forget, r'pages \[3\] belong to nobody'), (count, 'of 6 pages, 1 in the tree'), (tree_count, 'of 6 pages, 1 in the tree'), (unmarked, 'and 2 lent or waiting'), (in_tree, 'prefix tree: it is not true')])
 def test_integrity_says_what_is_wrong(how, text):
     cache, ps = ledger()
     how(cache)
@@ -431,3 +434,40 @@ def test_what_was_handed_over_is_not_taken_back():
     cache.check_integrity([b])
     cache.collect(9)
     assert cache.figures == dict(free=2, evictable=3, protected=0, held=1)
+
+def alone_in(cache, n_tokens, rid='a'):
+    "A request with so many tokens, all computed in pages of its own"
+    p, table = PendingReq(rid, np.arange(n_tokens), SamplingParams(), max_len=6), cache.table
+    p.handle, p.table_idx, n = cache.prefix.match_prefix(p.input_ids[:0]), table.allocate(), cache.pages_for(n_tokens)
+    cache.lock(p.handle)
+    table.write(np.full(n, p.table_idx), np.arange(n), cache.allocate(n))
+    table.lengths.cached_len[p.table_idx] = n_tokens
+    return p
+
+def test_the_last_token_of_an_answer_is_not_trusted():
+    cache = CacheManager(6, TableManager(2, 6, 2, dummy_page=6), RadixCache(2))
+    p = alone_in(cache, 4)
+    p.input_len = 1
+    cache.cache_finished(p)
+    assert (len(cache.prefix.all_pages()), cache.releasing.size) == (1, 1)
+    cache.cache_finished(alone_in(cache, 4), keep=False)
+    assert (len(cache.prefix.all_pages()), cache.releasing.size) == (1, 3)
+
+def test_a_row_is_repointed_page_by_page():
+    cache = CacheManager(6, TableManager(2, 6, 2, dummy_page=6), RadixCache(2))
+    a, b = alone_in(cache, 6), alone_in(cache, 6, 'b')
+    cache.table.lengths.cached_len[1] = 2
+    cache.cache_unfinished(a)
+    cache.cache_unfinished(b)
+    cache.table.lengths.cached_len[1] = 6
+    cache.cache_unfinished(b)
+    assert cache.table.pages[:2].tolist() == [[0, 1, 2]]*2 and cache.releasing.items().tolist() == [3, 4, 5]
+    cache.check_integrity([a, b])
+
+def test_pages_stay_what_they_were_when_lent():
+    cache = CacheManager(6, TableManager(2, 6, 2, dummy_page=6), NaiveCache(2))
+    first, second = cache.allocate(2), cache.allocate(3)
+    cache._release(second, 1)
+    cache._release(first[:1], 1)
+    cache.collect(1)
+    assert (first.tolist(), second.tolist()) == ([0, 1], [2, 3, 4])

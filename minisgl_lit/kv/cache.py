@@ -65,7 +65,7 @@ class CacheManager:
     ):
         self.num_pages, self.page_size = num_pages, table.page_size
         self.table, self.prefix = table, prefix
-        self._stack, self.free_size = np.arange(num_pages)[::-1].copy(), num_pages
+        self._stack, self.free_size = np.arange(num_pages)[::-1], num_pages
         self._lent = np.zeros(num_pages, dtype=bool)   # pages that a request holds by itself
         self.releasing, self.held_size, self.evicted_pages = ReleaseList(), 0, 0
         self._unlocking = ReleaseList()   # handles of requests that have ended
@@ -255,8 +255,10 @@ def check_integrity(
         raise RuntimeError(f'pages {lost} belong to nobody')
     in_tree = sum(o == 'tree' for o in found.values())
     counted = figures['evictable'] + figures['protected'], sum(figures.values())
-    if counted != (in_tree, self.num_pages):
-        raise RuntimeError(f'{figures}, of {self.num_pages} pages, {in_tree} in the tree')
+    lent = int(self._lent.sum()) + self.releasing.size
+    if (*counted, lent) != (in_tree, self.num_pages, figures['held']):
+        raise RuntimeError(f'{figures}, of {self.num_pages} pages, {in_tree} in the tree '
+                           f'and {lent} lent or waiting')
     for p in pendings:
         shared = self.table.pages[p.table_idx, :len(p.handle.pages)]
         if shared.tolist() != p.handle.pages.tolist():
