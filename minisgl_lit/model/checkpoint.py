@@ -31,7 +31,8 @@ def resolve_model(
         raise ValueError(f'model={str(name)!r}: there is no such folder')
     from huggingface_hub import snapshot_download
     try:
-        path = Path(snapshot_download(str(name), allow_patterns=['*.json', '*.jinja', '*.model', '*.txt']))
+        small = ['*.json', '*.jinja', '*.model', '*.txt']
+        path = Path(snapshot_download(str(name), allow_patterns=small))
         index = path/'model.safetensors.index.json'
         weights = shard_names(index) if index.exists() else ['model.safetensors']
         return Path(snapshot_download(str(name), allow_patterns=weights))
@@ -47,7 +48,7 @@ class Family:
     qkv_bias: bool | None = None   # See `ModelConfig`; `None`: `attention_bias` of the file
     o_bias: bool | None = None     # The same
     qk_norm: bool = False          # See `ModelConfig`
-    slides: Callable[[int, int], bool] | None = None   # (layer, max_window_layers): has it a window?
+    slides: Callable[[int, int], bool] | None = None   # (layer, max_window_layers): a window?
     asks: bool = True              # Windows must be asked for by `use_sliding_window`
     routed: bool = False           # It has experts
     shared: bool = False           # and one that every token uses
@@ -125,7 +126,8 @@ def read_rope(
         raise ValueError(f'partial_rotary_factor={part} of config.json is not served; only 1.0 is')
     given = {}
     for f in fields(ropes[kind]):
-        value = take(known, f.name, (get_args(f.type) or [f.type])[0], low=int(f.default is not None))
+        kind_of_number = (get_args(f.type) or [f.type])[0]
+        value = take(known, f.name, kind_of_number, low=int(f.default is not None))
         if value is not None: given[f.name] = value
         elif f.default is MISSING:
             raise ValueError(f'rope_type={kind!r} of config.json needs {f.name!r} beside it')
@@ -155,13 +157,13 @@ def read_mlps(
     "What stands behind the attention of each layer"
     family = families[raw['architectures'][0]]
     if not family.routed: return ()
+    n = count(raw, 'num_experts', take(raw, 'num_local_experts', int))
+    k = count(raw, 'num_experts_per_tok')
+    if k > n:
+        raise ValueError(f'num_experts_per_tok={k} of config.json must be at most num_experts={n}')
     experts = MoeMlp(
-        count(raw, 'num_experts', take(raw, 'num_local_experts', int)), count(raw, 'num_experts_per_tok'),
-        count(raw, 'moe_intermediate_size'), take(raw, 'norm_topk_prob', bool, False),
+        n, k, count(raw, 'moe_intermediate_size'), take(raw, 'norm_topk_prob', bool, False),
         count(raw, 'shared_expert_intermediate_size') if family.shared else 0)
-    if experts.num_experts_per_tok > experts.num_experts:
-        raise ValueError(f'num_experts_per_tok={experts.num_experts_per_tok} of config.json must be '
-                         f'at most num_experts={experts.num_experts}')
     dense = DenseMlp(count(raw, 'intermediate_size'))
     step, only = count(raw, 'decoder_sparse_step', 1), take(raw, 'mlp_only_layers', list, [])
     return tuple(dense if i in only or (i + 1) % step else experts
@@ -207,7 +209,7 @@ def _read_advice(
     except RequestError as e: raise ValueError(f'{e}, as {file.name} has it') from None
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(o) is int and o >= 0 for o in ids):
-        raise ValueError(f'eos_token_id={eos!r} of the checkpoint must be a token id, or a list of them')
+        raise ValueError(f'eos_token_id={eos!r} of the checkpoint must be a token id or a list of such')
     return dict(eos_token_ids=tuple(ids), generation=generation)
 
 def read_config(
@@ -219,7 +221,9 @@ def read_config(
     refuse(raw)
     dtype = take(raw, 'dtype', str) or take(raw, 'torch_dtype', str, 'float32')
     if dtype not in dtypes:
-        raise ValueError(f'dtype={dtype!r} of config.json is not served; known are {", ".join(dtypes)}')
+        raise ValueError(f'dtype={dtype!r} of config.json is not served; '
+                         f'known are {", ".join(dtypes)}')
     rope, trained = read_rope(raw), count(raw, 'max_position_embeddings', 2048)
-    return ModelConfig(**read_shape(raw), **_read_advice(path, raw), windows=read_windows(raw), rope=rope,
-               max_position_embeddings=rope.longest(trained), dtype=dtypes[dtype])
+    return ModelConfig(
+        **read_shape(raw), **_read_advice(path, raw), windows=read_windows(raw), rope=rope,
+        max_position_embeddings=rope.longest(trained), dtype=dtypes[dtype])

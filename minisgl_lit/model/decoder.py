@@ -21,7 +21,7 @@ from .layers import (
 # %% ../../nbs/34_model.decoder.ipynb #7df841db
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """How positions are told: as trained. Its fields, and those of its kin, are named as in `config.json`.
+    """How positions are told: as trained. Fields, here and below, are named as in `config.json`.
 
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
@@ -32,37 +32,55 @@ class Rope:
         "Queries and keys are made longer by it, and attention so more decided"
         return 1.0
 
-    def longest(self, trained: int) -> int:
-        "Longest text that it is good for, in tokens, if it was trained on `trained`"
+    def longest(
+        self,
+        trained: int,   # Longest text in training, in tokens
+    ) -> int:           # In tokens
+        "Longest text that it is good for"
         return trained
 
-    def speed(self, head_dim: int) -> torch.Tensor:
-        "Radians per token, float32, [head_dim / 2]"
+    def speed(
+        self,
+        head_dim: int,  # Numbers in a query or key
+    ) -> torch.Tensor:  # Radians per token, float32, [head_dim / 2]
+        "How fast each plane turns"
         return inverse_frequencies(head_dim, self.rope_theta)
 
-    def at(self, positions: torch.Tensor, speed: torch.Tensor) -> torch.Tensor:
-        "Speeds of each token: one row for all, [head_dim / 2], or one each, [n_tokens, head_dim / 2]"
+    def at(
+        self,
+        positions: torch.Tensor,  # Of the tokens to turn, [n_tokens]
+        speed: torch.Tensor,      # From `speed`
+    ) -> torch.Tensor:  # The same for all, [head_dim / 2], or for each, [n_tokens, head_dim / 2]
+        "How fast each plane turns for a token there"
         return speed
 
 # %% ../../nbs/34_model.decoder.ipynb #08fbfd4b
 @dataclass(frozen=True, kw_only=True)
 class LinearRope(Rope):
-    "Every plane `factor` times slower (Chen et al., \"Extending Context Window of LLMs via Positional Interpolation\", 2023)."
+    """Every plane slower.
+
+    Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation", 2023.
+    """
     factor: float   # How many times slower
 
-    def longest(self, trained: int) -> int: return int(trained * self.factor)
+    def longest(self, trained: int) -> int:
+        "So many times longer"
+        return int(trained * self.factor)
 
-    def speed(self, head_dim: int) -> torch.Tensor: return super().speed(head_dim) / self.factor
+    def speed(self, head_dim: int) -> torch.Tensor:
+        "So many times slower"
+        return super().speed(head_dim) / self.factor
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
-    "Slow planes slower, as in Llama 3.1; see `Llama3Scaling`."
+    "Slow planes slower, as in Llama 3.1; see `Llama3Scaling` for its fields."
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
 
     def speed(self, head_dim: int) -> torch.Tensor:
+        "Fast planes as they were"
         names = (f.name for f in fields(Llama3Scaling))
         scaling = Llama3Scaling(**{o: getattr(self, o) for o in names})
         return inverse_frequencies(head_dim, self.rope_theta, scaling)
@@ -70,7 +88,10 @@ class Llama3Rope(Rope):
 # %% ../../nbs/34_model.decoder.ipynb #c488423b
 @dataclass(frozen=True, kw_only=True)
 class YarnRope(Rope):
-    "YaRN: Peng et al., \"YaRN: Efficient Context Window Extension of Large Language Models\", 2023."
+    """Slow planes slower, by their number, and attention more decided.
+
+    Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023.
+    """
     factor: float             # How many times slower the slow planes are
     original_max_position_embeddings: int   # The old context, in tokens
     beta_fast: float = 32.0   # A plane that turns more often within it is fast
@@ -82,15 +103,18 @@ class YarnRope(Rope):
 
     @property
     def scale(self) -> float:
+        "As given, or growing with the logarithm of `factor`"
         if self.attention_factor is not None: return self.attention_factor
         def grown(m: float) -> float: return 1 + .1 * m * math.log(self.factor)
         if not (self.mscale and self.mscale_all_dim): return grown(1)
         return grown(self.mscale) / grown(self.mscale_all_dim)
 
     def longest(self, trained: int) -> int:
+        "So many times the old context; some files have that as `trained` already"
         return max(trained, int(self.original_max_position_embeddings * self.factor))
 
     def speed(self, head_dim: int) -> torch.Tensor:
+        "A ramp from `beta_fast` to `beta_slow`"
         speed, old = super().speed(head_dim), self.original_max_position_embeddings
         def plane(turns: float) -> float:   # that turns so often within the old context
             return head_dim * math.log(old / (turns * 2*math.pi)) / (2 * math.log(self.rope_theta))
@@ -104,17 +128,21 @@ class YarnRope(Rope):
 # %% ../../nbs/34_model.decoder.ipynb #af0dee84
 @dataclass(frozen=True, kw_only=True)
 class DynamicRope(Rope):
-    """Slower the further a token stands beyond the old context (NTK-aware scaling, by bloc97 and emozilla, 2023).
+    """Slower the further a token stands beyond the old context.
 
-    Each token is turned as the reference turns the last token of a text, so that keys depend on what
-    came before only. The reference turns a *prompt* beyond the old context by the prompt's length.
+    NTK-aware scaling, by bloc97 and emozilla, 2023. Each token is turned as the reference turns
+    the last one of a text, so that a key depends on nothing that comes later. The reference turns
+    all of a *prompt* beyond the old context by the prompt's length.
     """
     factor: float   # How many times longer texts may be
     max_position_embeddings: int   # The old context, in tokens
 
-    def longest(self, trained: int) -> int: return int(trained * self.factor)
+    def longest(self, trained: int) -> int:
+        "So many times longer"
+        return int(trained * self.factor)
 
     def at(self, positions: torch.Tensor, speed: torch.Tensor) -> torch.Tensor:
+        "For each token that of a text which ends with it, [n_tokens, head_dim / 2]"
         old, head_dim = self.max_position_embeddings, 2 * len(speed)
         length = (positions[:, None] + 1).clamp(min=old)
         stretch = self.factor * length / old - (self.factor - 1)
@@ -129,11 +157,18 @@ Weights = Mapping[str, torch.Tensor]
 
 class Mlp(Protocol):
     "The second half of a layer: a value, equal to another that computes the same."
-    def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+    def shapes(
+        self,
+        hidden_size: int,   # Of the model
+    ) -> dict[str, tuple[int, ...]]:
         "Its weights, by name within the layer"
         ...
-    def forward(self, x: torch.Tensor, w: Weights) -> torch.Tensor:
-        "[n_tokens, hidden_size] to the same, with the weights of one layer"
+    def forward(
+        self,
+        x: torch.Tensor,  # [n_tokens, hidden_size]
+        w: Weights,       # Of one layer, by name
+    ) -> torch.Tensor:    # [n_tokens, hidden_size]
+        "What is added to each token"
         ...
 
 @dataclass(frozen=True)
@@ -143,6 +178,7 @@ class DenseMlp:
     bias: bool = False       # Whether it has constants
 
     def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        "Gate and up in one, down, and their constants"
         wide = self.intermediate_size
         shapes = {'gate_up_proj': (2 * wide, hidden_size), 'down_proj': (hidden_size, wide)}
         weights = {f'mlp.{name}.weight': shape for name, shape in shapes.items()}
@@ -150,6 +186,7 @@ class DenseMlp:
         return weights | {f'mlp.{name}.bias': shape[:1] for name, shape in shapes.items()}
 
     def forward(self, x: torch.Tensor, w: Weights) -> torch.Tensor:
+        "All of it, for each token"
         return gated_mlp(x, w['mlp.gate_up_proj.weight'], w['mlp.down_proj.weight'],
                          w.get('mlp.gate_up_proj.bias'), w.get('mlp.down_proj.bias'))
 
@@ -163,11 +200,11 @@ class ModelConfig:
     intermediate_size: int     # Width of the MLP
     num_layers: int            # Layers
     num_heads: int             # Query heads
-    num_kv_heads: int          # Key and value heads; each serves `num_heads / num_kv_heads` query heads
+    num_kv_heads: int          # Key and value heads; each serves equally many query heads
     head_dim: int              # Numbers in a query, key or value
     rms_norm_eps: float = 1e-6     # See `rms_norm`
     rope: Rope = Rope()        # How positions are told
-    windows: tuple[int | None, ...] = ()   # Tokens that each layer sees back, itself included; `None`: all
+    windows: tuple[int | None, ...] = ()   # Tokens that a layer sees back; `None`: all
     mlps: tuple[Mlp, ...] = () # Of each layer; none given: dense ones
     tie_word_embeddings: bool = False  # Whether the embedding table also scores the next token
     qkv_bias: bool = False     # Constants in the query, key and value projections
@@ -177,7 +214,7 @@ class ModelConfig:
     max_position_embeddings: int = 2048    # Longest sequence it is good for, in tokens
     dtype: torch.dtype = torch.float32     # What its weights are stored as
     eos_token_ids: tuple[int, ...] = ()    # Tokens that end an answer
-    generation: dict[str, float] = field(default_factory=dict)   # Its maker's advice for the sampler
+    generation: dict[str, float] = field(default_factory=dict)   # Advice for the sampler
 
     def mlp(self, layer: int) -> Mlp:
         "What stands behind the attention of a layer"
@@ -207,11 +244,13 @@ def weight_shapes(
     table = (config.vocab_size, config.hidden_size)
     shapes = {'model.embed_tokens.weight': table, 'model.norm.weight': (config.hidden_size,)}
     for i in range(config.num_layers):
-        shapes |= {f'model.layers.{i}.{name}': shape for name, shape in layer_shapes(config, i).items()}
+        layer = layer_shapes(config, i).items()
+        shapes |= {f'model.layers.{i}.{name}': shape for name, shape in layer}
     return shapes if config.tie_word_embeddings else shapes | {'lm_head.weight': table}
 
 # %% ../../nbs/34_model.decoder.ipynb #d94016ca
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]   # (q, k, v, layer) -> o
+Attend = Callable[   # (q, k, v, layer) -> o
+    [torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 class Decoder:
     """The model: token ids and positions in, scores of the next token out.
@@ -224,12 +263,13 @@ class Decoder:
         weights: Mapping[str, torch.Tensor],  # As `weight_shapes` names them, on one device
     ):
         self.config = config
-        self.embedding, self.norm = weights['model.embed_tokens.weight'], weights['model.norm.weight']
+        self.embedding = weights['model.embed_tokens.weight']
+        self.norm = weights['model.norm.weight']
         self.head = self.embedding if config.tie_word_embeddings else weights['lm_head.weight']
-        layers = range(config.num_layers)
-        self.layers = [{name: weights[f'model.layers.{i}.{name}'] for name in layer_shapes(config, i)}
-                       for i in layers]
-        self.mlps = [config.mlp(i) for i in layers]
+        def layer(i: int) -> Weights:
+            return {name: weights[f'model.layers.{i}.{name}'] for name in layer_shapes(config, i)}
+        self.layers = [layer(i) for i in range(config.num_layers)]
+        self.mlps = [config.mlp(i) for i in range(config.num_layers)]
         self.speed = config.rope.speed(config.head_dim).to(self.head.device)
 
     def angles(
@@ -261,7 +301,8 @@ def attention(
         q = rms_norm(q, w['self_attn.q_norm.weight'], c.rms_norm_eps)
         k = rms_norm(k, w['self_attn.k_norm.weight'], c.rms_norm_eps)
     o = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, i)
-    return linear(o.reshape(len(x), -1), w['self_attn.o_proj.weight'], w.get('self_attn.o_proj.bias'))
+    o = o.reshape(len(x), -1)
+    return linear(o, w['self_attn.o_proj.weight'], w.get('self_attn.o_proj.bias'))
 
 # %% ../../nbs/34_model.decoder.ipynb #fc14df79
 @patch

@@ -69,8 +69,11 @@ class MoeMlp:
     def forward(self, x: torch.Tensor, w: Weights) -> torch.Tensor:
         "[n_tokens, hidden_size] to the same, with the weights of one layer"
         def mlp(place: str, x: torch.Tensor) -> torch.Tensor:
-            return gated_mlp(x, w[f'mlp.{place}.gate_up_proj.weight'], w[f'mlp.{place}.down_proj.weight'])
-        chosen, shares = route(x, w['mlp.gate.weight'], self.num_experts_per_tok, self.norm_topk_prob)
+            names = (f'mlp.{place}.{o}_proj.weight' for o in ('gate_up', 'down'))
+            return gated_mlp(x, *(w[o] for o in names))
+        k, gate = self.num_experts_per_tok, w['mlp.gate.weight']
+        chosen, shares = route(x, gate, k, self.norm_topk_prob)
         out = grouped(x, chosen, shares, lambda e, rows: mlp(f'experts.{e}', rows))
         if not self.shared_size: return out
-        return out + linear(x, w['mlp.shared_expert_gate.weight']).sigmoid() * mlp('shared_expert', x)
+        open = linear(x, w['mlp.shared_expert_gate.weight']).sigmoid()
+        return out + open * mlp('shared_expert', x)

@@ -104,7 +104,8 @@ def survey(
     for file in files:
         with open_file(file) as f:
             for name in f.keys():
-                if name.endswith('.rotary_emb.inv_freq') or tied and name == 'lm_head.weight': continue
+                if tied and name == 'lm_head.weight': continue
+                if name.endswith('.rotary_emb.inv_freq'): continue
                 part = f.get_slice(name)
                 found[name] = Stored(file, tuple(part.get_shape()), part.get_dtype())
     return found
