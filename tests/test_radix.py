@@ -29,11 +29,21 @@ def lives(machine, examples, steps=30):
 
 class Page:
     "A page of the model, which comes after the page `up`"
-    def __init__(self, number, up, step): self.number, self.up, self.used, self.locks = number, up, step, 0
+    def __init__(self, number, up, step):
+        self.number, self.up, self.created, self.used = number, up, step, step
+        self.locks = self.hits = self.priority = 0
+
+# which of two pages goes first, said once more and in another way
+better = dict(
+    lru=lambda a, b: a.used < b.used, mru=lambda a, b: a.used > b.used,
+    fifo=lambda a, b: a.created < b.created, filo=lambda a, b: a.created > b.created,
+    lfu=lambda a, b: a.hits < b.hits or a.hits == b.hits and a.used < b.used,
+    slru=lambda a, b: (not a.hits) > (not b.hits) or (not a.hits) == (not b.hits) and a.used < b.used,
+    priority=lambda a, b: a.priority < b.priority or a.priority == b.priority and a.used < b.used)
 
 class Model:
     "A dictionary from each prefix of whole pages to its page; nothing is fast, nothing is clever"
-    def __init__(self, size): self.size, self.found, self.step = size, {}, 0
+    def __init__(self, size, eviction): self.size, self.better, self.found, self.step = size, better[eviction], {}, 0
 
     def prefixes(self, ids):
         ids = tuple(ids.tolist())
@@ -47,37 +57,41 @@ class Model:
             way.append(self.found[p])
         return way
 
-    def use(self, way, locks):
+    def use(self, way, locks, priority):
         self.step += 1
-        for o in way: o.used, o.locks = self.step, o.locks + locks
+        for o in way: o.used, o.locks, o.priority = self.step, o.locks + locks, max(o.priority, priority)
 
-    def extend(self, way, ids, numbers):
+    def extend(self, way, ids, numbers, first, priority):
         "The way along `ids`, which goes on from the locked `way`; its lock is on all of it"
         new = [self.found.get(p) for p in self.prefixes(ids)][len(way):]
+        for o in [*way*first, *new]:
+            if o: o.hits += 1
         for i, number in enumerate(numbers):
             if new[i] is None:
-                new[i] = Page(number, ([*way, *new[:i]] or [None])[-1], self.step + 1)
+                new[i] = Page(number, ([*way, *new[:i]] or [None])[-1], self.step)
                 self.found[self.prefixes(ids)[len(way) + i]] = new[i]
-        self.use(new, 1)
+        self.use(new, 1, priority)
         return way + new
 
     def free(self): return [o for o in self.found.values() if not o.locks]
 
     def evict(self, n):
-        "Page by page the lowest rank among those that nobody uses and nothing comes after; with ranks"
+        "Page by page the best to give up among those that nobody uses and nothing comes after"
         gone = []
         while len(gone) < n and (free := self.free()):
             inner = {id(o.up) for o in self.found.values()}
-            victim = min((o for o in free if id(o) not in inner), key=lambda o: o.used)
+            victim, *others = [o for o in free if id(o) not in inner]
+            for o in others:
+                if self.better(o, victim): victim = o
             self.found = {p: o for p, o in self.found.items() if o is not victim}
             gone.append(victim.number)
         return gone
 
 class Radix(RuleBasedStateMachine):
     "One tree and one model; rules are what a cache can be asked"
-    @initialize(size=st.sampled_from(SIZES))
-    def start(self, size):
-        self.cache, self.model, self.held, self.made = RadixCache(size), Model(size), [], 0
+    @initialize(size=st.sampled_from(SIZES), eviction=st.sampled_from(sorted(better)))
+    def start(self, size, eviction):
+        self.cache, self.model, self.held, self.made = RadixCache(size, eviction), Model(size, eviction), [], 0
 
     def numbers(self, ids):
         "New pages for these tokens"
@@ -85,24 +99,24 @@ class Radix(RuleBasedStateMachine):
         self.made += n
         return np.arange(self.made - n, self.made)
 
-    @rule(text=texts, locks=st.integers(0, 2))
-    def match(self, text, locks):
+    @rule(text=texts, priority=st.integers(0, 2), locks=st.integers(0, 2))
+    def match(self, text, priority, locks):
         ids = toks(text, self.cache.page_size)
-        handle, way = self.cache.match_prefix(ids), self.model.match(ids)
+        handle, way = self.cache.match_prefix(ids, priority=priority), self.model.match(ids)
         assert (handle.cached_len, handle.pages.tolist()) == (len(way)*self.model.size, [o.number for o in way])
         for _ in range(locks):
             self.cache.lock(handle)
-            self.model.use(way, 1)
+            self.model.use(way, 1, priority)
             self.held.append((handle, way, ids[:handle.cached_len]))
 
-    @rule(text=texts)
-    def insert(self, text):
+    @rule(text=texts, priority=st.integers(0, 2))
+    def insert(self, text, priority):
         ids = toks((text[0], 0), self.cache.page_size)
         numbers = self.numbers(ids)
-        self.model.use([], 1)
-        way = self.model.extend([], ids, numbers)
-        self.model.use(way, -1)
-        found = self.cache.insert(ids, numbers)
+        self.model.use([], 1, priority)
+        way = self.model.extend([], ids, numbers, True, priority)
+        self.model.use(way, -1, priority)
+        found = self.cache.insert(ids, numbers, priority=priority)
         assert found.pages.tolist() == [o.number for o in way] and found.handle.cached_len == len(ids)
 
     @precondition(lambda self: self.held)
@@ -113,7 +127,7 @@ class Radix(RuleBasedStateMachine):
         if handle.locks > 1: return
         ids = toks((text[0], 0), self.cache.page_size)
         numbers, whole = self.numbers(ids), np.concatenate([before, ids])
-        longer = self.model.extend(way, whole, numbers)
+        longer = self.model.extend(way, whole, numbers, handle.found is None, handle.priority)
         assert self.cache.extend(handle, ids, numbers).tolist() == [o.number for o in longer[len(way):]]
         self.held[i] = handle, longer, whole
 
@@ -122,7 +136,7 @@ class Radix(RuleBasedStateMachine):
     def unlock(self, i):
         handle, way, _ = self.held.pop(i % len(self.held))
         self.cache.unlock(handle)
-        self.model.use(way, -1)
+        self.model.use(way, -1, handle.priority)
 
     @rule(n=st.integers(0, 7))
     def evict(self, n): assert sorted(self.cache.evict(n).tolist()) == sorted(self.model.evict(n))
@@ -320,19 +334,33 @@ def test_a_long_prompt_in_pieces_is_not_copied_again_and_again():
     assert many < 11*few and large < 1.2*small + 500, (few, many, small, large)
 
 def test_the_heap_does_not_outgrow_the_tree():
-    cache, ids = bush(10)
-    cache._sweep_at = 1000
-    for i in range(20_000):
-        handle = cache.match_prefix(ids[i % 7])
+    cache, ids = bush(600)
+    cache._sweep_at, last, rng = 1000, list(range(600)), np.random.default_rng(0)
+    for i in rng.integers(0, 600, 5_000).tolist():
+        handle = cache.match_prefix(ids[i])
         cache.lock(handle)
         cache.unlock(handle)
-    assert len(cache._heap) <= 1021
+        last.remove(i)
+        last.append(i)
+        assert len(cache._heap) <= 2200 + 1
     cache.check()
-    assert cache.evict(3).tolist() == [8, 9, 10]
+    assert 2000 < cache._sweep_at <= 2200
+    assert cache.evict(600).tolist() == [i + 1 for i in last]
+
+def test_a_rank_that_fell_while_it_was_locked_counts():
+    "Most recently used first, and one is used again and again: it has many old entries, and goes first all the same"
+    cache, ids = bush(5)
+    other = RadixCache(4, 'mru')
+    for i in range(5): other.insert(ids[i], [0, i + 1])
+    for _ in range(3):
+        handle = other.match_prefix(ids[2])
+        other.lock(handle)
+        other.unlock(handle)
+    assert other.evict(2).tolist() == [3, 5]
 
 def test_the_largest_first(monkeypatch):
     "A rank that rises by itself, when a node is split or trimmed"
-    monkeypatch.setitem(chapter.evictions, 'largest', lambda node: -len(node.pages))
+    monkeypatch.setitem(chapter.evictions, 'largest', lambda node: (-len(node.pages),))
     cache = RadixCache(1, 'largest')
     cache.insert(np.array([1, 1, 1, 1, 1]), np.arange(5))
     cache.insert(np.array([2, 2, 2]), np.arange(5, 8))
@@ -354,7 +382,7 @@ def broken(how):
     return cache
 
 def drop_entry(cache, top, locked, free): free.entry = 0
-def late_entry(cache, top, locked, free): cache._heap = [(rank + 99, entry, node) for rank, entry, node in cache._heap]
+def late_entry(cache, top, locked, free): cache._heap = [((99,), entry, node) for rank, entry, node in cache._heap]
 def extra_entry(cache, top, locked, free): locked.entry = free.entry
 def short_key(cache, top, locked, free): free.key = free.key[:1]
 def no_pages(cache, top, locked, free): free.key, free.pages = free.key[:0], free.pages[:0]

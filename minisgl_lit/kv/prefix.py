@@ -38,7 +38,10 @@ class Node:
     parent: 'Node | None'    # None: this is the root, or it was evicted
     children: 'dict[bytes, Node]' = field(default_factory=dict)  # By name
     locks: int = 0           # Locks of all handles that end here or below
+    created: int = 0         # Number of the operation that made it
     last_used: int = 0       # Number of the operation that last used it
+    hits: int = 0            # How many requests have found it here
+    priority: int = 0        # The highest among the requests that used it
     entry: int = 0           # Number of its entry in the heap of evictions; 0: it has none
 
 # %% ../../nbs/12_kv.prefix.ipynb #3dc30e0c
@@ -47,7 +50,9 @@ class Handle:
     "A prefix in the tree, from the root to the end of `node`. Only a lock keeps it there."
     node: Node       # Where it ends
     cached_len: int  # Its length in tokens, whole pages
-    locks: int = 0   # Locks taken with this handle and not given back
+    priority: int = 0   # Of the request that holds it
+    locks: int = 0      # Locks taken with this handle and not given back
+    found: int | None = None   # Tokens that were here before its first `extend`
 
     @property
     def path(self) -> list[Node]:
@@ -75,13 +80,13 @@ class PrefixCache(Protocol):
     evictable_size: int  # Pages that nobody has locked
     protected_size: int  # Pages that somebody has locked
 
-    def match_prefix(self, ids: np.ndarray) -> Handle:
+    def match_prefix(self, ids: np.ndarray, priority: int = 0) -> Handle:
         "The longest prefix of `ids` that is here, in whole pages; not locked yet"
     def lock(self, handle: Handle) -> None:
         "Keep a prefix from eviction until `unlock`"
     def unlock(self, handle: Handle) -> None:
         "Give back one lock of this handle"
-    def insert(self, ids: np.ndarray, pages: np.ndarray) -> InsertResult:
+    def insert(self, ids: np.ndarray, pages: np.ndarray, priority: int = 0) -> InsertResult:
         "Hand over computed pages; what is here already keeps the pages it has"
     def extend(self, handle: Handle, ids: np.ndarray, pages: np.ndarray) -> np.ndarray:
         "The same for what follows a locked prefix; its lock moves on to the new end"
@@ -94,9 +99,17 @@ class PrefixCache(Protocol):
     def check(self) -> None:
         "An error that names the first broken invariant; looks at everything"
 
-# %% ../../nbs/12_kv.prefix.ipynb #7ad65da8
-evictions: dict[str, Callable[[Node], int]] = {'lru': lambda node: node.last_used}
+# %% ../../nbs/12_kv.prefix.ipynb #4b16a7ae
+evictions: dict[str, Callable[[Node], tuple[int, ...]]] = {
+    'lru': lambda node: (node.last_used,),                   # least recently used
+    'mru': lambda node: (-node.last_used,),                  # most recently used
+    'fifo': lambda node: (node.created,),                    # first in, first out
+    'filo': lambda node: (-node.created,),                   # first in, last out
+    'lfu': lambda node: (node.hits, node.last_used),         # least frequently used
+    'slru': lambda node: (node.hits > 0, node.last_used),    # those found again stay longer
+    'priority': lambda node: (node.priority, node.last_used)}
 
+# %% ../../nbs/12_kv.prefix.ipynb #7ad65da8
 class RadixCache:
     """A tree of token runs, after the RadixAttention of Zheng et al. (2024), *SGLang: Efficient
     Execution of Structured Language Model Programs*.
@@ -115,7 +128,7 @@ class RadixCache:
         nothing = np.empty(0, dtype=np.int32)
         self.root = Node(nothing, nothing, name=b'', parent=None)
         self.evictable_size = self.protected_size = 0
-        self._heap: list[tuple[int, int, Node]] = []   # rank, number of the entry, node
+        self._heap: list[tuple[tuple[int, ...], int, Node]] = []   # rank, number of entry, node
         self._sweep_at, self._step, self._entries = 1000, 0, count(1)
 
     def _name(self, ids: np.ndarray) -> bytes:
@@ -126,11 +139,12 @@ class RadixCache:
 @patch
 def match_prefix(
     self: RadixCache,
-    ids: np.ndarray,  # Tokens, [n]
-) -> Handle:          # Not locked yet
+    ids: np.ndarray,    # Tokens, [n]
+    priority: int = 0,  # Of the request that asks
+) -> Handle:            # Not locked yet
     "The longest prefix of `ids` in the tree, in whole pages"
     way = [self.root, *self._walk(self.root, np.asarray(ids, dtype=np.int32))]
-    return Handle(way[-1], sum(len(node.key) for node in way))
+    return Handle(way[-1], sum(len(node.key) for node in way), priority)
 
 @patch
 def _walk(self: RadixCache, node: Node, ids: np.ndarray) -> list[Node]:
@@ -160,7 +174,7 @@ def _split(self: RadixCache, node: Node, n_pages: int) -> Node:
 @patch
 def lock(self: RadixCache, handle: Handle) -> None:
     "Keep a prefix from eviction until `unlock`; `RuntimeError` if it is gone already"
-    self._hold(handle.path, 1)
+    self._hold(handle.path, 1, handle.priority)
     handle.locks += 1
 
 @patch
@@ -169,16 +183,17 @@ def unlock(self: RadixCache, handle: Handle) -> None:
     if not handle.locks:
         raise RuntimeError(f'the match of {handle.cached_len} tokens is not locked (unlocked twice?)')
     handle.locks -= 1
-    self._hold(handle.path, -1)
+    self._hold(handle.path, -1, handle.priority)
     self._offer(handle.node)
 
-# %% ../../nbs/12_kv.prefix.ipynb #2049eb99
+# %% ../../nbs/12_kv.prefix.ipynb #c752b09f
 @patch
-def _hold(self: RadixCache, way: list[Node], n: int) -> None:
+def _hold(self: RadixCache, way: list[Node], n: int, priority: int) -> None:
     "Add `n` locks to each of these nodes, which are used now; their entries count no longer"
     self._step += 1
     for node in way:
         before, node.locks, node.last_used, node.entry = node.locks, node.locks + n, self._step, 0
+        if priority > node.priority: node.priority = priority
         moved = len(node.pages) * (bool(node.locks) - bool(before))
         self.protected_size += moved
         self.evictable_size -= moved
@@ -194,7 +209,7 @@ def _offer(self: RadixCache, node: Node) -> None:
         heapify(self._heap)
         self._sweep_at = 2*len(self._heap) + 1000
 
-# %% ../../nbs/12_kv.prefix.ipynb #58dfeb00
+# %% ../../nbs/12_kv.prefix.ipynb #2049eb99
 @patch
 def extend(
     self: RadixCache,
@@ -208,47 +223,36 @@ def extend(
     if not handle.locks:
         raise RuntimeError(f'the match of {handle.cached_len} tokens must be locked to go on from it')
     way = self._walk(handle.node, np.asarray(ids, dtype=np.int32))
-    n = sum(len(node.key) for node in way)
-    end = [handle.node, *way][-1]
+    for node in way if handle.found is not None else handle.path + way: node.hits += 1
+    if handle.found is None: handle.found = handle.cached_len
+    n, end = sum(len(node.key) for node in way), [handle.node, *way][-1]
     if n < len(ids): way.append(self._grow(end, ids[n:], pages[n // self.page_size:]))
-    self._hold(way, handle.locks)
+    self._hold(way, handle.locks, handle.priority)
     handle.node, handle.cached_len = [handle.node, *way][-1], handle.cached_len + len(ids)
     return np.concatenate([self.root.pages, *(node.pages for node in way)])
 
+# %% ../../nbs/12_kv.prefix.ipynb #d3d664bf
 @patch
 def _grow(self: RadixCache, parent: Node, ids: np.ndarray, pages: np.ndarray) -> Node:
     "A new leaf; copies, because the caller's arrays go on changing"
     key = np.array(ids, dtype=np.int32)
-    leaf = Node(key, np.array(pages, dtype=np.int32), self._name(key), parent)
+    leaf = Node(key, np.array(pages, dtype=np.int32), self._name(key), parent,
+                created=self._step)
     parent.children[leaf.name] = leaf
     self.evictable_size += len(leaf.pages)
     return leaf
 
-# %% ../../nbs/12_kv.prefix.ipynb #7e9fd198
 @patch
 def insert(
     self: RadixCache,
     ids: np.ndarray,    # Tokens from the start, whole pages, [n_pages * page_size]
     pages: np.ndarray,  # Pages with their keys and values, [n_pages]
+    priority: int = 0,  # Of the request that computed them
 ) -> InsertResult:
     "Add what is missing of a whole prefix; nothing is locked afterwards"
-    self.lock(handle := Handle(self.root, 0))
+    self.lock(handle := Handle(self.root, 0, priority))
     try: return InsertResult(handle, self.extend(handle, ids, pages))
     finally: self.unlock(handle)
-
-# %% ../../nbs/12_kv.prefix.ipynb #7aaf621e
-@patch
-def nodes(self: RadixCache) -> Iterator[Node]:
-    "All nodes, parents first; no operation on the cache needs them"
-    todo = [self.root]
-    while todo:
-        yield (node := todo.pop())
-        todo.extend(node.children.values())
-
-@patch
-def all_pages(self: RadixCache) -> np.ndarray:
-    "All pages in the tree"
-    return np.concatenate([node.pages for node in self.nodes()])
 
 # %% ../../nbs/12_kv.prefix.ipynb #eb584b9f
 @patch
@@ -273,7 +277,7 @@ def _next_leaf(self: RadixCache) -> Node:
         if rank == self._rank(node): return node
         self._offer(node)
 
-# %% ../../nbs/12_kv.prefix.ipynb #39547032
+# %% ../../nbs/12_kv.prefix.ipynb #ddcfbf17
 @patch
 def _trim(self: RadixCache, leaf: Node, n_pages: int) -> np.ndarray:
     "Take `n_pages` pages from the end of `leaf`, or all it has"
@@ -289,7 +293,6 @@ def _trim(self: RadixCache, leaf: Node, n_pages: int) -> np.ndarray:
         self._offer(parent)
     return cut
 
-# %% ../../nbs/12_kv.prefix.ipynb #acabbed8
 @patch
 def reset(self: RadixCache) -> np.ndarray:
     "Give up all pages; `RuntimeError` while anything is locked"
@@ -314,6 +317,26 @@ def make_prefix_cache(
     "The prefix cache that a configuration asks for"
     return prefix_caches[name](page_size, eviction)
 
+# %% ../../nbs/12_kv.prefix.ipynb #dd7fc0ce
+@patch
+def nodes(self: RadixCache) -> Iterator[Node]:
+    "All nodes, parents first; nothing that is done at every step needs them"
+    todo = [self.root]
+    while todo:
+        yield (node := todo.pop())
+        todo.extend(node.children.values())
+
+@patch
+def all_pages(self: RadixCache) -> np.ndarray:
+    "All pages in the tree"
+    return np.concatenate([node.pages for node in self.nodes()])
+
+@patch
+def check(self: RadixCache) -> None:
+    "Walk the whole tree; `RuntimeError` names the first claim that is false"
+    for claim, holds in self._claims():
+        if not holds: raise RuntimeError(f'prefix tree: it is not true that {claim}')
+
 # %% ../../nbs/12_kv.prefix.ipynb #54d1952b
 @patch
 def _claims(self: RadixCache) -> Iterator[tuple[str, bool]]:
@@ -337,10 +360,3 @@ def _claims(self: RadixCache) -> Iterator[tuple[str, bool]]:
     yield f'evictable_size {self.evictable_size} is {sizes[0]}', self.evictable_size == sizes[0]
     yield f'protected_size {self.protected_size} is {sizes[1]}', self.protected_size == sizes[1]
     for page, n in seen.items(): yield f'page {page} is in one place', n == 1
-
-# %% ../../nbs/12_kv.prefix.ipynb #48795a08
-@patch
-def check(self: RadixCache) -> None:
-    "Walk the whole tree; `RuntimeError` names the first claim that is false"
-    for claim, holds in self._claims():
-        if not holds: raise RuntimeError(f'prefix tree: it is not true that {claim}')
