@@ -14,6 +14,7 @@ from minisgl_lit.kv.prefix import NaiveCache, RadixCache, make_prefix_cache
 from minisgl_lit.kv.table import TableManager
 
 SIZES = [1, 2, 7, 16]
+keys = st.sampled_from([None, None, 'bank', ''])
 texts = st.tuples(st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), max_size=5), st.integers(0, 15))   # whole pages, then so many tokens of another
 
 def toks(text, size):
@@ -45,14 +46,14 @@ class Model:
     "A dictionary from each prefix of whole pages to its page; nothing is fast, nothing is clever"
     def __init__(self, size, eviction): self.size, self.better, self.found, self.step = size, better[eviction], {}, 0
 
-    def prefixes(self, ids):
+    def prefixes(self, ids, key):
         ids = tuple(ids.tolist())
-        return [ids[:n] for n in range(self.size, len(ids) + 1, self.size)]
+        return [(key, ids[:n]) for n in range(self.size, len(ids) + 1, self.size)]
 
-    def match(self, ids):
+    def match(self, ids, key):
         "The way along `ids` as far as it is known"
         way = []
-        for p in self.prefixes(ids):
+        for p in self.prefixes(ids, key):
             if p not in self.found: break
             way.append(self.found[p])
         return way
@@ -61,15 +62,15 @@ class Model:
         self.step += 1
         for o in way: o.used, o.locks, o.priority = self.step, o.locks + locks, max(o.priority, priority)
 
-    def extend(self, way, ids, numbers, first, priority):
+    def extend(self, way, ids, numbers, first, key, priority):
         "The way along `ids`, which goes on from the locked `way`; its lock is on all of it"
-        new = [self.found.get(p) for p in self.prefixes(ids)][len(way):]
+        new = [self.found.get(p) for p in self.prefixes(ids, key)][len(way):]
         for o in [*way*first, *new]:
             if o: o.hits += 1
         for i, number in enumerate(numbers):
             if new[i] is None:
                 new[i] = Page(number, ([*way, *new[:i]] or [None])[-1], self.step)
-                self.found[self.prefixes(ids)[len(way) + i]] = new[i]
+                self.found[self.prefixes(ids, key)[len(way) + i]] = new[i]
         self.use(new, 1, priority)
         return way + new
 
@@ -99,24 +100,24 @@ class Radix(RuleBasedStateMachine):
         self.made += n
         return np.arange(self.made - n, self.made)
 
-    @rule(text=texts, priority=st.integers(0, 2), locks=st.integers(0, 2))
-    def match(self, text, priority, locks):
+    @rule(text=texts, key=keys, priority=st.integers(0, 2), locks=st.integers(0, 2))
+    def match(self, text, key, priority, locks):
         ids = toks(text, self.cache.page_size)
-        handle, way = self.cache.match_prefix(ids, priority=priority), self.model.match(ids)
+        handle, way = self.cache.match_prefix(ids, key, priority), self.model.match(ids, key)
         assert (handle.cached_len, handle.pages.tolist()) == (len(way)*self.model.size, [o.number for o in way])
         for _ in range(locks):
             self.cache.lock(handle)
             self.model.use(way, 1, priority)
             self.held.append((handle, way, ids[:handle.cached_len]))
 
-    @rule(text=texts, priority=st.integers(0, 2))
-    def insert(self, text, priority):
+    @rule(text=texts, key=keys, priority=st.integers(0, 2))
+    def insert(self, text, key, priority):
         ids = toks((text[0], 0), self.cache.page_size)
         numbers = self.numbers(ids)
         self.model.use([], 1, priority)
-        way = self.model.extend([], ids, numbers, True, priority)
+        way = self.model.extend([], ids, numbers, True, key, priority)
         self.model.use(way, -1, priority)
-        found = self.cache.insert(ids, numbers, priority=priority)
+        found = self.cache.insert(ids, numbers, key, priority)
         assert found.pages.tolist() == [o.number for o in way] and found.handle.cached_len == len(ids)
 
     @precondition(lambda self: self.held)
@@ -127,7 +128,7 @@ class Radix(RuleBasedStateMachine):
         if handle.locks > 1: return
         ids = toks((text[0], 0), self.cache.page_size)
         numbers, whole = self.numbers(ids), np.concatenate([before, ids])
-        longer = self.model.extend(way, whole, numbers, handle.found is None, handle.priority)
+        longer = self.model.extend(way, whole, numbers, handle.found is None, handle.extra_key, handle.priority)
         assert self.cache.extend(handle, ids, numbers).tolist() == [o.number for o in longer[len(way):]]
         self.held[i] = handle, longer, whole
 
@@ -376,7 +377,7 @@ def broken(how):
     cache.lock(cache.insert(np.array([1, 1, 2, 2, 3, 3]), np.array([0, 1, 2])).handle)
     cache.insert(np.array([1, 1, 2, 2, 4, 4]), np.array([0, 1, 3]))
     cache.check()
-    top = cache.root.children[np.array([1, 1], dtype=np.int32).tobytes()]
+    top, = cache.root.children.values()
     locked, free = sorted(top.children.values(), key=lambda o: o.pages[0])
     how(cache, top, locked, free)
     return cache
@@ -387,8 +388,12 @@ def extra_entry(cache, top, locked, free): locked.entry = free.entry
 def short_key(cache, top, locked, free): free.key = free.key[:1]
 def no_pages(cache, top, locked, free): free.key, free.pages = free.key[:0], free.pages[:0]
 def wrong_name(cache, top, locked, free): free.key = free.key + 1
-def wrong_place(cache, top, locked, free): top.children[b'?'] = top.children.pop(free.name)
+def wrong_place(cache, top, locked, free): top.children[None, b'?'] = top.children.pop(free.name)
 def wrong_parent(cache, top, locked, free): free.parent = locked
+def wrong_key(cache, top, locked, free):
+    del top.children[free.name]
+    free.name = 'bank', free.name[1]
+    top.children[free.name] = free
 def lost_lock(cache, top, locked, free): top.locks = 0
 def wrong_time(cache, top, locked, free): cache.unlock(chapter.Handle(locked, 6, locks=1)); free.last_used = 99; late_entry(cache, top, locked, free)
 def wrong_evictable(cache, top, locked, free): cache.evictable_size += 1
@@ -399,6 +404,7 @@ def twice(cache, top, locked, free): free.pages = locked.pages
     (drop_entry, r'node of pages \[3\] has an entry if it may go'), (extra_entry, r'node of pages \[2\] has an entry if it may go'),
     (late_entry, r'node of pages \[3\] does not go too late'), (short_key, r'node of pages \[3\] has their tokens'),
     (no_pages, r'node of pages \[\] has pages, or is the root'), (wrong_name, r'node of pages \[3\] is called by its first page'),
+    (wrong_key, r'node of pages \[3\] is in the namespace of its parent'),
     (wrong_place, r'node of pages \[0, 1\] has its children by name'), (wrong_parent, r'node of pages \[0, 1\] is the parent of its children'),
     (lost_lock, r'node of pages \[0, 1\] has the locks of its children'), (wrong_time, r'node of pages \[0, 1\] was used when they were'),
     (wrong_evictable, 'evictable_size 2 is 1'), (wrong_protected, 'protected_size 2 is 3'), (twice, 'page 2 is in one place')], ids=lambda o: getattr(o, '__name__', ''))

@@ -100,8 +100,9 @@ def match(
     self: CacheManager,
     pending: PendingReq,  # It waits
 ) -> CacheHandle:         # Not locked yet
-    "The longest cached prefix that leaves a token to compute"
-    return self.prefix.match_prefix(pending.input_ids[:-1])
+    "The longest cached prefix of its namespace that leaves a token to compute"
+    params = pending.params
+    return self.prefix.match_prefix(pending.input_ids[:-1], params.extra_key, params.priority)
 
 @patch
 def lock(self: CacheManager, handle: CacheHandle) -> None:
