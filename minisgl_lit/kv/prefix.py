@@ -8,7 +8,7 @@ __all__ = ['Name', 'evictions', 'prefix_caches', 'common_pages', 'Node', 'Handle
 
 # %% ../../nbs/12_kv.prefix.ipynb #9e6e05ba
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -95,6 +95,8 @@ class PrefixCache(Protocol):
         "Hand over computed pages; what is here already keeps the pages it has"
     def extend(self, handle: Handle, ids: np.ndarray, pages: np.ndarray) -> np.ndarray:
         "The same for what follows a locked prefix; its lock moves on to the new end"
+    def freed_by(self, handles: Sequence[Handle]) -> int:
+        "Pages that would be evictable if these handles gave all their locks back"
     def evict(self, n_pages: int) -> np.ndarray:
         "Give up `n_pages` pages, or all that are evictable if those are fewer"
     def reset(self) -> np.ndarray:
@@ -369,3 +371,15 @@ def _claims(self: RadixCache) -> Iterator[tuple[str, bool]]:
     yield f'evictable_size {self.evictable_size} is {sizes[0]}', self.evictable_size == sizes[0]
     yield f'protected_size {self.protected_size} is {sizes[1]}', self.protected_size == sizes[1]
     for page, n in seen.items(): yield f'page {page} is in one place', n == 1
+
+# %% ../../nbs/12_kv.prefix.ipynb #9415b168
+@patch
+def freed_by(
+    self: RadixCache,
+    handles: Sequence[Handle],  # Each with its locks
+) -> int:                       # Pages
+    "How many pages would be evictable if these handles gave all their locks back"
+    held: Counter[Node] = Counter()
+    for handle in handles:
+        for node in handle.path: held[node] += handle.locks
+    return sum(len(node.pages) for node, locks in held.items() if node.locks == locks)
