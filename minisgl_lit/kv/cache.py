@@ -227,6 +227,15 @@ def _own_pages(self: CacheManager, pending: PendingReq) -> np.ndarray:
     first = pending.handle.cached_len // self.page_size
     return self.table.pages[pending.table_idx, first:end].astype(np.int64)
 
+@patch
+def freed_by(
+    self: CacheManager,
+    pendings: Sequence[PendingReq],  # All have rows, and nothing of them is in flight
+) -> int:                            # Pages
+    "How many pages would be available if these gave everything back"
+    own = sum(len(self._own_pages(o)) for o in pendings)
+    return own + self.prefix.freed_by([o.handle for o in pendings])
+
 # %% ../../nbs/13_kv.cache.ipynb #850ae564
 @patch
 def owners(
