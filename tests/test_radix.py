@@ -32,7 +32,7 @@ class Page:
     "A page of the model, which comes after the page `up`"
     def __init__(self, number, up, step):
         self.number, self.up, self.created, self.used = number, up, step, step
-        self.locks = self.hits = self.priority = 0
+        self.locks = self.hits = self.priority = self.removed = 0
 
 # which of two pages goes first, said once more and in another way
 better = dict(
@@ -76,17 +76,29 @@ class Model:
 
     def free(self): return [o for o in self.found.values() if not o.locks]
 
-    def evict(self, n):
-        "Page by page the best to give up among those that nobody uses and nothing comes after"
-        gone = []
+    def hide(self, top):
+        "A page and all that come after it are not found any more, but they are still there"
+        for p, o in list(self.found.items()):
+            way = [o]
+            while way[-1].up: way.append(way[-1].up)
+            if top in way: o.removed, self.found[id(o), p] = 1, self.found.pop(p)
+
+    def drop(self, gone): self.found = {p: o for p, o in self.found.items() if o not in gone}
+
+    def check_evicted(self, n, numbers):
+        "These were given up: first what is bad, in any order; then, page by page, the best among those that nothing comes after"
+        bad = [o for o in self.free() if o.removed]
+        gone = [o for o in bad if o.number in numbers]
+        assert len(gone) == min(n, len(bad))
+        self.drop(gone)
         while len(gone) < n and (free := self.free()):
             inner = {id(o.up) for o in self.found.values()}
             victim, *others = [o for o in free if id(o) not in inner]
             for o in others:
                 if self.better(o, victim): victim = o
-            self.found = {p: o for p, o in self.found.items() if o is not victim}
-            gone.append(victim.number)
-        return gone
+            self.drop([victim])
+            gone.append(victim)
+        assert sorted(o.number for o in gone) == sorted(numbers)
 
 class Radix(RuleBasedStateMachine):
     "One tree and one model; rules are what a cache can be asked"
@@ -128,6 +140,9 @@ class Radix(RuleBasedStateMachine):
         if handle.locks > 1: return
         ids = toks((text[0], 0), self.cache.page_size)
         numbers, whole = self.numbers(ids), np.concatenate([before, ids])
+        if handle.removed:
+            assert len(self.cache.extend(handle, ids, numbers)) == 0
+            return
         longer = self.model.extend(way, whole, numbers, handle.found is None, handle.extra_key, handle.priority)
         assert self.cache.extend(handle, ids, numbers).tolist() == [o.number for o in longer[len(way):]]
         self.held[i] = handle, longer, whole
@@ -140,13 +155,21 @@ class Radix(RuleBasedStateMachine):
         self.model.use(way, -1, handle.priority)
 
     @rule(n=st.integers(0, 7))
-    def evict(self, n): assert sorted(self.cache.evict(n).tolist()) == sorted(self.model.evict(n))
+    def evict(self, n): self.model.check_evicted(n, self.cache.evict(n).tolist())
+
+    @precondition(lambda self: self.held)
+    @rule(i=st.integers(0))
+    def remove(self, i):
+        handle, way, _ = self.held[i % len(self.held)]
+        own = way[(handle.cached_len if handle.found is None else handle.found)//self.model.size:]
+        self.cache.remove(handle)
+        if own: self.model.hide(own[0])
 
     @rule()
     def reset(self):
         if self.held:
             with pytest.raises(RuntimeError, match=f'{len(self.held)} of them'): self.cache.reset()
-        else: assert sorted(self.cache.reset().tolist()) == sorted(self.model.evict(10**6))
+        else: self.model.check_evicted(10**6, self.cache.reset().tolist())
 
     @invariant()
     def all_is_as_the_model_says(self):
@@ -157,6 +180,7 @@ class Radix(RuleBasedStateMachine):
         assert (self.cache.evictable_size, self.cache.protected_size) == (len(free), len(pages) - len(free))
         for handle, way, ids in self.held:
             assert (handle.cached_len, handle.pages.tolist()) == (len(ids), [o.number for o in way])
+            assert handle.removed == any(o.removed for o in way)
 
 def test_tree_keeps_the_promises_of_a_dictionary(): lives(Radix, int(os.environ.get('TST_EXAMPLES', 150)))
 
@@ -383,7 +407,7 @@ def broken(how):
     return cache
 
 def drop_entry(cache, top, locked, free): free.entry = 0
-def late_entry(cache, top, locked, free): cache._heap = [((99,), entry, node) for rank, entry, node in cache._heap]
+def late_entry(cache, top, locked, free): cache._heap = [(99, *o[-2:]) for o in cache._heap]
 def extra_entry(cache, top, locked, free): locked.entry = free.entry
 def short_key(cache, top, locked, free): free.key = free.key[:1]
 def no_pages(cache, top, locked, free): free.key, free.pages = free.key[:0], free.pages[:0]
@@ -394,6 +418,11 @@ def wrong_key(cache, top, locked, free):
     del top.children[free.name]
     free.name = 'bank', free.name[1]
     top.children[free.name] = free
+def hidden(cache, top, locked, free):
+    del top.children[free.name]
+    free.name = 7, b''
+    top.children[free.name] = free
+def removed_above(cache, top, locked, free): top.removed = True
 def lost_lock(cache, top, locked, free): top.locks = 0
 def wrong_time(cache, top, locked, free): cache.unlock(chapter.Handle(locked, 6, locks=1)); free.last_used = 99; late_entry(cache, top, locked, free)
 def wrong_evictable(cache, top, locked, free): cache.evictable_size += 1
@@ -404,7 +433,8 @@ def twice(cache, top, locked, free): free.pages = locked.pages
     (drop_entry, r'node of pages \[3\] has an entry if it may go'), (extra_entry, r'node of pages \[2\] has an entry if it may go'),
     (late_entry, r'node of pages \[3\] does not go too late'), (short_key, r'node of pages \[3\] has their tokens'),
     (no_pages, r'node of pages \[\] has pages, or is the root'), (wrong_name, r'node of pages \[3\] is called by its first page'),
-    (wrong_key, r'node of pages \[3\] is in the namespace of its parent'),
+    (wrong_key, r'node of pages \[0, 1\] is in one namespace with its children'),
+    (hidden, r'node of pages \[3\] is removed if it is hidden'), (removed_above, r'node of pages \[0, 1\] is removed with all below'),
     (wrong_place, r'node of pages \[0, 1\] has its children by name'), (wrong_parent, r'node of pages \[0, 1\] is the parent of its children'),
     (lost_lock, r'node of pages \[0, 1\] has the locks of its children'), (wrong_time, r'node of pages \[0, 1\] was used when they were'),
     (wrong_evictable, 'evictable_size 2 is 1'), (wrong_protected, 'protected_size 2 is 3'), (twice, 'page 2 is in one place')], ids=lambda o: getattr(o, '__name__', ''))

@@ -7,6 +7,7 @@ __all__ = ['Name', 'evictions', 'prefix_caches', 'common_pages', 'Node', 'Handle
            'NaiveCache', 'make_prefix_cache']
 
 # %% ../../nbs/12_kv.prefix.ipynb #9e6e05ba
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ def common_pages(
     return int(differ.argmax() if differ.any() else n) // page_size
 
 # %% ../../nbs/12_kv.prefix.ipynb #74418959
-Name = tuple[str | None, bytes]
+Name = tuple[str | int | None, bytes]   # a number, and nobody can ask for it
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -44,6 +45,7 @@ class Node:
     last_used: int = 0       # Number of the operation that last used it
     hits: int = 0            # How many requests have found it here
     priority: int = 0        # The highest among the requests that used it
+    removed: bool = False    # Its keys and values are bad: nobody finds it any more
     entry: int = 0           # Number of its entry in the heap of evictions; 0: it has none
 
 # %% ../../nbs/12_kv.prefix.ipynb #3dc30e0c
@@ -56,6 +58,11 @@ class Handle:
     priority: int = 0   # Of the request that holds it
     locks: int = 0      # Locks taken with this handle and not given back
     found: int | None = None   # Tokens that were here before its first `extend`
+
+    @property
+    def removed(self) -> bool:
+        "Whether some of its keys and values turned out to be bad"
+        return self.node.removed
 
     @property
     def path(self) -> list[Node]:
@@ -97,6 +104,8 @@ class PrefixCache(Protocol):
         "The same for what follows a locked prefix; its lock moves on to the new end"
     def freed_by(self, handles: Sequence[Handle]) -> int:
         "Pages that would be evictable if these handles gave all their locks back"
+    def remove(self, handle: Handle) -> None:
+        "Hide what this handle has added, and all that others have added behind it"
     def evict(self, n_pages: int) -> np.ndarray:
         "Give up `n_pages` pages, or all that are evictable if those are fewer"
     def reset(self) -> np.ndarray:
@@ -131,12 +140,16 @@ class RadixCache:
         page_size: int,         # Tokens in a page
         eviction: str = 'lru',  # Name in `evictions`: the leaf of lowest rank goes first
     ):
-        self.page_size, self._rank = page_size, evictions[eviction]
+        self.page_size, self._policy = page_size, evictions[eviction]
         nothing = np.empty(0, dtype=np.int32)
         self.root = Node(nothing, nothing, name=(None, b''), parent=None)
         self.evictable_size = self.protected_size = 0
-        self._heap: list[tuple[tuple[int, ...], int, Node]] = []   # rank, number of entry, node
+        self._heap: list[tuple] = []   # (*rank, number of the entry, node), flat for speed
         self._sweep_at, self._step, self._entries = 1000, 0, count(1)
+
+    def _rank(self, node: Node) -> tuple[float, ...]:
+        "The lowest goes first; what is bad, before all others"
+        return (-math.inf,) if node.removed else self._policy(node)
 
     def _name(self, ids: np.ndarray, extra_key: str | None) -> Name:
         "What a node that begins with these tokens is called"
@@ -183,6 +196,8 @@ def _split(self: RadixCache, node: Node, n_pages: int) -> Node:
 @patch
 def lock(self: RadixCache, handle: Handle) -> None:
     "Keep a prefix from eviction until `unlock`; `RuntimeError` if it is gone already"
+    if handle.removed:
+        raise RuntimeError(f'the match of {handle.cached_len} tokens was removed: match again')
     self._hold(handle.path, 1, handle.priority)
     handle.locks += 1
 
@@ -212,9 +227,9 @@ def _offer(self: RadixCache, node: Node) -> None:
     "Put an unlocked leaf into the heap, at the rank it has now"
     if node.locks or node.children or node is self.root: return
     node.entry = next(self._entries)
-    heappush(self._heap, (self._rank(node), node.entry, node))
+    heappush(self._heap, (*self._rank(node), node.entry, node))
     if len(self._heap) > self._sweep_at:
-        self._heap = [o for o in self._heap if o[1] == o[2].entry]
+        self._heap = [o for o in self._heap if o[-2] == o[-1].entry]
         heapify(self._heap)
         self._sweep_at = 2*len(self._heap) + 1000
 
@@ -231,6 +246,7 @@ def extend(
         raise ValueError(f'{len(ids)} tokens do not fill {len(pages)} pages of {self.page_size}')
     if not handle.locks:
         raise RuntimeError(f'the match of {handle.cached_len} tokens must be locked to go on from it')
+    if handle.removed: return self.root.pages
     way = self._walk(handle.node, np.asarray(ids, dtype=np.int32), handle.extra_key)
     for node in way if handle.found is not None else handle.path + way: node.hits += 1
     if handle.found is None: handle.found = handle.cached_len
@@ -281,26 +297,25 @@ def evict(
 def _next_leaf(self: RadixCache) -> Node:
     "Take the unlocked leaf of lowest rank out of the heap"
     while True:
-        rank, entry, node = heappop(self._heap)
+        *rank, entry, node = heappop(self._heap)
         if entry != node.entry: continue
         node.entry = 0
-        if rank == self._rank(node): return node
+        if (*rank,) == self._rank(node): return node
         self._offer(node)
 
 # %% ../../nbs/12_kv.prefix.ipynb #ddcfbf17
 @patch
 def _trim(self: RadixCache, leaf: Node, n_pages: int) -> np.ndarray:
     "Take `n_pages` pages from the end of `leaf`, or all it has"
-    keep = max(len(leaf.pages) - n_pages, 0)
-    cut = leaf.pages[keep:]
-    self.evictable_size -= len(cut)
-    if keep:
-        leaf.key, leaf.pages = leaf.key[:keep * self.page_size], leaf.pages[:keep]
+    keep, cut = len(leaf.pages) - n_pages, leaf.pages
+    if keep > 0:
+        leaf.key, leaf.pages, cut = leaf.key[:keep * self.page_size], cut[:keep], cut[keep:]
         self._offer(leaf)
     else:
         parent, leaf.parent = leaf.parent, None
         del parent.children[leaf.name]
         self._offer(parent)
+    self.evictable_size -= len(cut)
     return cut
 
 @patch
@@ -309,6 +324,31 @@ def reset(self: RadixCache) -> np.ndarray:
     if self.root.locks:
         raise RuntimeError(f'cannot empty the prefix cache: locks are held, {self.root.locks} of them')
     return self.evict(self.evictable_size)
+
+# %% ../../nbs/12_kv.prefix.ipynb #6c476a9e
+@patch
+def remove(
+    self: RadixCache,
+    handle: Handle,  # Locked, by a request whose keys and values are bad
+) -> None:
+    "Hide what it has added and all behind: nobody finds it, it goes first, nothing joins it"
+    n = 0
+    for node in handle.path[1:]:
+        if n == handle.found: return self._hide(node)
+        n += len(node.key)
+
+@patch
+def _hide(self: RadixCache, top: Node) -> None:
+    "Rename a node, and mark it and all below"
+    if top.removed: return
+    del top.parent.children[top.name]
+    top.name = next(self._entries), b''
+    top.parent.children[top.name] = top
+    hidden = [top]
+    for node in hidden:
+        node.removed = True
+        if node.entry: self._offer(node)
+        hidden += node.children.values()
 
 # %% ../../nbs/12_kv.prefix.ipynb #cbd18042
 class NaiveCache(RadixCache):
@@ -351,15 +391,19 @@ def check(self: RadixCache) -> None:
 @patch
 def _claims(self: RadixCache) -> Iterator[tuple[str, bool]]:
     "Every invariant in words, and whether it holds"
-    ranks = {entry: rank for rank, entry, _ in self._heap}
+    ranks = {entry: (*rank,) for *rank, entry, _ in self._heap}
     sizes, seen = [0, 0], Counter()
     for node in self.nodes():
         it, below = f'node of pages {node.pages.tolist()}', node.children.values()
         may_go = not (node is self.root or node.locks or node.children)
         yield f'{it} has their tokens', len(node.key) == len(node.pages) * self.page_size
         yield f'{it} has pages, or is the root', (len(node.pages) > 0) == (node is not self.root)
-        yield f'{it} is called by its first page', node.name[1] == self._name(node.key, None)[1]
-        yield f'{it} is in the namespace of its parent', node.parent in (None, self.root) or node.name[0] == node.parent.name[0]
+        first, hidden = self._name(node.key, None)[1], type(node.name[0]) is int
+        yield f'{it} is called by its first page', hidden or node.name[1] == first
+        yield f'{it} is in one namespace with its children', node is self.root or hidden or all(
+            o.name[0] == node.name[0] or type(o.name[0]) is int for o in below)
+        yield f'{it} is removed if it is hidden', node.removed or not hidden
+        yield f'{it} is removed with all below', not node.removed or all(o.removed for o in below)
         yield f'{it} is the parent of its children', all(o.parent is node for o in below)
         yield f'{it} has its children by name', all(o.name == k for k, o in node.children.items())
         yield f'{it} has the locks of its children', node.locks >= sum(o.locks for o in below)
