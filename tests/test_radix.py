@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from minisgl_lit.core import PendingReq, SamplingParams
+from minisgl_lit.core import PendingReq, RequestError, SamplingParams
 from minisgl_lit.kv import prefix as chapter
 from minisgl_lit.kv.cache import CacheManager
 from minisgl_lit.kv.prefix import NaiveCache, RadixCache, make_prefix_cache
@@ -197,7 +197,7 @@ class Ledger(RuleBasedStateMachine):
         table = TableManager(rows, num_pages*size, size, dummy_page=num_pages)
         self.cache, self.size = CacheManager(num_pages, table, make_prefix_cache(kind, size)), size
         self.table, self.lengths = table, table.lengths
-        self.running, self.flying, self.rows, self.content = [], {}, [], {}
+        self.running, self.flying, self.rows, self.content, self.bad = [], {}, [], {}, set()
         self.launched = self.completed = self.n = 0
 
     def compute(self, p, end):
@@ -207,6 +207,7 @@ class Ledger(RuleBasedStateMachine):
         pages = self.cache.allocate(last - first)
         in_use = set().union(*self.flying.values())
         assert not in_use & set(pages.tolist()), 'lent while a launched batch uses it'
+        self.bad -= set(pages.tolist())
         self.table.write(np.full(len(pages), row), np.arange(first, last), pages)
         self.launched += 1
         self.lengths.cached_len[row], self.lengths.launched[row] = end, self.launched
@@ -230,6 +231,7 @@ class Ledger(RuleBasedStateMachine):
         p = PendingReq(str(self.n), ids, SamplingParams(), max_len=min(len(ids) + more, room))
         handle = self.cache.match(p)
         assert handle.cached_len < len(ids), 'a token must be left to compute'
+        assert not self.bad & set(handle.pages.tolist()), 'bad pages are found'
         self.cache.lock(handle)
         end = min(handle.cached_len + chunk, len(ids))
         if self.cache.pages_for(end) - handle.cached_len // self.size > self.cache.ready_size: return self.cache.unlock(handle)
@@ -275,8 +277,29 @@ class Ledger(RuleBasedStateMachine):
             if step <= self.completed: self.table.free(row)
         self.rows = [o for o in self.rows if o[0] > self.completed]
 
+    @precondition(lambda self: self.running)
+    @rule(i=st.integers(0), shared=st.booleans())
+    def lose_numbers(self, i, shared):
+        "A request is bad: it goes, those who read what it has shared begin anew, and what it has shared is not found again"
+        p = self.running[i % len(self.running)]
+        if shared: self.cache.cache_unfinished(p)
+        own = set(p.handle.pages[(p.handle.cached_len if p.handle.found is None else p.handle.found)//self.size:].tolist())
+        others = [o for o in self.running if o is not p]
+        readers = [o for o in others if own & set(o.handle.pages.tolist())]
+        assert self.cache.disown(p, self.running) == readers
+        for o in [p, *readers]:
+            pages = o.handle.pages.tolist()
+            self.bad |= set(pages[min((pages.index(b) for b in own if b in pages), default=len(pages)):])
+            self.end(self.running.index(o), False)
+
     @rule()
     def flush(self): self.cache.flush()
+
+    @rule()
+    def reset(self):
+        if self.cache.prefix.root.locks:
+            with pytest.raises(RequestError, match='only while nothing runs'): self.cache.reset()
+        else: self.cache.reset()
 
     @invariant()
     def every_page_has_one_owner(self):

@@ -6,12 +6,12 @@
 __all__ = ['ReleaseList', 'CacheManager']
 
 # %% ../../nbs/13_kv.cache.ipynb #1b814a06
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from fastcore.basics import patch
 
-from ..core import CacheHandle, PendingReq
+from ..core import CacheHandle, PendingReq, RequestError
 from .prefix import PrefixCache
 from .table import TableManager
 
@@ -278,6 +278,25 @@ def check_integrity(
 
 # %% ../../nbs/13_kv.cache.ipynb #680bcc51
 @patch
+def disown(
+    self: CacheManager,
+    pending: PendingReq,             # Its keys and values are bad
+    others: Iterable[PendingReq],    # All others that have a row
+) -> list[PendingReq]:               # Those who have read its pages
+    "Let nobody find what this request has shared, nor what others have added behind it"
+    self.prefix.remove(pending.handle)
+    return [o for o in others if o is not pending and o.handle.removed]
+
+# %% ../../nbs/13_kv.cache.ipynb #60d32497
+@patch
 def flush(self: CacheManager) -> None:
     "Forget every cached prefix that nobody has locked"
     self._push(self.prefix.evict(self.prefix.evictable_size))
+
+@patch
+def reset(self: CacheManager) -> None:
+    "Forget every cached prefix; `RequestError` while anything runs"
+    try: self._push(self.prefix.reset())
+    except RuntimeError:
+        raise RequestError('flush_cache', 'the cache can be flushed only while nothing runs; '
+                           f'its pages are {self.figures}') from None
