@@ -48,7 +48,7 @@ class Node:
     removed: bool = False    # Its keys and values are bad: nobody finds it any more
     entry: int = 0           # Number of its entry in the heap of evictions; 0: it has none
 
-# %% ../../nbs/12_kv.prefix.ipynb #3dc30e0c
+# %% ../../nbs/12_kv.prefix.ipynb #77818183
 @dataclass(slots=True, eq=False)
 class Handle:
     "A prefix in the tree, from the root to the end of `node`. Only a lock keeps it there."
@@ -66,11 +66,13 @@ class Handle:
 
     @property
     def path(self) -> list[Node]:
-        "Nodes from the root to `node`; `RuntimeError` if part of the prefix was evicted"
+        "Nodes from the root to `node`; `RuntimeError` if part of the prefix is gone"
         path = [self.node]
         while parent := path[-1].parent: path.append(parent)
         if len(path[-1].key) or sum(len(node.key) for node in path) != self.cached_len:
             raise RuntimeError(f'the match of {self.cached_len} tokens was evicted: lock it first')
+        if self.removed and not self.locks:
+            raise RuntimeError(f'the match of {self.cached_len} tokens was removed: match again')
         return path[::-1]
 
     @property
@@ -196,8 +198,6 @@ def _split(self: RadixCache, node: Node, n_pages: int) -> Node:
 @patch
 def lock(self: RadixCache, handle: Handle) -> None:
     "Keep a prefix from eviction until `unlock`; `RuntimeError` if it is gone already"
-    if handle.removed:
-        raise RuntimeError(f'the match of {handle.cached_len} tokens was removed: match again')
     self._hold(handle.path, 1, handle.priority)
     handle.locks += 1
 
@@ -206,8 +206,8 @@ def unlock(self: RadixCache, handle: Handle) -> None:
     "Give back one lock of this handle; `RuntimeError` if it has none"
     if not handle.locks:
         raise RuntimeError(f'the match of {handle.cached_len} tokens is not locked (unlocked twice?)')
-    handle.locks -= 1
     self._hold(handle.path, -1, handle.priority)
+    handle.locks -= 1
     self._offer(handle.node)
 
 # %% ../../nbs/12_kv.prefix.ipynb #c752b09f
