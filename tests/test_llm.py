@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core import FinishReason, SamplingParams
 from minisgl_lit.device import InlineStream, WorkerStream
 from minisgl_lit.kv.cache import CacheManager
@@ -31,7 +32,7 @@ def toy_driver(overlap, rows=3, pages=24, queued=4, delay=0.0):
     stream = WorkerStream() if overlap else InlineStream()
     engine = ToyEngine(table.page_table, table.token_pool, 4, pages, VOCAB, stream, delay=delay)
     cache = CacheManager(pages, table, make_prefix_cache("radix", 4))
-    scheduler = Scheduler(engine, cache, VOCAB, clock=float, max_queued_req=queued, overlap=overlap)
+    scheduler = Scheduler(engine, cache, VOCAB, float, EngineConfig(max_queued_req=queued, overlap=overlap))
     runtime = SimpleNamespace(scheduler=scheduler, control=Control(scheduler), engine=engine, close=stream.close)
     return Driver(runtime, Letters())
 

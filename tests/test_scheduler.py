@@ -3,20 +3,21 @@ import os
 from collections import Counter
 from dataclasses import fields
 from statistics import median
+from typing import get_args
+import warnings
 
 from hypothesis import HealthCheck, seed, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 import pytest
 
-from minisgl_lit.config import EngineConfig
-from minisgl_lit.core import SamplingParams
+from minisgl_lit.config import Admission, EngineConfig, Eviction, Policy
+from minisgl_lit.core import QueueFull, SamplingParams
 from minisgl_lit.device import ManualStream
 from minisgl_lit.kv.cache import CacheManager
 from minisgl_lit.kv.prefix import make_prefix_cache
 from minisgl_lit.kv.table import TableManager
 from minisgl_lit.scheduler.control import Control
 from minisgl_lit.scheduler.loop import Observer, Scheduler
-from minisgl_lit.scheduler.policy import policies
 from minisgl_lit.toy import ToyEngine, alone
 
 VOCAB, MAX_SEQ_LEN = 13, 40
@@ -26,10 +27,13 @@ SYSTEM = [1, 2, 3, 4, 1, 2, 3, 4, 1, 1, 2, 2]    # prompts begin with a piece of
 SETTINGS = dict(    # drawn anew for each life, by the names of the config
     page_size=st.integers(1, 16), num_pages=st.integers(0, 12), max_running_req=st.integers(1, 5), max_prefill_tokens=st.integers(1, 30),
     chunked_prefill_size=st.integers(1, 30), cache=st.sampled_from(['radix', 'radix', 'none']), overlap=st.booleans(),
-    policy=st.sampled_from(sorted(policies)), max_queued_req=st.integers(4, 20))
-ELSEWHERE = dict(   # settings that the scheduler does not see, or that other tests vary
+    eviction=st.sampled_from(get_args(Eviction)), policy=st.sampled_from(get_args(Policy)), max_queued_req=st.integers(4, 20),
+    admission=st.sampled_from(get_args(Admission)), schedule_conservativeness=st.sampled_from([.05, 1.]), mixed_chunk=st.booleans(),
+    max_prefill_streak=st.none() | st.integers(1, 3), preempt_threshold=st.integers(0, 3), priority_aging=st.none() | st.integers(1, 9),
+    queue_timeout=st.sampled_from([None, None, 40.]), run_timeout=st.sampled_from([None, None, 60.]), seed=st.just(0))
+ELSEWHERE = dict(   # settings that the scheduler does not see
     model='parity', device='parity', dtype='parity', attention='parity', memory_ratio='engine', max_seq_len='fixed: rows of 40 tokens',
-    max_recv_per_step='workers', seed='sampling', eviction='radix')
+    max_recv_per_step='workers')
 
 def test_every_setting_is_drawn():
     assert {f.name for f in fields(EngineConfig)} == {*SETTINGS, *ELSEWHERE}
@@ -60,26 +64,33 @@ def serving(seen: Counter, lives: list[int]):
             table = TableManager(setting['max_running_req'], MAX_SEQ_LEN, page_size, dummy_page=num_pages)
             self.stream, self.notes = ManualStream(), Notes()
             engine = ToyEngine(table.page_table, table.token_pool, page_size, num_pages, VOCAB, stream=self.stream)
-            self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size))
-            self.s = Scheduler(engine, self.ledger, VOCAB, clock=lambda: 0., eos_token_ids=EOS, max_prefill_tokens=budget, policy=setting['policy'],
-                               chunked_prefill_size=min(setting['chunked_prefill_size'], budget), overlap=setting['overlap'], observer=self.notes,
-                               max_queued_req=setting['max_queued_req'])
+            self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']))
+            config = EngineConfig(**setting | dict(num_pages=num_pages, chunked_prefill_size=min(setting['chunked_prefill_size'], budget)))
+            self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes)
             self.right, self.told, self.ends, self.aborted, self.n = {}, {}, {}, set(), 0
+            self.timed = config.queue_timeout or config.run_timeout
             self.faulty = faulty    # whether this engine may break down
-            self.steps, self.marks = 0, set()
+            self.steps, self.marks, self.full, self.displaced = 0, set(), config.max_queued_req, False
 
-        @precondition(lambda self: len(self.s.prefill.waiting) < self.s.max_queued_req)
-        @rule(head=st.integers(0, len(SYSTEM)), tail=st.lists(st.integers(1, 4), max_size=6), max_tokens=st.integers(0, 12), ignore_eos=st.booleans())
-        def arrive(self, head, tail, max_tokens, ignore_eos):
+        def clock(self): return float(self.steps)
+
+        @rule(head=st.integers(0, len(SYSTEM)), tail=st.lists(st.integers(1, 4), max_size=6), max_tokens=st.integers(0, 12), ignore_eos=st.booleans(),
+              priority=st.sampled_from([0, 0, 0, 2, 5, -1]), extra_key=st.sampled_from([None, None, 'x']))
+        def arrive(self, head, tail, max_tokens, ignore_eos, priority=0, extra_key=None):
             prompt, rid = (SYSTEM[:head] + tail) or [7], str(self.n)
-            self.s.add(rid, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0))
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0, priority=priority, extra_key=extra_key)
+            full = len(self.s.prefill.waiting) >= self.full
+            try: self.s.add(rid, prompt, params)
+            except QueueFull:
+                assert full
+                return
+            self.displaced |= full
             self.right[rid], self.told[rid] = alone(prompt, max_tokens, VOCAB, () if ignore_eos else EOS), []
             self.n += 1
 
         @rule(head=st.integers(4, len(SYSTEM)), n=st.integers(2, 4))
         def arrive_together(self, head, n):
-            for i in range(n):
-                if len(self.s.prefill.waiting) < self.s.max_queued_req: self.arrive(head, [1, 2][:i % 2], 4 + i, True)
+            for i in range(n): self.arrive(head, [1, 2][:i % 2], 4 + i, True)
 
         @precondition(lambda self: self.s.alive)
         @rule(data=st.data())
@@ -88,6 +99,19 @@ def serving(seen: Counter, lives: list[int]):
             Control(self.s).abort(rid)
             if rid in self.s.alive: self.marks.add('abort in flight')
             self.aborted.add(rid)
+
+        @rule(how=st.sampled_from(['abort', 'in_place', 'retract']), n=st.integers(1, 3))
+        def pause(self, how, n):
+            control = Control(self.s)
+            control.pause(how)
+            if how == 'abort': self.aborted |= set(self.right)
+            for _ in range(n): self.step()
+            if how != 'in_place' and not any(o.table_idx is not None for o in self.s.alive.values()): control.flush_cache()
+            control.resume()
+
+        @rule()
+        def probe(self):
+            if not self.faulty: self.s.idle_step()
 
         @precondition(lambda self: self.faulty)
         @rule()
@@ -118,6 +142,7 @@ def serving(seen: Counter, lives: list[int]):
             s, lengths = self.s, self.s.table.lengths
             s.cache.check_integrity([o for o in [*s.alive.values(), *s._ended] if o.table_idx is not None])
             for o in s.decode.schedule(): assert 0 <= o.cached_len < o.device_len <= o.max_device_len
+            if s.config.admission == 'reserve' and not s.counts['retracted']: assert s.decode.inflight_pages <= s.cache.available_size
             for o in s.alive.values():
                 if o.table_idx is not None: assert 0 <= lengths.cached_len[o.table_idx] <= lengths.device_len[o.table_idx] <= o.max_len
 
@@ -131,11 +156,14 @@ def serving(seen: Counter, lives: list[int]):
             assert self.ends.keys() == self.right.keys()
             for rid, o in self.ends.items():
                 if o.finish_reason == 'abort': assert rid in self.aborted
+                elif o.error and '_timeout=' in o.error: assert self.timed
+                elif o.error and 'displaced' in o.error: assert self.displaced
                 elif o.finish_reason == 'error' and self.faulty: assert 'engine failed' in o.error or 'no finite logits' in o.error
                 else: assert (o.finish_reason in ('stop', 'length'), self.told[rid]) == (True, self.right[rid]), (rid, o)
             Control(self.s).self_check()
             lives.append(self.steps)
-            self.marks |= {name for name, holds in dict(hit=self.notes.hit, eviction=self.ledger.evicted_pages, dedup=self.ledger.deduped).items() if holds}
+            self.marks |= {name for name, holds in dict(
+                hit=self.notes.hit, eviction=self.ledger.evicted_pages, dedup=self.ledger.deduped, retraction=self.s.counts['retracted']).items() if holds}
             seen.update(self.marks)
 
     return Serving
@@ -146,7 +174,7 @@ def run(examples: int, shard: int, tell) -> None:
     machine = seed(shard)(serving(seen, lives))
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None, database=None,
                                                          suppress_health_check=list(HealthCheck)))
-    shares = {o: seen[o] / len(lives) for o in ('hit', 'eviction', 'chunk', 'abort in flight', 'dedup')}
+    shares = {o: seen[o] / len(lives) for o in ('hit', 'eviction', 'chunk', 'abort in flight', 'dedup', 'retraction')}
     tell('schedules', f'{len(lives)} lives, median {median(lives):.0f} steps; ' + ', '.join(f'{k} {v:.0%}' for k, v in shares.items()))
     if examples >= 500: assert median(lives) >= 30 and min(shares.values()) >= .05, shares
 

@@ -8,7 +8,7 @@ __all__ = ['Runtime', 'choose_dtype', 'choose_max_seq_len', 'make_pool', 'build'
 # %% ../../nbs/44_engine.build.ipynb #87b4dc2e
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -105,8 +105,6 @@ def build(
     prefix = make_prefix_cache(config.cache, config.page_size, config.eviction)
     scheduler = Scheduler(
         engine, CacheManager(pool.num_pages, table, prefix), model.vocab_size, clock,
-        eos_token_ids=frozenset(model.eos_token_ids), defaults=model.generation,
-        max_prefill_tokens=config.max_prefill_tokens, max_queued_req=config.max_queued_req,
-        chunked_prefill_size=config.chunked_prefill_size, policy=config.policy,
-        overlap=overlap, seed=config.seed, text_stop=text_stop, observer=observer)
+        replace(config, overlap=overlap), frozenset(model.eos_token_ids), model.generation,
+        text_stop, observer)
     return Runtime(config, path, model, scheduler, Control(scheduler), engine)

@@ -14,6 +14,7 @@ from itertools import count
 
 import numpy as np
 
+from ..config import EngineConfig
 from ..core import SamplingParams
 from ..kv.cache import CacheManager
 from ..kv.prefix import make_prefix_cache
@@ -69,7 +70,8 @@ def loaded(
     cache = CacheManager(num_pages, table, make_prefix_cache('radix', page_size))
     tables = table.page_table, table.token_pool
     engine = ToyEngine(*tables, page_size, num_pages, vocab_size=n + 1000, verify=False)
-    s = Scheduler(engine, cache, n + 1000, time.perf_counter, max_prefill_tokens=10**6)
+    config = EngineConfig(max_prefill_tokens=10**6)
+    s = Scheduler(engine, cache, n + 1000, time.perf_counter, config)
     params = SamplingParams(max_tokens=steps + 2, temperature=0, ignore_eos=True)
     for i in range(n): s.add(f'request-{i}', np.full(prompt_len, i), params)
     while s.prefill.waiting or s.prefill.chunked: s.step()

@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping, Sequence, Set
 import numpy as np
 from fastcore.basics import patch
 
+from ..config import EngineConfig
 from ..core import (
     Batch, Engine, FinishReason, ForwardMode, ForwardOutput, PendingReq, QueueFull, Req,
     RequestError, SamplingParams, TextStop)
 from ..kv.cache import CacheManager, ReleaseList
-from .decode import DecodeManager
-from .finish import News, check_finish, last_reply, may_end
-from .policy import policies
-from .prefill import ChunkedReq, PrefillManager
-from .prepare import Plan, make_batch
+from .decode import DecodeManager, NewTokenRatio, retract_order
+from .finish import Deadlines, News, check_finish, last_reply, may_end
+from .policy import make_policy
+from .prefill import ChunkedReq, Door, PrefillManager, kv_len
+from .prepare import Plan, idle_batch, make_batch
 
 # %% ../../nbs/25_scheduler.loop.ipynb #5af27c51
 class Observer:
@@ -42,33 +43,39 @@ class Scheduler:
         cache: CacheManager,         # Lends pages, and with its table rows
         vocab_size: int,             # Token numbers are below it
         clock: Callable[[], float],  # Seconds, for the times in replies
+        config: EngineConfig,        # Limits and choices; `overlap` is decided by now
         eos_token_ids: Set[int] = frozenset(),        # Tokens with which the model ends
         defaults: Mapping[str, float] | None = None,  # Sampling as the checkpoint advises
-        max_prefill_tokens: int = 8192,               # Prompt tokens in one step
-        chunked_prefill_size: int | None = None,      # Of them, for a request; `None`: all
-        max_queued_req: int = 4096,      # Requests that may wait
-        policy: str = 'fcfs',            # Order of the waiting, by name
-        overlap: bool = False,           # Launch a batch before the last one is processed
-        seed: int | None = None,         # For requests without one; `None`: always another
         text_stop: Callable[[PendingReq], TextStop] | None = None,  # Finds stop strings
         observer: Observer | None = None,   # Sees every batch
     ):
         self.engine, self.cache, self.table, self.clock = engine, cache, cache.table, clock
-        self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
+        self.config, self.eos_token_ids, self.text_stop = config, eos_token_ids, text_stop
         self._is_eos = np.isin(np.arange(vocab_size), list(eos_token_ids))
-        self.defaults, self.overlap, self.text_stop = defaults or {}, overlap, text_stop
-        self.observer, self.max_queued_req = observer or Observer(), max_queued_req
-        chunk, order = chunked_prefill_size or max_prefill_tokens, policies[policy]
-        self.prefill = PrefillManager(cache, max_prefill_tokens, chunk, order)
-        self.decode = DecodeManager(cache.table)
-        self.counts = dict(prompt_tokens=0, cached_tokens=0, generated_tokens=0)
+        self.defaults, self.observer = defaults or {}, observer or Observer()
+        self.door = Door(cache, vocab_size)
+        self.ratio = NewTokenRatio(config.admission, config.schedule_conservativeness)
+        policy = make_policy(config.policy, cache, config.seed, config.priority_aging)
+        budget = config.max_prefill_tokens
+        chunk = config.chunked_prefill_size or budget
+        self.prefill = PrefillManager(cache, budget, chunk, policy, self.ratio.clip)
+        self.decode = DecodeManager(cache.table, self.ratio)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        "The state of a server to which nobody has come yet"
+        self.counts = dict.fromkeys(('prompt_tokens', 'cached_tokens', 'generated_tokens',
+                                     'retracted'), 0)
         self.alive: dict[str, PendingReq] = {}
-        self.launched = self.completed = self._suspect = 0
+        self.launched = self.completed = self._suspect = self._streak = self.beats = 0
+        self.paused = False
         self._in_flight: tuple[Batch, ForwardOutput] | None = None
         self._computed: list[PendingReq] = []
         self._ended: list[PendingReq] = []
         self._news = News()
-        self._rows, self._rng = ReleaseList(), np.random.default_rng(seed)
+        self._wait_limit = Deadlines(self.config.queue_timeout)
+        self._run_limit = Deadlines(self.config.run_timeout)
+        self._rows, self._rng = ReleaseList(), np.random.default_rng(self.config.seed)
 
 # %% ../../nbs/25_scheduler.loop.ipynb #9fdab5f2
 @patch
@@ -82,14 +89,13 @@ def add(
     if rid in self.alive:
         raise RequestError('rid', f'rid {rid!r} belongs to a request that is still running')
     ids, max_len = self.check(input_ids, params)
-    if len(self.prefill.waiting) >= self.max_queued_req:
-        raise QueueFull('max_queued_req', f'{self.max_queued_req} requests are waiting '
-                                          'already (max_queued_req); try again later')
+    self._check_queue(params.priority)
     params = params.resolve(self.defaults, seed=int(self._rng.integers(2**62)))
     pending = PendingReq(rid, ids, params, max_len, arrival=self.clock())
     if params.stop: pending.text_stop = self.text_stop(pending)
     self.alive[rid] = pending
     self.prefill.add(pending)
+    self._wait_limit.add(pending, pending.arrival)
     return pending
 
 # %% ../../nbs/25_scheduler.loop.ipynb #f3bd5181
@@ -102,46 +108,17 @@ def check(
     "Raise `RequestError` if this could never be served, however long it waited"
     if params.stop and not self.text_stop:
         raise RequestError('stop', 'stop needs a tokenizer, and there is none here')
-    ids = self._check_prompt(input_ids)
-    return ids, self._max_len(len(ids), params)
+    return self.door.check(input_ids, params)
 
 @patch
-def _check_prompt(self: Scheduler, input_ids: Sequence[int]) -> np.ndarray:
-    "The prompt as an array, if it is one"
-    try: ids = np.asarray(input_ids)
-    except ValueError: ids = np.array(None)   # lists of several lengths
-    if ids.size == 0:
-        raise RequestError('prompt', 'the prompt is empty; it needs at least one token')
-    if ids.ndim != 1 or ids.dtype.kind not in 'iu':
-        raise RequestError('prompt', 'a prompt is a text or a list of token ids, '
-                                     f'not {input_ids!r:.80}')
-    wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
-    if wrong.size:
-        raise RequestError('prompt', f'token id {wrong[0]} in the prompt is outside the '
-                                     f'vocabulary, 0 to {self.vocab_size - 1}')
-    return ids
-
-# %% ../../nbs/25_scheduler.loop.ipynb #10a69901
-@patch(as_prop=True)
-def max_seq_len(self: Scheduler) -> int:
-    "Longest sequence, prompt and answer together, in tokens: what a row holds"
-    return self.table.token_pool.shape[1]
-
-@patch
-def _max_len(self: Scheduler, n: int, params: SamplingParams) -> int:
-    "Longest that this request may become, in tokens; `RequestError` if it does not fit"
-    slots = self.cache.num_pages * self.cache.page_size
-    longest, wanted = min(self.max_seq_len, slots + 1), params.max_tokens
-    limit = (f'the KV cache holds {slots} tokens' if slots < self.max_seq_len
-             else f'max_seq_len is {self.max_seq_len}')
-    if n > min(self.max_seq_len, slots) or n == longest and wanted is None:
-        raise RequestError('prompt', f'the prompt has {n} tokens, '
-                                     f'too long for an answer: {limit}')
-    if wanted is None: return longest
-    if n + wanted > longest:
-        raise RequestError('max_tokens', f'max_tokens={wanted} does not fit after a prompt '
-                           f'of {n} tokens: {limit}; at most {longest - n} are possible')
-    return n + wanted
+def _check_queue(self: Scheduler, priority: int) -> None:
+    "Make sure that there is room to wait: in a full queue only by displacing somebody"
+    waiting = self.prefill.waiting.values()
+    if len(waiting) < self.config.max_queued_req: return
+    last = min(reversed(waiting), key=lambda o: o.params.priority)
+    full = f'{len(waiting)} requests are waiting already (max_queued_req); try again later'
+    if priority <= last.params.priority: raise QueueFull('max_queued_req', full)
+    self.doom(last, FinishReason.ERROR, f'displaced by a request of higher priority: {full}')
 
 # %% ../../nbs/25_scheduler.loop.ipynb #358b88cd
 @patch
@@ -149,15 +126,19 @@ def _settle(self: Scheduler) -> None:
     "Do what earlier steps have left to do with pages and rows"
     for pending in self._computed: self.cache.cache_unfinished(pending)
     for pending in self._ended:
-        good = pending.finish_reason is not FinishReason.ERROR
-        self.cache.cache_finished(pending, keep=good)
-        row, pending.table_idx = pending.table_idx, None
-        self._rows.put(np.array([row]), int(self.table.lengths.launched[row]))
+        self._give_back(pending, keep=pending.finish_reason is not FinishReason.ERROR)
     self._computed, self._ended = [], []
     self._collect()
     if 0 < self._suspect <= self.completed:
         self.cache.flush()
         self._suspect = 0
+
+@patch
+def _give_back(self: Scheduler, pending: PendingReq, keep: bool) -> None:
+    "Take row and pages from a request; what is in flight they wait for"
+    self.cache.cache_finished(pending, keep)
+    row, pending.table_idx = pending.table_idx, None
+    self._rows.put(np.array([row]), int(self.table.lengths.launched[row]))
 
 @patch
 def _collect(self: Scheduler) -> None:
@@ -169,19 +150,37 @@ def _collect(self: Scheduler) -> None:
 @patch
 def _choose(self: Scheduler) -> tuple[list[Req], ForwardMode]:
     "Who runs next"
-    reqs = [] if self._suspect else self.prefill.schedule(self.decode.inflight_pages)
+    running = self.decode.schedule()
+    mixed = running if self.config.mixed_chunk else []
+    too_long = running and self._streak == self.config.max_prefill_streak
+    reqs = [] if too_long or self._suspect else self._prompts(len(mixed))
+    self._streak = self._streak + 1 if reqs and running and not mixed else 0
+    if not reqs: return running, ForwardMode.DECODE
+    return reqs + mixed, ForwardMode.MIXED if mixed else ForwardMode.PREFILL
+
+# %% ../../nbs/25_scheduler.loop.ipynb #64a69306
+@patch
+def _prompts(self: Scheduler, other_tokens: int) -> list[Req]:
+    "Who prefills next"
+    def schedule(): return self.prefill.schedule(self.decode.inflight_pages, other_tokens)
+    reqs = schedule()
+    if not reqs and self._preempt(): reqs = schedule()
+    now = self.clock() if reqs else 0.
     for o in reqs:
         if 'scheduled' in o.pending.times: continue
-        o.pending.times['scheduled'] = self.clock()
+        o.pending.times['scheduled'] = now
+        self._run_limit.add(o.pending, now)
         self.counts['prompt_tokens'] += o.pending.input_len
         self.counts['cached_tokens'] += o.pending.cached_tokens
-    if reqs: return reqs, ForwardMode.PREFILL
-    return self.decode.schedule(), ForwardMode.DECODE
+    return reqs
 
+# %% ../../nbs/25_scheduler.loop.ipynb #b6f3a881
 @patch
 def _schedule(self: Scheduler) -> Batch | None:
     "The next batch, with its pages; `None` if nothing can run now"
+    self._expire()
     self._settle()
+    if self.paused: return None
     reqs, mode = self._choose()
     return self._prepare(reqs, mode) if reqs else None
 
@@ -190,9 +189,114 @@ def _prepare(self: Scheduler, reqs: list[Req], mode: ForwardMode) -> Batch | Non
     "A batch of these; `None` if none of them is left when there is room"
     plan = Plan(reqs, self.cache)
     if plan.new_pages > self.cache.ready_size:
-        self._drain()
-        plan = Plan([o for o in reqs if o.pending.finish_reason is None], self.cache)
+        self.quiesce()
+        plan = self._make_room(reqs, mode)
     return make_batch(plan, mode, self.launched + 1) if plan.reqs else None
+
+# %% ../../nbs/25_scheduler.loop.ipynb #a6ce51a4
+@patch
+def retract(
+    self: Scheduler,
+    pending: PendingReq,   # It has a row, and is in no batch in flight
+    at_head: bool = True,  # Whether it comes before all who have not run yet
+) -> None:
+    "Let a request wait again; it will go on where it was"
+    self.decode.remove_req(pending.rid)
+    self.prefill.remove(pending)
+    self._give_back(pending, keep=True)
+    self._collect()
+    self.prefill.put_back(pending, at_head)
+    self.counts['retracted'] += 1
+
+@patch
+def _make_room(self: Scheduler, reqs: list[Req], mode: ForwardMode) -> Plan:
+    "Retract until the pages suffice: what that frees is counted, not assumed"
+    while True:
+        plan = Plan([o for o in reqs if o.pending.table_idx is not None], self.cache)
+        if plan.new_pages <= self.cache.ready_size: return plan
+        victims = self._victims(plan.reqs, mode)
+        if not victims: raise RuntimeError(f'no page is left, and nobody has any: {self.stats()}')
+        if len(victims) > 1 or mode is not ForwardMode.DECODE: self.retract(victims[0])
+        else: self._end_for_want_of_pages(victims[0])
+        running = [o.pending for o in self.decode.schedule()]
+        self.ratio.retracted(np.array([len(o.output_ids) for o in running]),
+                             np.array([o.max_len - o.input_len for o in running]))
+
+@patch
+def _victims(self: Scheduler, reqs: list[Req], mode: ForwardMode) -> list[PendingReq]:
+    "Who may be sent back to make room for this batch, first to last"
+    begun = [o.pending for o in self.decode.schedule()]
+    if self.prefill.chunked: begun.append(self.prefill.chunked)
+    new = [] if mode is ForwardMode.DECODE else [o.rid for o in reqs if o.rid not in self.decode.running]
+    return retract_order(o for o in begun if o.rid not in new)
+
+@patch
+def _end_for_want_of_pages(self: Scheduler, pending: PendingReq) -> None:
+    "The last one that runs, and still no room: it never will be"
+    error = (f'the KV cache of {self.cache.num_pages} pages of {self.cache.page_size} tokens '
+             f'has no room for this request at {pending.n_tokens} tokens')
+    self.end(pending, FinishReason.ERROR, error=error)
+    self._settle()
+
+# %% ../../nbs/25_scheduler.loop.ipynb #8d1d085d
+@patch
+def _preempt(self: Scheduler) -> bool:
+    "Retract less important requests for the one at the head of the line; whether that was done"
+    head = next(self.prefill.candidates(), None)
+    if head is None or head.table_idx is not None or not self._lesser(head): return False
+    self.quiesce()
+    victims = self._lesser(head)
+    for pending in victims: self.retract(pending, at_head=False)
+    return bool(victims)
+
+@patch
+def _lesser(self: Scheduler, head: PendingReq) -> list[PendingReq]:
+    "The fewest running requests that must make way for this one; none if that would not do"
+    limit = head.params.priority - self.config.preempt_threshold
+    newest_first = [o.pending for o in reversed(self.decode.schedule())]
+    lesser = sorted((o for o in newest_first if o.params.priority < limit),
+                    key=lambda o: o.params.priority)
+    return next((lesser[:n] for n in range(1, len(lesser) + 1)
+                 if self._would_fit(head, lesser[:n])), [])
+
+@patch
+def _would_fit(self: Scheduler, head: PendingReq, gone: list[PendingReq]) -> bool:
+    "Whether this request could start if those had given everything back"
+    cache, handle = self.cache, self.cache.match(head)
+    cache.lock(handle)
+    needed = cache.pages_for(kv_len(head, self.ratio.clip)) - cache.pages_for(handle.cached_len)
+    kept = np.setdiff1d(self.decode.rows, [o.table_idx for o in gone])
+    room = cache.available_size + cache.freed_by(gone)
+    cache.unlock(handle)
+    return needed + self.decode.pages_of(kept) <= room
+
+# %% ../../nbs/25_scheduler.loop.ipynb #1ffd3791
+@patch
+def doom(
+    self: Scheduler,
+    pending: PendingReq,       # Alive
+    reason: FinishReason,      # Why
+    error: str | None = None,  # One sentence, if the reason is 'error'
+) -> None:
+    "End a request as soon as it is in no batch in flight"
+    pending.doom = pending.doom or (reason, error)
+    self.prefill.remove(pending)
+    self.decode.remove_req(pending.rid)
+    row, lengths = pending.table_idx, self.table.lengths
+    if row is not None and lengths.launched[row] > self.completed: lengths.watched[row] = True
+    else: self.end(pending, *pending.doom)
+
+@patch
+def _expire(self: Scheduler) -> None:
+    "Doom those who have waited or run for too long"
+    limits = self._wait_limit, self._run_limit
+    if all(o.seconds is None for o in limits): return
+    waited, ran = (o.due(self.clock()) for o in limits)
+    waited = [o for o in waited if 'scheduled' not in o.times]
+    for what, limit, late in zip(('queue', 'run'), limits, (waited, ran)):
+        error = f'this request took longer than {what}_timeout={limit.seconds:g} seconds'
+        for o in late:
+            if o.finish_reason is None: self.doom(o, FinishReason.ERROR, error)
 
 # %% ../../nbs/25_scheduler.loop.ipynb #eb767f3e
 @patch
@@ -206,8 +310,10 @@ def _launch(self: Scheduler, batch: Batch) -> object:
     lengths.complete(batch.rows[batch.sampled])
     if batch.mode is ForwardMode.DECODE: self.decode.filter_reqs()
     else:
+        running = self.decode.running
+        self._computed = [o.pending for o in batch.reqs if o.rid not in running]
         self.decode.filter_reqs(batch.reqs)
-        self._computed = [o.pending for o in batch.reqs]
+    if batch.mode is not ForwardMode.PREFILL: self.ratio.decoded()
     self.observer.launched(batch)
     return handed
 
@@ -217,9 +323,9 @@ def end(
     self: Scheduler,
     pending: PendingReq,       # Alive, and in no batch in flight but one being processed
     reason: FinishReason,      # Why
+    error: str | None = None,          # What went wrong
     token_ids: Sequence[int] = (),     # Its last token
     matched: str | int | None = None,  # The stop token or string
-    error: str | None = None,          # What went wrong
 ) -> None:
     "Let a request end: one terminal reply now, its row and pages at the next step"
     pending.finish_reason = reason
@@ -237,7 +343,7 @@ def _closer_look(self: Scheduler, pending: PendingReq, token: int, finite: bool)
     "What an unusual result means for its request"
     if pending.finish_reason: return
     if not finite: self._suspect = self.launched   # what it computed may be in the tree
-    if pending.aborted: return self.end(pending, FinishReason.ABORT)
+    if pending.doom: return self.end(pending, *pending.doom)
     if not finite:
         error = 'the model gave no finite logits for this request'
         return self.end(pending, FinishReason.ERROR, error=error)
@@ -245,7 +351,7 @@ def _closer_look(self: Scheduler, pending: PendingReq, token: int, finite: bool)
     if found := check_finish(pending, self.eos_token_ids):
         reason, matched = found
         self.counts['generated_tokens'] += 1
-        self.end(pending, reason, [token], matched)
+        self.end(pending, reason, None, [token], matched)
     else: self._tell([pending], [token])
 
 
@@ -261,7 +367,7 @@ def _tell(self: Scheduler, pendings: list[PendingReq], tokens: list[int]) -> Non
 def _after_chunk(self: Scheduler, pending: PendingReq, computed: int) -> None:
     "What a computed piece of a prompt means for its request"
     if pending.finish_reason: return
-    if pending.aborted: self.end(pending, FinishReason.ABORT)
+    if pending.doom: self.end(pending, *pending.doom)
     elif computed == pending.max_len: self.end(pending, FinishReason.LENGTH)
 
 @patch
@@ -271,6 +377,7 @@ def _process(self: Scheduler, batch: Batch, output: ForwardOutput) -> None:
     except BaseException as error: return self._fail(error)
     self.completed = batch.step
     self._collect()
+    if batch.mode is ForwardMode.IDLE: return
     if batch.mode is not ForwardMode.DECODE: self._after_prompts(batch)
     self._after_tokens(batch, output)
     self.observer.completed(batch, self._news)
@@ -318,6 +425,12 @@ def _drain(self: Scheduler) -> None:
         self._process(*in_flight)
 
 @patch
+def quiesce(self: Scheduler) -> None:
+    "Process what is in flight, and do what is left to do: then nothing is on its way"
+    self._drain()
+    self._settle()
+
+@patch
 def normal_loop(self: Scheduler) -> None:
     "Schedule and launch a batch, wait for it, process it"
     if batch := self._schedule():
@@ -335,26 +448,37 @@ def overlap_loop(self: Scheduler) -> None:
 @patch
 def step(self: Scheduler) -> News:
     "One turn: the news it brought"
-    before = self.launched, self.completed
-    if self.overlap: self.overlap_loop()
+    before, self.beats = (self.launched, self.completed), self.beats + 1
+    if self.config.overlap is True: self.overlap_loop()
     else: self.normal_loop()
-    if self.alive and before == (self.launched, self.completed):
+    if not self.alive: self.ratio.idle()
+    elif before == (self.launched, self.completed) and not (self._news or self.paused):
         stuck = list(self.alive)
         raise RuntimeError(f'nothing runs, and {stuck} cannot start: {self.stats()}')
     news, self._news = self._news, News()
     return news
+
+# %% ../../nbs/25_scheduler.loop.ipynb #0236aafd
+@patch
+def idle_step(self: Scheduler) -> None:
+    "Let the engine make a token for nobody; raises what it raises"
+    if self.has_work: return
+    batch = idle_batch(self.table, self.launched + 1)
+    output = self.engine.sample(batch, self.engine.forward(batch))
+    output.copy_done.synchronize()
 
 # %% ../../nbs/25_scheduler.loop.ipynb #12516637
 @patch(as_prop=True)
 def has_work(self: Scheduler) -> bool:
     "Whether `step` has anything to do; if not, a driver may block until somebody comes"
     left = self._in_flight, self._ended, self._suspect, self._news
-    return any((self.alive, *left))
+    return bool(any(left) or self.alive and not self.paused)
 
 @patch
 def stats(self: Scheduler) -> dict[str, float | dict[str, int]]:
     "What is going on: requests, pages, and counts since the start"
-    waiting, counts, cache = len(self.prefill.waiting), self.counts, self.cache
+    counts, cache = self.counts, self.cache
+    waiting = len(self.prefill.waiting) + len(self.prefill.retracted)
     hit_rate = counts['cached_tokens'] / max(counts['prompt_tokens'], 1)
     return dict(running=len(self.alive) - waiting, waiting=waiting, steps=self.launched,
                 pages=dict(total=cache.num_pages, **cache.figures), hit_rate=hit_rate,

@@ -41,7 +41,6 @@ class Fcfs:
 
     def order(self, waiting: Sequence[PendingReq]) -> list[PendingReq]:
         "By priority, patience, key and arrival"
-        waiting = list(waiting)
         self._count(waiting)
         ranks = list(map(self._rank, waiting, self.keys(waiting)))
         return [waiting[i] for i in sorted(range(len(waiting)), key=ranks.__getitem__)]
@@ -51,11 +50,13 @@ class Fcfs:
         return self.overtaken[pending] >= self.patience
 
     def _rank(self, pending: PendingReq, key: Key) -> tuple:
+        "What it is sorted by"
         grown = self.overtaken[pending] // self.age_every if self.age_every else 0
         late = (0, 0) if self.impatient(pending) else (1, key)
         return -(pending.params.priority + grown), *late
 
-    def _count(self, waiting: list[PendingReq]) -> None:
+    def _count(self, waiting: Sequence[PendingReq]) -> None:
+        "Add a pass for those whom somebody behind them has left behind"
         counts, later_left = dict.fromkeys(waiting, 0), False
         for pending, n in reversed(self.overtaken.items()):
             if pending in counts: counts[pending] = n + later_left
@@ -99,6 +100,7 @@ class Matches:
         return list(self._known.values())
 
     def _current(self, pending: PendingReq) -> Handle:
+        "The match that is remembered, if it holds; else a new one"
         handle = self._known.get(pending)
         return handle if handle and self._holds(pending, handle) else self.cache.match(pending)
 
@@ -159,13 +161,12 @@ class DfsWeight(CacheAware):
     def keys(self, waiting: Sequence[PendingReq]) -> Sequence[Key]:
         "The way of each through the tree"
         matches = self.matches.of(waiting)
-        ends, ways = [o.node for o in matches], {o.node: o.path for o in matches}
-        weights: Counter[Node] = Counter()
-        for end, n in Counter(ends).items():   # in order of arrival
+        ways, weights = {o.node: o.path for o in matches}, Counter[Node]()
+        for end, n in Counter(o.node for o in matches).items():   # in order of arrival
             for node in ways[end]: weights[node] += n
         place = {node: i for i, (node, _) in enumerate(weights.most_common())}
         keys = {end: (*map(place.get, way), len(place)) for end, way in ways.items()}
-        return [keys[end] for end in ends]
+        return [keys[o.node] for o in matches]
 
 # %% ../../nbs/20_scheduler.policy.ipynb #d4274abd
 class Policy(Protocol):

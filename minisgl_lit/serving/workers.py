@@ -103,6 +103,6 @@ def worker(
         runtime = load(settings)
         if isinstance(runtime, FailMsg): return socket.send(encode(runtime))
         s = runtime.scheduler
-        socket.send(encode(ReadyMsg(str(runtime.model_path), s.max_seq_len, s.vocab_size)))
+        socket.send(encode(ReadyMsg(str(runtime.model_path), s.door.max_seq_len, s.door.vocab_size)))
         run(socket, s, runtime.control, runtime.config.max_recv_per_step)
         runtime.close()
