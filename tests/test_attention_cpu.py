@@ -1,0 +1,118 @@
+"""The C kernel against the reference backend, over random worlds full of NaN; and the same with the compiler hidden."""
+import os, subprocess, sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl_lit.core import Batch, ForwardMode
+from minisgl_lit.kv.pool import KVPool
+from minisgl_lit.kv.table import TableManager
+from minisgl_lit.model.attention import TorchAttention
+from minisgl_lit.model.attention_cpu import NativeAttention, attention_c, cpu_attention
+from minisgl_lit.native import load
+
+hidden = load(attention_c) is None
+BF16 = torch.bfloat16
+
+@st.composite
+def worlds(draw, longest=300, most=6):
+    "What a batch may look like; few requests are long"
+    def length(low): return draw(st.one_of(st.integers(low, 70), st.integers(low, longest)))
+    n, decode = draw(st.integers(1, most)), st.booleans()
+    return dict(
+        cached=[length(0) for _ in range(n)], extend=[1 if draw(decode) else length(1) for _ in range(n)],
+        page_size=draw(st.integers(1, 64)), num_kv_heads=draw(st.integers(1, 3)), family=draw(st.integers(1, 8)),
+        dim=draw(st.sampled_from([1, 4, 8, 16, 20, 64, 80, 128])), dtype=draw(st.sampled_from([torch.float32, BF16])),
+        window=draw(st.one_of(st.none(), st.integers(1, 400))), padding=draw(st.integers(0, 3)),
+        threads=draw(st.integers(1, 3)), most_new=draw(st.sampled_from([0, 40, 256])), seed=draw(st.integers(0, 99)))
+
+def make(cached, extend, page_size, num_kv_heads, family, dim, dtype, window, padding, seed, **_):
+    "Pages shuffled, NaN in every slot that is nobody's cached token; batch, queries and what the reference says in float32"
+    g = torch.Generator().manual_seed(seed)
+    def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
+    n, lens = len(cached), np.add(cached, extend)
+    max_pages = 1 - (-lens.max() // page_size)   # one more than anybody needs, with a stranger's page in it
+    pool = KVPool(2, n * max_pages, page_size, num_kv_heads, dim, dtype)
+    pool.buffer.fill_(torch.nan)
+    table = TableManager(n, max_pages * page_size, page_size, pool.dummy_page)
+    table.write(*np.indices((n, max_pages)).reshape(2, -1), torch.randperm(n * max_pages, generator=g).numpy())
+    for i, c in enumerate(cached):
+        pool.store_kv(1, some(c, num_kv_heads, dim), some(c, num_kv_heads, dim), torch.from_numpy(table.slots(np.full(c, i), np.arange(c))))
+    rows = np.r_[np.arange(n), [table.dummy_row]*padding].astype(np.int64)
+    before, new = (np.r_[o, [i]*padding].astype(np.int64) for i, o in enumerate((cached, extend)))
+    token_rows, positions = rows.repeat(new), np.concatenate([np.arange(c, c + e) for c, e in zip(before, new)])
+    batch = Batch([], ForwardMode.MIXED, 1, rows, before, before + new, token_rows, positions, table.slots(token_rows, positions), np.arange(0))
+    heads = num_kv_heads * family
+    qkv = some(len(positions), heads + 2 * num_kv_heads, dim).split([heads, num_kv_heads, num_kv_heads], dim=1)
+    exact = KVPool(2, pool.num_pages, page_size, num_kv_heads, dim, torch.float32)
+    exact.buffer.copy_(pool.buffer)
+    reference = TorchAttention(exact, table.page_table, [None, window])
+    expected = reference.forward(*(o.float() for o in qkv), 1, reference.prepare(batch))
+    return pool, table, batch, qkv, expected[:int(sum(extend))]
+
+def check(**world):
+    pool, table, batch, qkv, expected = make(**world)
+    was = torch.get_num_threads()
+    torch.set_num_threads(world['threads'])
+    try:
+        backend = cpu_attention(pool, table.page_table, [None, world['window']])
+        backend.longest = world['most_new']
+        got = backend.forward(*qkv, 1, backend.prepare(batch))
+    finally: torch.set_num_threads(was)
+    assert got.dtype == world['dtype'] and got.shape == qkv[0].shape and got.isfinite().all()
+    eps = 2e-5 if world['dtype'] == torch.float32 else .02
+    torch.testing.assert_close(got[:len(expected)].float(), expected, rtol=eps, atol=eps)
+    for stored, new in ((pool.k(1), qkv[1]), (pool.v(1), qkv[2])):   # the dummy slot may hold any of those written there
+        n = len(expected)
+        assert torch.equal(stored[torch.from_numpy(batch.out_loc[:n])], new[:n])
+
+@settings(max_examples=40)
+@given(worlds())
+def test_kernel_says_what_the_reference_says(world): check(**world)
+
+@settings(max_examples=6)
+@given(worlds(longest=5000, most=2))
+def test_long_texts(world): check(**world)
+
+@pytest.mark.skipif(hidden, reason='no compiler')
+def test_it_is_the_kernel_that_is_tested():
+    pool, table, *_ = make([3], [1], 4, 1, 1, 8, BF16, None, 0, 0)
+    assert type(cpu_attention(pool, table.page_table)) is NativeAttention
+
+@pytest.mark.skipif(hidden, reason='no compiler')
+def test_threads_do_not_change_a_bit():
+    "Tasks are the same, whoever does them; only how a text is cut may differ"
+    pool, table, batch, qkv, _ = make([900, 0, 30], [1, 40, 1], 16, 2, 2, 64, torch.float32, None, 0, 0)
+    backend = NativeAttention(pool, table.page_table)
+    metadata, results = backend.prepare(batch), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(backend.forward(*qkv, 1, metadata))
+    torch.set_num_threads(1)
+    assert all(torch.equal(results[0], o) for o in results[1:])
+
+@pytest.mark.skipif(os.environ.get('CC') == '/bin/false', reason='hidden already')
+def test_without_a_compiler(tmp_path):
+    "The same random worlds, and one line that says that torch serves"
+    env = os.environ | dict(CC='/bin/false', XDG_CACHE_HOME=str(tmp_path))
+    done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', __file__, '-k', 'reference_says'],
+                          env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    code = 'import torch, minisgl_lit.model.attention_cpu as a; print(a.load(a.attention_c), a.load(a.attention_c + " "))'
+    done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[1])
+    assert done.stdout == 'None None\n' and done.stderr.count('\n') == 1 and '/bin/false' in done.stderr
+
+@pytest.mark.skipif(hidden, reason='no compiler')
+def test_many_processes_compile_at_once(tmp_path):
+    "They start with an empty cache together; all succeed, and one library is left"
+    code = 'import torch; from minisgl_lit.native import load\n' \
+           'f = load("void twice(float *x, int64_t n) { for (int64_t i = 0; i < n; i++) x[i] *= 2; }".replace("void", "#include <stdint.h>\\nvoid", 1))\n' \
+           'x = torch.ones(3); f.twice(x, 3); print(x.tolist())'
+    env = os.environ | dict(XDG_CACHE_HOME=str(tmp_path))
+    running = [subprocess.Popen([sys.executable, '-c', code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [o.communicate(timeout=120)[0] for o in running] == ['[2.0, 2.0, 2.0]\n'] * 4
+    assert len(list((tmp_path/'minisgl_lit').iterdir())) == 1
