@@ -30,9 +30,9 @@ def lives(machine, examples, steps=30):
 
 class Page:
     "A page of the model, which comes after the page `up`"
-    def __init__(self, number, up, step):
-        self.number, self.up, self.created, self.used = number, up, step, step
-        self.locks = self.hits = self.priority = self.removed = 0
+    def __init__(self, number, up, step, priority):
+        self.number, self.up, self.created, self.used, self.priority = number, up, step, step, priority
+        self.locks = self.hits = self.removed = 0
 
 # which of two pages goes first, said once more and in another way
 better = dict(
@@ -69,7 +69,7 @@ class Model:
             if o: o.hits += 1
         for i, number in enumerate(numbers):
             if new[i] is None:
-                new[i] = Page(number, ([*way, *new[:i]] or [None])[-1], self.step)
+                new[i] = Page(number, ([*way, *new[:i]] or [None])[-1], self.step, priority)
                 self.found[self.prefixes(ids, key)[len(way) + i]] = new[i]
         self.use(new, 1, priority)
         return way + new
@@ -112,7 +112,7 @@ class Radix(RuleBasedStateMachine):
         self.made += n
         return np.arange(self.made - n, self.made)
 
-    @rule(text=texts, key=keys, priority=st.integers(0, 2), locks=st.integers(0, 2))
+    @rule(text=texts, key=keys, priority=st.integers(-1, 1), locks=st.integers(0, 2))
     def match(self, text, key, priority, locks):
         ids = toks(text, self.cache.page_size)
         handle, way = self.cache.match_prefix(ids, key, priority), self.model.match(ids, key)
@@ -122,7 +122,7 @@ class Radix(RuleBasedStateMachine):
             self.model.use(way, 1, priority)
             self.held.append((handle, way, ids[:handle.cached_len]))
 
-    @rule(text=texts, key=keys, priority=st.integers(0, 2))
+    @rule(text=texts, key=keys, priority=st.integers(-1, 1))
     def insert(self, text, key, priority):
         ids = toks((text[0], 0), self.cache.page_size)
         numbers = self.numbers(ids)
@@ -558,3 +558,28 @@ def test_pages_stay_what_they_were_when_lent():
     cache._release(first[:1], 1)
     cache.collect(1)
     assert (first.tolist(), second.tolist()) == ([0, 1], [2, 3, 4])
+
+def test_tokens_may_come_as_any_whole_numbers():
+    cache, ids = RadixCache(2), [5, 6, 7, 8]
+    cache.insert(ids, [0, 1])
+    for same in (ids, np.array(ids), np.array(ids, dtype=np.int32)): assert cache.match_prefix(same).cached_len == 4
+    cache.lock(handle := cache.match_prefix(ids))
+    assert cache.extend(handle, np.array([9, 9]), np.array([2])).tolist() == [2]
+    assert cache.match_prefix(ids + [9, 9]).pages.tolist() == [0, 1, 2]
+
+def test_all_that_was_added_is_removed():
+    "In however many pieces, and once more: it does not matter if that was done before"
+    cache = RadixCache(2)
+    cache.insert([1, 1], [0])
+    cache.lock(handle := cache.match_prefix([1, 1, 2, 2]))
+    for token, page in ((2, 1), (3, 2), (4, 3)): cache.extend(handle, [token]*2, [page])
+    for _ in range(2):
+        cache.remove(handle)
+        cache.check()
+        assert cache.match_prefix([1, 1, 2, 2, 3, 3, 4, 4]).pages.tolist() == [0]
+    cache.lock(found := cache.match_prefix([1, 1]))
+    cache.remove(found)    # it has added nothing
+    assert (found.removed, cache.match_prefix([1, 1]).cached_len) == (False, 2)
+    cache.unlock(handle)
+    assert sorted(cache.evict(9).tolist()) == [1, 2, 3]
+    cache.check()

@@ -262,7 +262,8 @@ def _grow(self: RadixCache, parent: Node, handle: Handle, ids: np.ndarray,
           pages: np.ndarray) -> Node:
     "A new leaf; copies, because the caller's arrays go on changing"
     key, pages = (np.array(o, dtype=np.int32) for o in (ids, pages))
-    leaf = Node(key, pages, self._name(key, handle.extra_key), parent, created=self._step)
+    leaf = Node(key, pages, self._name(key, handle.extra_key), parent,
+                created=self._step, priority=handle.priority)
     parent.children[leaf.name] = leaf
     self.evictable_size += len(leaf.pages)
     return leaf
@@ -340,7 +341,6 @@ def remove(
 @patch
 def _hide(self: RadixCache, top: Node) -> None:
     "Rename a node, and mark it and all below"
-    if top.removed: return
     del top.parent.children[top.name]
     top.name = next(self._entries), b''
     top.parent.children[top.name] = top
