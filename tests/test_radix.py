@@ -339,11 +339,11 @@ def peak_bytes(work):
     try: work(); return tracemalloc.get_traced_memory()[1]
     finally: tracemalloc.stop()
 
-def bush(n, size=4):
+def bush(n, size=4, eviction='lru'):
     "A tree of `n` leaves of one page below one shared page, and prompts for it and beyond"
     ids = np.zeros((n + 50, 2*size), dtype=np.int32)
     ids[:, size:] = np.arange(n + 50)[:, None]
-    cache = RadixCache(size)
+    cache = RadixCache(size, eviction)
     for i in range(n): cache.insert(ids[i], [0, i + 1])
     cache._sweep_at = 10**9    # paid for by many operations, so it is no part of one
     return cache, ids
@@ -381,8 +381,9 @@ def test_a_long_prompt_in_pieces_is_not_copied_again_and_again():
     (few, small), (many, large) = chain(n_tokens=4_000), chain(n_tokens=40_000)
     assert many < 11*few and large < 1.2*small + 500, (few, many, small, large)
 
-def test_the_heap_does_not_outgrow_the_tree():
-    cache, ids = bush(600)
+@pytest.mark.parametrize('eviction', ['lru', 'mru'])
+def test_the_heap_does_not_outgrow_the_tree(eviction):
+    cache, ids = bush(600, eviction=eviction)
     cache._sweep_at, last, rng = 1000, list(range(600)), np.random.default_rng(0)
     for i in rng.integers(0, 600, 5_000).tolist():
         handle = cache.match_prefix(ids[i])
@@ -393,18 +394,30 @@ def test_the_heap_does_not_outgrow_the_tree():
         assert len(cache._heap) <= 2200 + 1
     cache.check()
     assert 2000 < cache._sweep_at <= 2200
+    if eviction == 'mru': last.reverse()
     assert cache.evict(600).tolist() == [i + 1 for i in last]
 
 def test_a_rank_that_fell_while_it_was_locked_counts():
     "Most recently used first, and one is used again and again: it has many old entries, and goes first all the same"
-    cache, ids = bush(5)
-    other = RadixCache(4, 'mru')
-    for i in range(5): other.insert(ids[i], [0, i + 1])
+    other, ids = bush(5, eviction='mru')
     for _ in range(3):
         handle = other.match_prefix(ids[2])
         other.lock(handle)
         other.unlock(handle)
     assert other.evict(2).tolist() == [3, 5]
+
+def test_a_page_is_as_important_as_the_most_important_who_uses_it():
+    cache = RadixCache(1, 'priority')
+    def use(ids, **priority):
+        handle = cache.match_prefix(np.array(ids), **priority)
+        cache.lock(handle)
+        cache.unlock(handle)
+    for token, priority in ((1, dict(priority=3)), (2, {}), (3, dict(priority=1)), (4, dict(priority=-1)), (5, {})): cache.insert([token], [token], **priority)
+    use([5], priority=2)
+    use([1], priority=-7)
+    use([2])
+    use([4])
+    assert cache.evict(5).tolist() == [2, 4, 3, 5, 1]
 
 def test_the_largest_first(monkeypatch):
     "A rank that rises by itself, when a node is split or trimmed"
