@@ -150,13 +150,14 @@ def _collect(self: Scheduler) -> None:
 @patch
 def _choose(self: Scheduler) -> tuple[list[Req], ForwardMode]:
     "Who runs next"
-    running = self.decode.schedule()
-    mixed = running if self.config.mixed_chunk else []
-    too_long = running and self._streak == self.config.max_prefill_streak
-    reqs = [] if too_long or self._suspect else self._prompts(len(mixed))
+    n_running, mixed = len(self.decode.running), self.config.mixed_chunk
+    too_long = n_running and self._streak == self.config.max_prefill_streak
+    reqs = [] if too_long or self._suspect else self._prompts(n_running * mixed)
+    running = self.decode.schedule()   # asked only now: somebody may have had to make way
     self._streak = self._streak + 1 if reqs and running and not mixed else 0
     if not reqs: return running, ForwardMode.DECODE
-    return reqs + mixed, ForwardMode.MIXED if mixed else ForwardMode.PREFILL
+    if mixed and running: return reqs + running, ForwardMode.MIXED
+    return reqs, ForwardMode.PREFILL
 
 # %% ../../nbs/25_scheduler.loop.ipynb #64a69306
 @patch
@@ -289,14 +290,13 @@ def doom(
 @patch
 def _expire(self: Scheduler) -> None:
     "Doom those who have waited or run for too long"
-    limits = self._wait_limit, self._run_limit
-    if all(o.seconds is None for o in limits): return
-    waited, ran = (o.due(self.clock()) for o in limits)
-    waited = [o for o in waited if 'scheduled' not in o.times]
-    for what, limit, late in zip(('queue', 'run'), limits, (waited, ran)):
-        error = f'this request took longer than {what}_timeout={limit.seconds:g} seconds'
+    for name, limit in dict(queue_timeout=self._wait_limit, run_timeout=self._run_limit).items():
+        if limit.seconds is None: continue
+        late = [o for o in limit.due(self.clock()) if o.finish_reason is None]
+        error = f'this request took longer than {name}={limit.seconds:g} seconds'
         for o in late:
-            if o.finish_reason is None: self.doom(o, FinishReason.ERROR, error)
+            if limit is self._run_limit or 'scheduled' not in o.times:
+                self.doom(o, FinishReason.ERROR, error)
 
 # %% ../../nbs/25_scheduler.loop.ipynb #eb767f3e
 @patch
