@@ -216,6 +216,7 @@ class SamplingArrays:
 class CacheHandle(Protocol):
     "A place in the prefix cache: what a request has matched, and may hold locked."
     cached_len: int  # Tokens from the start of the prompt
+    found: int | None   # Tokens that were there before its request added any; `None` yet
     @property
     def pages(self) -> np.ndarray:
         "The pages that hold their keys and values, in order"
@@ -242,6 +243,7 @@ class PendingReq:
         self.table_idx: int | None = None       # its row, while it has one
         self.handle: CacheHandle | None = None  # its locked prefix, while it has one
         self.cached_tokens = 0                  # prompt tokens that need no computing
+        self.bad = False                        # its keys and values cannot be trusted
         self.doom: Doom | None = None           # how it will end, once nothing of it is in flight
         self.finish_reason: FinishReason | None = None
         self.text_stop: TextStop | None = None  # finds its stop strings, if it has any

@@ -161,7 +161,9 @@ def serving(seen: Counter, lives: list[int]):
                 if o.finish_reason == 'abort': assert rid in self.aborted
                 elif o.error and '_timeout=' in o.error: assert self.timed
                 elif o.error and 'displaced' in o.error: assert self.displaced
-                elif o.finish_reason == 'error' and self.faulty: assert 'engine failed' in o.error or 'no finite logits' in o.error
+                elif o.error and 'engine failed' in o.error: assert self.faulty
+                elif o.error and 'no finite logits' in o.error:   # only its own fault, or that of one who was aborted before it was known
+                    assert rid in self.s.engine.nan_rids or self.aborted & self.s.engine.nan_rids, rid
                 else: assert (o.finish_reason in ('stop', 'length'), self.told[rid]) == (True, self.right[rid]), (rid, o)
             Control(self.s).self_check()
             lives.append(self.steps)

@@ -72,6 +72,7 @@ class Scheduler:
         self._in_flight: tuple[Batch, ForwardOutput] | None = None
         self._computed: list[PendingReq] = []
         self._ended: list[PendingReq] = []
+        self._misled: list[PendingReq] = []
         self._news = News()
         self._wait_limit = Deadlines(self.config.queue_timeout)
         self._run_limit = Deadlines(self.config.run_timeout)
@@ -124,19 +125,20 @@ def _check_queue(self: Scheduler, priority: int) -> None:
 @patch
 def _settle(self: Scheduler) -> None:
     "Do what earlier steps have left to do with pages and rows"
-    for pending in self._computed: self.cache.cache_unfinished(pending)
-    for pending in self._ended:
-        self._give_back(pending, keep=pending.finish_reason is not FinishReason.ERROR)
+    for pending in self._computed:
+        if not pending.bad: self.cache.cache_unfinished(pending)
+    for pending in self._ended: self._give_back(pending)
     self._computed, self._ended = [], []
     self._collect()
+    self._begin_anew()
     if 0 < self._suspect <= self.completed:
         self.cache.flush()
         self._suspect = 0
 
 @patch
-def _give_back(self: Scheduler, pending: PendingReq, keep: bool) -> None:
+def _give_back(self: Scheduler, pending: PendingReq) -> None:
     "Take row and pages from a request; what is in flight they wait for"
-    self.cache.cache_finished(pending, keep)
+    self.cache.cache_finished(pending, keep=not pending.bad)
     row, pending.table_idx = pending.table_idx, None
     self._rows.put(np.array([row]), int(self.table.lengths.launched[row]))
 
@@ -204,7 +206,7 @@ def retract(
     "Let a request wait again; it will go on where it was"
     self.decode.remove_req(pending.rid)
     self.prefill.remove(pending)
-    self._give_back(pending, keep=True)
+    self._give_back(pending)
     self._collect()
     self.prefill.put_back(pending, at_head)
     self.counts['retracted'] += 1
@@ -342,8 +344,9 @@ def end(
 def _closer_look(self: Scheduler, pending: PendingReq, token: int, finite: bool) -> None:
     "What an unusual result means for its request"
     if pending.finish_reason: return
-    if not finite: self._suspect = self.launched   # what it computed may be in the tree
+    if not finite and not pending.bad: self._disown(pending)
     if pending.doom: return self.end(pending, *pending.doom)
+    if pending in self._misled: return
     if not finite:
         error = 'the model gave no finite logits for this request'
         return self.end(pending, FinishReason.ERROR, error=error)
@@ -354,7 +357,33 @@ def _closer_look(self: Scheduler, pending: PendingReq, token: int, finite: bool)
         self.end(pending, reason, None, [token], matched)
     else: self._tell([pending], [token])
 
+# %% ../../nbs/25_scheduler.loop.ipynb #36df37fc
+@patch
+def _disown(self: Scheduler, pending: PendingReq) -> None:
+    "Let nobody build on what this request has computed"
+    pending.bad, handle = True, pending.handle
+    found = handle.cached_len if handle.found is None else handle.found
+    if found: self._suspect = self.launched
+    begun = [o for o in self.alive.values() if o.table_idx is not None]
+    for o in self.cache.disown(pending, begun):
+        if o.bad: continue
+        o.bad = True
+        self.decode.remove_req(o.rid)
+        self.prefill.remove(o)
+        self.table.lengths.watched[o.table_idx] = True
+        self._misled.append(o)
 
+@patch
+def _begin_anew(self: Scheduler) -> None:
+    "Send back those who were misled, as soon as nothing of them is in flight"
+    lengths, alive = self.table.lengths, [o for o in self._misled if o.finish_reason is None]
+    home = [o for o in alive if lengths.launched[o.table_idx] <= self.completed]
+    self._misled = [o for o in alive if o not in home]
+    for pending in home:
+        self.retract(pending)
+        pending.bad = False
+
+# %% ../../nbs/25_scheduler.loop.ipynb #a61c7fc9
 @patch
 def _tell(self: Scheduler, pendings: list[PendingReq], tokens: list[int]) -> None:
     "News of requests that go on"
@@ -413,7 +442,9 @@ def _fail(self: Scheduler, error: BaseException) -> None:
     self.completed = self._suspect = self.launched   # nothing is in flight any more
     sentence = f'the engine failed: {str(error) or type(error).__name__}'
     begun = [o for o in self.alive.values() if o.table_idx is not None]
-    for pending in begun: self.end(pending, FinishReason.ERROR, error=sentence)
+    for pending in begun:
+        pending.bad = True
+        self.end(pending, FinishReason.ERROR, error=sentence)
     if not isinstance(error, Exception): raise error
 
 # %% ../../nbs/25_scheduler.loop.ipynb #29adb402
