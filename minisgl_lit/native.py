@@ -88,10 +88,10 @@ class Pointer(ctypes.c_void_p):
     @classmethod
     def from_param(
         cls,
-        tensor: torch.Tensor,  # On the CPU
+        tensor: torch.Tensor | None,  # On the CPU; `None` is C's null
     ) -> ctypes.c_void_p:
         "Its address"
-        return ctypes.c_void_p(tensor.data_ptr())
+        return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 def signatures(
     source: str,  # C
