@@ -263,9 +263,13 @@ class Ledger(RuleBasedStateMachine):
     @rule(i=st.integers(0), keep=st.booleans())
     def end(self, i, keep):
         p = self.running.pop(i % len(self.running))
+        available = self.cache.available_size + self.cache.freed_by([p])
         self.rows.append((int(self.lengths.launched[p.table_idx]), p.table_idx))
         self.cache.cache_finished(p, keep)
         p.table_idx = None
+        if self.completed == self.launched:
+            self.cache.collect(self.completed)
+            assert self.cache.available_size == available
 
     @precondition(lambda self: self.completed < self.launched)
     @rule()
@@ -381,21 +385,18 @@ def test_a_long_prompt_in_pieces_is_not_copied_again_and_again():
     (few, small), (many, large) = chain(n_tokens=4_000), chain(n_tokens=40_000)
     assert many < 11*few and large < 1.2*small + 500, (few, many, small, large)
 
-@pytest.mark.parametrize('eviction', ['lru', 'mru'])
+@pytest.mark.parametrize('eviction', ['lru', 'mru', 'lfu'])
 def test_the_heap_does_not_outgrow_the_tree(eviction):
     cache, ids = bush(600, eviction=eviction)
-    cache._sweep_at, last, rng = 1000, list(range(600)), np.random.default_rng(0)
-    for i in rng.integers(0, 600, 5_000).tolist():
-        handle = cache.match_prefix(ids[i])
-        cache.lock(handle)
-        cache.unlock(handle)
-        last.remove(i)
-        last.append(i)
+    cache._sweep_at, used, rng = 1000, {i: (0, i - 600) for i in range(600)}, np.random.default_rng(0)
+    for step, i in enumerate(rng.integers(0, 600, 5_000).tolist()):
+        cache.insert(ids[i], [0, i + 1])
+        used[i] = used[i][0] + 1, step
         assert len(cache._heap) <= 2200 + 1
     cache.check()
     assert 2000 < cache._sweep_at <= 2200
-    if eviction == 'mru': last.reverse()
-    assert cache.evict(600).tolist() == [i + 1 for i in last]
+    rank = dict(lru=lambda i: used[i][1], mru=lambda i: -used[i][1], lfu=lambda i: used[i])[eviction]
+    assert cache.evict(600).tolist() == [i + 1 for i in sorted(used, key=rank)]
 
 def test_a_rank_that_fell_while_it_was_locked_counts():
     "Most recently used first, and one is used again and again: it has many old entries, and goes first all the same"
@@ -596,3 +597,13 @@ def test_all_that_was_added_is_removed():
     cache.unlock(handle)
     assert sorted(cache.evict(9).tolist()) == [1, 2, 3]
     cache.check()
+
+def test_a_bad_page_that_nobody_uses_goes_first():
+    cache = RadixCache(2)
+    cache.insert([1, 1], [0])
+    cache.lock(bad := cache.match_prefix([2, 2]))
+    cache.extend(bad, [2, 2], [1])
+    cache.insert([2, 2, 3, 3], [1, 2])    # somebody has added to it, and is gone
+    cache.remove(bad)
+    cache.check()
+    assert cache.evict(1).tolist() == [2]

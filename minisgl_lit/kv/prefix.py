@@ -347,7 +347,7 @@ def _hide(self: RadixCache, top: Node) -> None:
     hidden = [top]
     for node in hidden:
         node.removed = True
-        if node.entry: self._offer(node)
+        self._offer(node)
         hidden += node.children.values()
 
 # %% ../../nbs/12_kv.prefix.ipynb #cbd18042
