@@ -57,8 +57,8 @@ def serving(seen: Counter, lives: list[int]):
     class Serving(RuleBasedStateMachine):
         "One server; rules are what callers and the engine may do at any moment"
 
-        @initialize(setting=st.fixed_dictionaries(SETTINGS), faulty=st.integers(0, 3).map(lambda n: n == 3))
-        def start(self, setting, faulty):
+        @initialize(setting=st.fixed_dictionaries(SETTINGS), faulty=st.integers(0, 3).map(lambda n: n == 3), first=st.integers(2, 4))
+        def start(self, setting, faulty, first):
             page_size, budget = setting['page_size'], setting['max_prefill_tokens']
             num_pages = -(-MAX_SEQ_LEN // page_size) + setting['num_pages'] // page_size
             table = TableManager(setting['max_running_req'], MAX_SEQ_LEN, page_size, dummy_page=num_pages)
@@ -71,6 +71,8 @@ def serving(seen: Counter, lives: list[int]):
             self.timed = config.queue_timeout or config.run_timeout
             self.faulty = faulty    # whether this engine may break down
             self.steps, self.marks, self.full, self.displaced = 0, set(), config.max_queued_req, False
+
+            self.arrive_together(6, first)
 
         def clock(self): return float(self.steps)
 
@@ -106,12 +108,9 @@ def serving(seen: Counter, lives: list[int]):
             control.pause(how)
             if how == 'abort': self.aborted |= set(self.right)
             for _ in range(n): self.step()
+            if not self.faulty: self.s.idle_step()
             if how != 'in_place' and not any(o.table_idx is not None for o in self.s.alive.values()): control.flush_cache()
             control.resume()
-
-        @rule()
-        def probe(self):
-            if not self.faulty: self.s.idle_step()
 
         @precondition(lambda self: self.faulty)
         @rule()

@@ -6,20 +6,18 @@
 __all__ = ['Observer', 'Scheduler']
 
 # %% ../../nbs/25_scheduler.loop.ipynb #caf8a2d6
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 
 import numpy as np
 from fastcore.basics import patch
 
 from ..config import EngineConfig
 from ..core import (
-    Batch, Engine, FinishReason, ForwardMode, ForwardOutput, PendingReq, QueueFull, Req,
-    RequestError, SamplingParams, TextStop)
-from ..kv.cache import CacheManager, ReleaseList
-from .decode import DecodeManager, NewTokenRatio, retract_order
-from .finish import Deadlines, News, check_finish, last_reply, may_end
-from .policy import make_policy
-from .prefill import ChunkedReq, Door, PrefillManager, kv_len
+    Batch, Engine, FinishReason, ForwardMode, ForwardOutput, PendingReq, Req, TextStop)
+from ..kv.cache import CacheManager
+from .decode import retract_order
+from .finish import Lifecycle, News
+from .prefill import kv_len
 from .prepare import Plan, idle_batch, make_batch
 
 # %% ../../nbs/25_scheduler.loop.ipynb #5af27c51
@@ -30,12 +28,11 @@ class Observer:
     def completed(self, batch: Batch, news: News) -> None:
         "Its result has been processed, with this news; not called if the engine failed"
 
-# %% ../../nbs/25_scheduler.loop.ipynb #59c2e171
-class Scheduler:
+# %% ../../nbs/25_scheduler.loop.ipynb #6d255e49
+class Scheduler(Lifecycle):
     """Decides who runs next, and tells everyone what came of it; one `step` is one turn.
 
-    A request belongs to `alive` from `add` to its one terminal `Reply`. Its row and pages
-    go back at the next turn, and are lent again when the last batch with it has completed.
+    All that a request owns is the `Lifecycle`'s; here are the engine, and what is in flight.
     """
     def __init__(
         self,
@@ -49,104 +46,10 @@ class Scheduler:
         text_stop: Callable[[PendingReq], TextStop] | None = None,  # Finds stop strings
         observer: Observer | None = None,   # Sees every batch
     ):
-        self.engine, self.cache, self.table, self.clock = engine, cache, cache.table, clock
-        self.config, self.eos_token_ids, self.text_stop = config, eos_token_ids, text_stop
-        self._is_eos = np.isin(np.arange(vocab_size), list(eos_token_ids))
-        self.defaults, self.observer = defaults or {}, observer or Observer()
-        self.door = Door(cache, vocab_size)
-        self.ratio = NewTokenRatio(config.admission, config.schedule_conservativeness)
-        policy = make_policy(config.policy, cache, config.seed, config.priority_aging)
-        budget = config.max_prefill_tokens
-        chunk = config.chunked_prefill_size or budget
-        self.prefill = PrefillManager(cache, budget, chunk, policy, self.ratio.clip)
-        self.decode = DecodeManager(cache.table, self.ratio)
-        self._set_up()
-
-    def _set_up(self) -> None:
-        "The state of a server to which nobody has come yet"
-        self.counts = dict.fromkeys(('prompt_tokens', 'cached_tokens', 'generated_tokens',
-                                     'retracted'), 0)
-        self.alive: dict[str, PendingReq] = {}
-        self.launched = self.completed = self._suspect = self._streak = self.beats = 0
-        self.paused = False
+        super().__init__(cache, vocab_size, clock, config, eos_token_ids, defaults, text_stop)
+        self.engine, self.observer = engine, observer or Observer()
+        self.paused, self._streak, self.beats = False, 0, 0
         self._in_flight: tuple[Batch, ForwardOutput] | None = None
-        self._computed: list[PendingReq] = []
-        self._ended: list[PendingReq] = []
-        self._misled: list[PendingReq] = []
-        self._news = News()
-        self._wait_limit = Deadlines(self.config.queue_timeout)
-        self._run_limit = Deadlines(self.config.run_timeout)
-        self._rows, self._rng = ReleaseList(), np.random.default_rng(self.config.seed)
-
-# %% ../../nbs/25_scheduler.loop.ipynb #9fdab5f2
-@patch
-def add(
-    self: Scheduler,
-    rid: str,                  # The caller's name for it
-    input_ids: Sequence[int],  # The prompt
-    params: SamplingParams,    # The caller's wishes
-) -> PendingReq:
-    "Accept a request, which then gets exactly one terminal reply, or raise `RequestError`"
-    if rid in self.alive:
-        raise RequestError('rid', f'rid {rid!r} belongs to a request that is still running')
-    ids, max_len = self.check(input_ids, params)
-    self._check_queue(params.priority)
-    params = params.resolve(self.defaults, seed=int(self._rng.integers(2**62)))
-    pending = PendingReq(rid, ids, params, max_len, arrival=self.clock())
-    if params.stop: pending.text_stop = self.text_stop(pending)
-    self.alive[rid] = pending
-    self.prefill.add(pending)
-    self._wait_limit.add(pending, pending.arrival)
-    return pending
-
-# %% ../../nbs/25_scheduler.loop.ipynb #f3bd5181
-@patch
-def check(
-    self: Scheduler,
-    input_ids: Sequence[int],  # A prompt
-    params: SamplingParams,    # Its wishes
-) -> tuple[np.ndarray, int]:   # The prompt, [n], and how long the request may become
-    "Raise `RequestError` if this could never be served, however long it waited"
-    if params.stop and not self.text_stop:
-        raise RequestError('stop', 'stop needs a tokenizer, and there is none here')
-    return self.door.check(input_ids, params)
-
-@patch
-def _check_queue(self: Scheduler, priority: int) -> None:
-    "Make sure that there is room to wait: in a full queue only by displacing somebody"
-    waiting = self.prefill.waiting.values()
-    if len(waiting) < self.config.max_queued_req: return
-    last = min(reversed(waiting), key=lambda o: o.params.priority)
-    full = f'{len(waiting)} requests are waiting already (max_queued_req); try again later'
-    if priority <= last.params.priority: raise QueueFull('max_queued_req', full)
-    self.doom(last, FinishReason.ERROR, f'displaced by a request of higher priority: {full}')
-
-# %% ../../nbs/25_scheduler.loop.ipynb #358b88cd
-@patch
-def _settle(self: Scheduler) -> None:
-    "Do what earlier steps have left to do with pages and rows"
-    for pending in self._computed:
-        if not pending.bad: self.cache.cache_unfinished(pending)
-    for pending in self._ended: self._give_back(pending)
-    self._computed, self._ended = [], []
-    self._collect()
-    self._begin_anew()
-    if 0 < self._suspect <= self.completed:
-        self.cache.flush()
-        self._suspect = 0
-
-@patch
-def _give_back(self: Scheduler, pending: PendingReq) -> None:
-    "Take row and pages from a request; what is in flight they wait for"
-    self.cache.cache_finished(pending, keep=not pending.bad)
-    row, pending.table_idx = pending.table_idx, None
-    self._rows.put(np.array([row]), int(self.table.lengths.launched[row]))
-
-@patch
-def _collect(self: Scheduler) -> None:
-    "Take back pages, locks and rows that nothing in flight uses any more"
-    self.cache.collect(self.completed)
-    for row in self._rows.take(self.completed).tolist(): self.table.free(row)
 
 # %% ../../nbs/25_scheduler.loop.ipynb #117a7496
 @patch
@@ -197,20 +100,6 @@ def _prepare(self: Scheduler, reqs: list[Req], mode: ForwardMode) -> Batch | Non
     return make_batch(plan, mode, self.launched + 1) if plan.reqs else None
 
 # %% ../../nbs/25_scheduler.loop.ipynb #a6ce51a4
-@patch
-def retract(
-    self: Scheduler,
-    pending: PendingReq,   # It has a row, and is in no batch in flight
-    at_head: bool = True,  # Whether it comes before all who have not run yet
-) -> None:
-    "Let a request wait again; it will go on where it was"
-    self.decode.remove_req(pending.rid)
-    self.prefill.remove(pending)
-    self._give_back(pending)
-    self._collect()
-    self.prefill.put_back(pending, at_head)
-    self.counts['retracted'] += 1
-
 @patch
 def _make_room(self: Scheduler, reqs: list[Req], mode: ForwardMode) -> Plan:
     "Retract until the pages suffice: what that frees is counted, not assumed"
@@ -273,33 +162,6 @@ def _would_fit(self: Scheduler, head: PendingReq, gone: list[PendingReq]) -> boo
     cache.unlock(handle)
     return needed + self.decode.pages_of(kept) <= room
 
-# %% ../../nbs/25_scheduler.loop.ipynb #1ffd3791
-@patch
-def doom(
-    self: Scheduler,
-    pending: PendingReq,       # Alive
-    reason: FinishReason,      # Why
-    error: str | None = None,  # One sentence, if the reason is 'error'
-) -> None:
-    "End a request as soon as it is in no batch in flight"
-    pending.doom = pending.doom or (reason, error)
-    self.prefill.remove(pending)
-    self.decode.remove_req(pending.rid)
-    row, lengths = pending.table_idx, self.table.lengths
-    if row is not None and lengths.launched[row] > self.completed: lengths.watched[row] = True
-    else: self.end(pending, *pending.doom)
-
-@patch
-def _expire(self: Scheduler) -> None:
-    "Doom those who have waited or run for too long"
-    for name, limit in dict(queue_timeout=self._wait_limit, run_timeout=self._run_limit).items():
-        if limit.seconds is None: continue
-        late = [o for o in limit.due(self.clock()) if o.finish_reason is None]
-        error = f'this request took longer than {name}={limit.seconds:g} seconds'
-        for o in late:
-            if limit is self._run_limit or 'scheduled' not in o.times:
-                self.doom(o, FinishReason.ERROR, error)
-
 # %% ../../nbs/25_scheduler.loop.ipynb #eb767f3e
 @patch
 def _launch(self: Scheduler, batch: Batch) -> object:
@@ -321,85 +183,6 @@ def _launch(self: Scheduler, batch: Batch) -> object:
 
 # %% ../../nbs/25_scheduler.loop.ipynb #a1cf43e3
 @patch
-def end(
-    self: Scheduler,
-    pending: PendingReq,       # Alive, and in no batch in flight but one being processed
-    reason: FinishReason,      # Why
-    error: str | None = None,          # What went wrong
-    token_ids: Sequence[int] = (),     # Its last token
-    matched: str | int | None = None,  # The stop token or string
-) -> None:
-    "Let a request end: one terminal reply now, its row and pages at the next step"
-    pending.finish_reason = reason
-    self.decode.remove_req(pending.rid)
-    self.prefill.remove(pending)
-    del self.alive[pending.rid]
-    if pending.table_idx is not None:
-        self.table.lengths.watched[pending.table_idx] = True
-        self._ended.append(pending)
-    reply = last_reply(pending, reason, self.clock(), token_ids, matched, error)
-    self._news.ends.append(reply)
-
-@patch
-def _closer_look(self: Scheduler, pending: PendingReq, token: int, finite: bool) -> None:
-    "What an unusual result means for its request"
-    if pending.finish_reason: return
-    if not finite and not pending.bad: self._disown(pending)
-    if pending.doom: return self.end(pending, *pending.doom)
-    if pending in self._misled: return
-    if not finite:
-        error = 'the model gave no finite logits for this request'
-        return self.end(pending, FinishReason.ERROR, error=error)
-    pending.append(token)
-    if found := check_finish(pending, self.eos_token_ids):
-        reason, matched = found
-        self.counts['generated_tokens'] += 1
-        self.end(pending, reason, None, [token], matched)
-    else: self._tell([pending], [token])
-
-# %% ../../nbs/25_scheduler.loop.ipynb #36df37fc
-@patch
-def _disown(self: Scheduler, pending: PendingReq) -> None:
-    "Let nobody build on what this request has computed"
-    pending.bad, handle = True, pending.handle
-    found = handle.cached_len if handle.found is None else handle.found
-    if found: self._suspect = self.launched
-    begun = [o for o in self.alive.values() if o.table_idx is not None]
-    for o in self.cache.disown(pending, begun):
-        if o.bad: continue
-        o.bad = True
-        self.decode.remove_req(o.rid)
-        self.prefill.remove(o)
-        self.table.lengths.watched[o.table_idx] = True
-        self._misled.append(o)
-
-@patch
-def _begin_anew(self: Scheduler) -> None:
-    "Send back those who were misled, as soon as nothing of them is in flight"
-    lengths, alive = self.table.lengths, [o for o in self._misled if o.finish_reason is None]
-    home = [o for o in alive if lengths.launched[o.table_idx] <= self.completed]
-    self._misled = [o for o in alive if o not in home]
-    for pending in home:
-        self.retract(pending)
-        pending.bad = False
-
-# %% ../../nbs/25_scheduler.loop.ipynb #a61c7fc9
-@patch
-def _tell(self: Scheduler, pendings: list[PendingReq], tokens: list[int]) -> None:
-    "News of requests that go on"
-    self.counts['generated_tokens'] += len(tokens)
-    self._news.rids += [o.rid for o in pendings]
-    self._news.token_ids += tokens
-
-# %% ../../nbs/25_scheduler.loop.ipynb #b5c2394a
-@patch
-def _after_chunk(self: Scheduler, pending: PendingReq, computed: int) -> None:
-    "What a computed piece of a prompt means for its request"
-    if pending.finish_reason: return
-    if pending.doom: self.end(pending, *pending.doom)
-    elif computed == pending.max_len: self.end(pending, FinishReason.LENGTH)
-
-@patch
 def _process(self: Scheduler, batch: Batch, output: ForwardOutput) -> None:
     "Wait for a batch, and tell everyone what came of it"
     try: output.copy_done.synchronize()
@@ -410,29 +193,6 @@ def _process(self: Scheduler, batch: Batch, output: ForwardOutput) -> None:
     if batch.mode is not ForwardMode.DECODE: self._after_prompts(batch)
     self._after_tokens(batch, output)
     self.observer.completed(batch, self._news)
-
-@patch
-def _after_prompts(self: Scheduler, batch: Batch) -> None:
-    "What it means that prompts, or pieces of them, are computed"
-    now = self.clock()
-    for req, computed in zip(batch.reqs, batch.device_lens.tolist()):
-        if isinstance(req, ChunkedReq): self._after_chunk(req.pending, computed)
-        else: req.pending.times.setdefault('first_token', now)
-
-@patch
-def _after_tokens(self: Scheduler, batch: Batch, output: ForwardOutput) -> None:
-    "What new tokens mean for their requests"
-    rows, n_tokens = batch.rows[batch.sampled], batch.device_lens[batch.sampled] + 1
-    close = may_end(output.next_tokens, n_tokens, rows, self.table.lengths, self._is_eos)
-    close |= ~output.finite
-    pendings = [batch.reqs[i].pending for i in batch.sampled.tolist()]
-    tokens, plain = output.next_tokens.tolist(), pendings
-    if close.any():
-        for i in np.flatnonzero(close).tolist():
-            self._closer_look(pendings[i], tokens[i], bool(output.finite[i]))
-        plain, tokens = ([o[i] for i in np.flatnonzero(~close).tolist()] for o in (pendings, tokens))
-    for pending, token in zip(plain, tokens): pending.append(token)
-    self._tell(plain, tokens)
 
 # %% ../../nbs/25_scheduler.loop.ipynb #14e9ab90
 @patch
