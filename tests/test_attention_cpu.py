@@ -78,6 +78,18 @@ def test_kernel_says_what_the_reference_says(world): check(**world)
 @given(worlds(longest=5000, most=2))
 def test_long_texts(world): check(**world)
 
+def test_scores_far_from_zero():
+    "Powers that overflow or vanish unless taken from the largest score"
+    for dtype in (torch.float32, BF16):
+        for sign in (-1, 1):
+            pool, table, batch, (q, k, v), _ = make([60, 0], [1, 9], 16, 2, 2, 16, dtype, None, 0, 0)
+            pool.k(1)[:] = 40 * sign
+            q, k = torch.full_like(q, 40), torch.full_like(k, 40 * sign)
+            backend = cpu_attention(pool, table.page_table)
+            got = backend.forward(q, k, v, 1, backend.prepare(batch))
+            mean = v[1:].float().cumsum(0) / torch.arange(1, 10)[:, None, None]   # all scores are one
+            torch.testing.assert_close(got[1:, ::2].float(), mean, rtol=.02, atol=.02)
+
 @pytest.mark.skipif(hidden, reason='no compiler')
 def test_it_is_the_kernel_that_is_tested():
     pool, table, *_ = make([3], [1], 4, 1, 1, 8, BF16, None, 0, 0)

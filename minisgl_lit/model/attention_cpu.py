@@ -92,8 +92,8 @@ INLINE const char *ahead(const char **p, i64 left, i64 first, i64 dim, int bf16)
     for (i64 c = 0; c < dim * (bf16 ? 2 : 4); c += 64) __builtin_prefetch(next + c);
     return at(p[0], first, bf16);
 }
-INLINE void compare(int N, const char **q, i64 rows, i64 heads, const char **k, i64 left, i64 dim,
-                    float *s, int bf16) {
+INLINE void compare(int N, const char **q, i64 rows, i64 heads, const char **k, i64 left,
+                    i64 dim, float *s, int bf16) {
     for (i64 h = 0, r = 0; h < heads; h++) {
         const char *key[4];
         for (int b = 0; b < N; b++) key[b] = ahead(k + b, left - b, h * dim, dim, bf16);
@@ -103,8 +103,8 @@ INLINE void compare(int N, const char **q, i64 rows, i64 heads, const char **k, 
         for (; r < end; r++) dots(1, N, 1, q + r, key, dim, bf16, s + r * B, B);
     }
 }
-INLINE void gather(int N, const char **v, i64 left, i64 rows, i64 heads, const float *p, i64 dim,
-                   float *state, int bf16) {
+INLINE void gather(int N, const char **v, i64 left, i64 rows, i64 heads, const float *p,
+                   i64 dim, float *state, int bf16) {
     for (i64 h = 0, r = 0, ld = dim + 2; h < heads; h++) {
         const char *value[4];
         for (int b = 0; b < N; b++) value[b] = ahead(v + b, left - b, h * dim, dim, bf16);
