@@ -92,7 +92,7 @@ def serving(seen: Counter, lives: list[int]):
 
         @rule(head=st.integers(4, len(SYSTEM)), n=st.integers(2, 4))
         def arrive_together(self, head, n):
-            for i in range(n): self.arrive(head, [1, 2][:i % 2], 4 + i, True)
+            for i in range(n): self.arrive(head, [1, 2][:i % 2], 6 + 2*i, True)
 
         @precondition(lambda self: self.s.alive)
         @rule(data=st.data())

@@ -73,12 +73,8 @@ def resume(self: Control) -> None:
 @patch
 def flush_cache(self: Control) -> None:
     "Forget all cached prefixes; `RequestError` while anybody has a part of them"
-    s = self.scheduler
-    begun = [o.rid for o in s.alive.values() if o.table_idx is not None]
-    if begun: raise RequestError('flush_cache', f'the cache cannot be emptied: {len(begun)} requests '
-                                 'use it; wait for them, abort them, or pause with retract')
-    s.quiesce()
-    s.cache.flush()
+    self.scheduler.quiesce()
+    self.scheduler.cache.reset()
 
 # %% ../../nbs/26_scheduler.control.ipynb #fc314b83
 class Watchdog:

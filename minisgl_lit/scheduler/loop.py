@@ -134,8 +134,8 @@ def _end_for_want_of_pages(self: Scheduler, pending: PendingReq) -> None:
 @patch
 def _preempt(self: Scheduler) -> bool:
     "Retract less important requests for the one at the head of the line; whether that was done"
-    head = next(self.prefill.candidates(), None)
-    if head is None or head.table_idx is not None or not self._lesser(head): return False
+    head = self.prefill.refused
+    if head is None or not self._lesser(head): return False
     self.quiesce()
     victims = self._lesser(head)
     for pending in victims: self.retract(pending, at_head=False)

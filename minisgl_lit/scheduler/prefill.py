@@ -7,6 +7,7 @@ __all__ = ['Door', 'ChunkedReq', 'kv_len', 'PrefillAdder', 'PrefillManager']
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #00c6853a
 from collections.abc import Iterator, Sequence
+from operator import le
 
 import numpy as np
 from fastcore.basics import patch
@@ -164,14 +165,16 @@ class PrefillManager:
         self.waiting: dict[str, PendingReq] = {}    # by name, in order of arrival
         self.retracted: dict[str, PendingReq] = {}  # those who have lost their row
         self.chunked: PendingReq | None = None      # admitted, its prompt launched in part
+        self.refused: PendingReq | None = None      # for whom there was no room
+        self._too_small = -1, -1                    # the rows and pages it had
 
     def add(self, pending: PendingReq) -> None:
         "Let a request wait"
-        self.waiting[pending.rid] = pending
+        self.waiting[pending.rid], self.refused = pending, None
 
     def put_back(self, pending: PendingReq, at_head: bool) -> None:
         "Let a request wait again that has lost its row: at the head, or where it once stood"
-        line = self.retracted if at_head else self.waiting
+        line, self.refused = self.retracted if at_head else self.waiting, None
         line[pending.rid] = pending
         ordered = sorted(line.values(), key=lambda o: o.arrival)
         line.clear()
@@ -182,6 +185,7 @@ class PrefillManager:
         self.waiting.pop(pending.rid, None)
         self.retracted.pop(pending.rid, None)
         if self.chunked is pending: self.chunked = None
+        if self.refused is pending: self.refused = None
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #297102a6
 @patch
@@ -191,12 +195,16 @@ def schedule(
     other_tokens: int = 0, # Tokens that the step computes besides
 ) -> list[Req]:            # Views for one prefill batch; empty if nobody waits or fits
     "Choose who is computed in this step"
+    room = self.cache.table.available_size, self.cache.available_size - reserved_pages
+    if self.refused and all(map(le, room, self._too_small)): return []
     adder = PrefillAdder(self.max_prefill_tokens, self.chunk_size, reserved_pages, self.cache,
                          self.clip, other_tokens)
-    reqs = []
+    self.refused, reqs = None, []
     for pending in self.candidates():
         req = adder.try_add(pending)
-        if req is None: break
+        if req is None:
+            if not reqs: self.refused, self._too_small = pending, room
+            break
         reqs.append(req)
         self.remove(pending)
         if req.device_len < pending.n_tokens:
