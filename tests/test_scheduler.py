@@ -97,7 +97,8 @@ def serving(seen: Counter, lives: list[int]):
         @precondition(lambda self: self.s.alive)
         @rule(data=st.data())
         def abort(self, data):
-            rid = data.draw(st.sampled_from(list(self.s.alive)))
+            flying = [rid for rid, o in self.s.alive.items() if o.table_idx is not None and self.s.table.lengths.launched[o.table_idx] > self.s.completed]
+            rid = data.draw(st.sampled_from(flying or list(self.s.alive)))
             Control(self.s).abort(rid)
             if rid in self.s.alive: self.marks.add('abort in flight')
             self.aborted.add(rid)
