@@ -24,7 +24,8 @@ from .config import EngineConfig
 from .core import SamplingParams
 from .llm import LLM
 from .model.decoder import ModelConfig, layer_shapes
-from .scheduler.cost import loaded, parts, step_times
+from .scheduler.cost import (
+    admission_times, eviction_time, grouping_time, loaded, order_time, overlap_share, parts, step_times)
 from .serving.messages import encode
 from .serving.tokenizer import Output
 from .serving.workers import arrived
@@ -254,8 +255,14 @@ def scheduler(
     times = {k: _sized(int(k.split('_')[0]), steps, **o) for k, o in sizes.items()}
     figures = [Figure(f'decode_step_us_{k}', float(np.median(o.sum(1))), 'µs') for k, o in times.items()]
     figures += [Figure('decode_step_us_256_p99', float(np.quantile(times['256'].sum(1), .99)), 'µs')]
-    medians = np.median(times['64'], axis=0)
-    figures += [Figure(f'{part}_us_64', float(o), 'µs') for part, o in zip(parts, medians)]
+    figures += [Figure(f'{part}_us_{n}', float(o), 'µs') for n in ('64', '256')
+                for part, o in zip(parts, np.median(times[n], axis=0))]
+    orders = dict(lpm_128_ms=('lpm', 128), dfs_1000_ms=('dfs-weight', 1000))
+    figures += [Figure(name, order_time(*o) * 1e3, 'ms') for name, o in orders.items()]
+    figures += [Figure('inbatch_1000_ms', grouping_time(1000) * 1e3, 'ms'),
+                Figure('admit_hit_us', float(np.median(admission_times())) * 1e6, 'µs'),
+                Figure('evict_1000_ms', min(eviction_time() for _ in range(3)) * 1e3, 'ms'),
+                Figure('overlap_share', overlap_share(), 'of the engine')]
     return Report('scheduler', dict(engine='toy', page_size=16, steps=steps), figures)
 
 # %% ../nbs/61_bench.ipynb #ed752329
