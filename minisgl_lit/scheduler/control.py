@@ -6,6 +6,7 @@
 __all__ = ['Control', 'Watchdog']
 
 # %% ../../nbs/26_scheduler.control.ipynb #05473e98
+import gc
 from collections.abc import Callable
 
 from fastcore.basics import patch
@@ -47,6 +48,14 @@ class Control:
         left = dict(held=s.cache.held_size, locked=s.cache.prefix.protected_size,
                     rows=rows, running=len(s.decode.running))
         if any(left.values()): raise RuntimeError(f'nothing is served, but {left} is not 0')
+
+# %% ../../nbs/26_scheduler.control.ipynb #4ede0ff7
+@patch
+def tidy(self: Control) -> None:
+    "Check everything and collect garbage, for a quiet moment; nothing if somebody is there"
+    if self.scheduler.alive or self.scheduler.has_work: return
+    self.self_check()
+    gc.collect()
 
 # %% ../../nbs/26_scheduler.control.ipynb #635861e4
 @patch

@@ -6,6 +6,7 @@
 __all__ = ['obey', 'arrived', 'run', 'hold_leash', 'load', 'worker']
 
 # %% ../../nbs/53_serving.workers.ipynb #907c36b7
+import gc
 import json
 import os
 import shutil
@@ -60,6 +61,7 @@ def run(
 ) -> None:
     "Take messages, run a step, send what it brought; until `StopMsg`"
     while True:
+        if not scheduler.has_work and not socket.poll(1000): control.tidy()
         for message in arrived(socket, wait=not scheduler.has_work, limit=max_recv):
             if isinstance(message, StopMsg): return
             if answer := obey(message, scheduler, control): socket.send(encode(answer))
@@ -103,6 +105,9 @@ def worker(
         runtime = load(settings)
         if isinstance(runtime, FailMsg): return socket.send(encode(runtime))
         s = runtime.scheduler
+        gc.collect()
+        gc.freeze()                              # what is there now stays
+        gc.set_threshold(50_000, 10, 10**9)      # a full collection only in `tidy`
         socket.send(encode(ReadyMsg(str(runtime.model_path), s.door.max_seq_len, s.door.vocab_size)))
         run(socket, s, runtime.control, runtime.config.max_recv_per_step)
         runtime.close()
