@@ -24,7 +24,7 @@ Cache = Literal['radix', 'none']
 Eviction = Literal['lru', 'lfu', 'fifo', 'mru', 'filo', 'priority', 'slru']
 Policy = Literal['fcfs', 'lpm', 'dfs-weight', 'lof', 'random']
 Admission = Literal['reserve', 'optimistic']
-Attention = Literal['auto', 'torch']
+Attention = Literal['auto', 'native', 'torch']
 
 # %% ../nbs/01_config.ipynb #26694a0f
 def setting(
@@ -111,7 +111,7 @@ class EngineConfig:
     queue_timeout: float | None = setting(None, 'Seconds a request may wait; None sets no bound', high=1e9)
     run_timeout: float | None = setting(None, 'Seconds from its first step until a request must have ended', high=1e9)
     overlap: bool | Literal['auto'] = setting('auto', 'Whether the host plans a step while the device computes another')
-    attention: Attention = setting('auto', 'What computes attention')
+    attention: Attention = setting('auto', 'What computes attention; native is compiled C where there is a compiler, else torch')
     seed: int | None = setting(None, 'Start of all randomness; None draws one')
     max_queued_req: int = setting(4096, 'Requests that may wait; more are refused', low=1)
 

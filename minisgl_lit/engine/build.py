@@ -21,7 +21,7 @@ from ..kv.cache import CacheManager
 from ..kv.pool import KVPool, page_bytes
 from ..kv.prefix import make_prefix_cache
 from ..kv.table import TableManager
-from ..model.attention import backends
+from ..model.attention_cpu import backends
 from ..model.decoder import Decoder, ModelConfig, dtypes
 from ..model.embedded import embedded_path
 from ..model.checkpoint import read_config, resolve_model
@@ -99,7 +99,7 @@ def build(
     pool = make_pool(config, model, max_seq_len, dtype, device)
     sizes = config.max_running_req, max_seq_len, config.page_size
     table = TableManager(*sizes, pool.dummy_page, device)
-    backend = backends['torch' if config.attention == 'auto' else config.attention]
+    backend = backends['native' if config.attention == 'auto' else config.attention]
     attention, stream = backend(pool, table.page_table, model.windows), make_stream(device, overlap)
     engine = Engine(decoder, attention, table.token_pool, stream)
     prefix = make_prefix_cache(config.cache, config.page_size, config.eviction)
