@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOCK := $(if $(shell command -v flock),flock .venv/.lock)
 PYTEST = $(BIN)/python -m pytest -n $(J) --dist worksteal
 need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=11_kv.table))
-.PHONY: help serve test test-long docs nbs export edit done check embedded update readme cov install clean
+.PHONY: help serve test test-long mutants docs nbs export edit done check embedded update readme cov install clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 12
@@ -22,6 +22,8 @@ test: .venv/.all         ## run every notebook and every test
 	$(PYTEST)
 test-long: .venv/.all    ## the same with the long tests and the slow cells (TST_FLAGS="slow gpu" for GPU cells too)
 	TST_LONG=1 TST_FLAGS="$(or $(TST_FLAGS),slow)" $(PYTEST)
+mutants: .venv/.all      ## break caches and scheduler one line at a time; some test must notice each
+	$(BIN)/python tests/mutants.py -j $(J)
 cov: .venv/.all          ## the tests run on the exported package, with coverage
 	TST_PACKAGE=1 $(PYTEST) -q --cov --cov-report=term-missing
 check: .venv/.all        ## lint; package, notebooks, README and settings agree; no chapter reads ahead
