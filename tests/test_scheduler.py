@@ -173,11 +173,11 @@ def serving(seen: Counter, lives: list[int]):
 
     return Serving
 
-def run(examples: int, shard: int, tell) -> None:
+def run(examples: int, shard: int, tell, steps: int = 40) -> None:
     "So many random lives of a server, and what happened in them"
     seen, lives = Counter(), []
     machine = seed(shard)(serving(seen, lives))
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None, database=None,
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None,
                                                          suppress_health_check=list(HealthCheck)))
     shares = {o: seen[o] / len(lives) for o in ('hit', 'eviction', 'chunk', 'abort in flight', 'dedup', 'retraction')}
     tell('schedules', f'{len(lives)} lives, median {median(lives):.0f} steps; ' + ', '.join(f'{k} {v:.0%}' for k, v in shares.items()))
@@ -188,5 +188,7 @@ def run(examples: int, shard: int, tell) -> None:
 def test_nothing_is_lost(shard, record_property): run(int(os.environ.get('TST_LIVES', 500)), shard, record_property)
 
 @pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.filterwarnings('ignore:policy=')
 @pytest.mark.parametrize('shard', range(4, 24))
-def test_nothing_is_lost_in_thousands_of_lives(shard, record_property): run(2500, shard, record_property)
+def test_nothing_is_lost_in_thousands_of_lives(shard, record_property): run(2500, shard, record_property, steps=25)
