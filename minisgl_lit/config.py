@@ -97,7 +97,7 @@ class EngineConfig:
     max_running_req: int = setting(256, 'Requests that may run at once', low=1)
     max_seq_len: int | None = setting(None, "Longest sequence, prompt and answer; None is the model's", low=1)
     max_prefill_tokens: int = setting(8192, 'Prompt tokens that one step may compute', low=1)
-    chunked_prefill_size: int | None = setting(None, 'Longest piece of one prompt in a step; None is max_prefill_tokens', low=1)
+    chunked_prefill_size: int | None = setting(None, 'Longest piece of one prompt in a step, which the first in a step may use even if it is more than max_prefill_tokens; None is as much', low=1)
     max_recv_per_step: int = setting(256, 'New requests that are taken in between two steps', low=1)
     cache: Cache = setting('radix', 'How finished work is kept for requests with the same beginning')
     eviction: Eviction = setting('lru', 'Which cached pages go first')
@@ -118,8 +118,6 @@ class EngineConfig:
     def __post_init__(self):
         for f in fields(self):
             if not accepts(f, v := getattr(self, f.name)): raise ValueError(f'{f.name} must be {allowed(f)}, not {v!r}')
-        chunk, most = self.chunked_prefill_size, self.max_prefill_tokens
-        if chunk and chunk > most: raise ValueError(f'chunked_prefill_size must be at most max_prefill_tokens ({most}), not {chunk}')
 
     @classmethod
     def of(

@@ -59,13 +59,13 @@ def serving(seen: Counter, lives: list[int]):
 
         @initialize(setting=st.fixed_dictionaries(SETTINGS), faulty=st.integers(0, 3).map(lambda n: n == 3), first=st.integers(2, 4))
         def start(self, setting, faulty, first):
-            page_size, budget = setting['page_size'], setting['max_prefill_tokens']
+            page_size = setting['page_size']
             num_pages = -(-MAX_SEQ_LEN // page_size) + setting['num_pages'] // page_size
             table = TableManager(setting['max_running_req'], MAX_SEQ_LEN, page_size, dummy_page=num_pages)
             self.stream, self.notes = ManualStream(), Notes()
             engine = ToyEngine(table.page_table, table.token_pool, page_size, num_pages, VOCAB, stream=self.stream)
             self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']))
-            config = EngineConfig(**setting | dict(num_pages=num_pages, chunked_prefill_size=min(setting['chunked_prefill_size'], budget)))
+            config = EngineConfig(**setting | dict(num_pages=num_pages))
             self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes)
             self.right, self.told, self.ends, self.aborted, self.n = {}, {}, {}, set(), 0
             self.timed = config.queue_timeout or config.run_timeout
