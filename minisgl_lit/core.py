@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TextStop', 'Doom', 'FinishReason', 'RequestError', 'QueueFull', 'check', 'SamplingParams', 'Lengths',
-           'SamplingArrays', 'CacheHandle', 'PendingReq', 'Req', 'ForwardMode', 'Batch', 'Event', 'ForwardOutput',
-           'Engine']
+           'SamplingArrays', 'Logprob', 'PromptScores', 'CacheHandle', 'PendingReq', 'Req', 'ForwardMode', 'Edits',
+           'Reports', 'Batch', 'Event', 'Scores', 'ForwardOutput', 'Engine']
 
 # %% ../nbs/00_core.ipynb #a29a3ccb
 import math
@@ -47,9 +47,10 @@ def _real(low: float, high: float) -> tuple:
     return ok, f'a finite number of at least {low:g}'
 
 def _whole(low: int, high: int = 2**63 - 1) -> tuple:
-    "A rule: a whole number of at least `low`"
+    "A rule: a whole number between two bounds, both allowed"
     def ok(v) -> bool:
         return isinstance(v, int) and not isinstance(v, bool) and low <= v <= high
+    if high < 2**62: return ok, f'a whole number from {low} to {high}'
     return ok, f'a whole number of at least {low}'
 
 def _flag() -> tuple:
@@ -61,6 +62,12 @@ def _tuple_of(rule: tuple) -> tuple:
     def ok(v) -> bool: return isinstance(v, tuple) and all(map(rule[0], v))
     return ok, f'a list, each item {rule[1]}'
 
+def _map_of(key: tuple, value: tuple) -> tuple:
+    "A rule: a map whose keys and values pass two others"
+    def ok(v) -> bool:
+        return isinstance(v, Mapping) and all(map(key[0], v)) and all(map(value[0], v.values()))
+    return ok, f'a map, each key {key[1]}, each value {value[1]}'
+
 # %% ../nbs/00_core.ipynb #d18575a6
 _text = (lambda v: isinstance(v, str) and v != ''), 'a text that is not empty'
 
@@ -69,16 +76,17 @@ _rules = dict(
     seed=_whole(0), stop_token_ids=_tuple_of(_whole(0)), stop=_tuple_of(_text),
     top_p=((lambda v: _real(0, 1)[0](v) and v > 0), 'a number above 0 and at most 1'),
     no_stop_trim=_flag(), ignore_eos=_flag(), skip_special_tokens=_flag(),
-    priority=_whole(-2**62), extra_key=_text)
+    priority=_whole(-2**62), extra_key=_text, min_tokens=_whole(0),
+    presence_penalty=_real(-2, 2), frequency_penalty=_real(-2, 2),
+    repetition_penalty=_real(.01, 100), logit_bias=_map_of(_whole(0), _real(-100, 100)),
+    logprobs=_whole(0, 20), prompt_logprobs=_whole(0, 20), logprob_start_len=_whole(0))
 
 _not_served = dict(   # the values that ask for nothing
-    min_tokens=(0,), n=(1,), stop_regex=(None,),
-    presence_penalty=(0,), frequency_penalty=(0,), repetition_penalty=(None, 1),
-    logit_bias=(None, {}), logprobs=(None, False), prompt_logprobs=(None,),
-    logprob_start_len=(None,), json_schema=(None,), regex=(None,), ebnf=(None,))
+    n=(1,), stop_regex=(None,), json_schema=(None,), regex=(None,), ebnf=(None,))
 
-_optional = {'temperature', 'top_p', 'top_k', 'min_p', 'max_tokens', 'seed',
-             'extra_key'}   # or `None`
+_optional = {   # or `None`
+    'temperature', 'top_p', 'top_k', 'min_p', 'max_tokens', 'seed', 'extra_key',
+    'repetition_penalty', 'logit_bias', 'logprobs', 'prompt_logprobs', 'logprob_start_len'}
 
 # %% ../nbs/00_core.ipynb #73b0d877
 def _tuple(value: object) -> object:
@@ -103,6 +111,12 @@ def check(
         value = getattr(params, name)
         if not any(_same(value, o) for o in silent):
             raise RequestError(name, f'{name}={value!r} is not served yet; leave it out')
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise RequestError('min_tokens', f'min_tokens={params.min_tokens} must not be more than '
+                                         f'max_tokens={params.max_tokens}')
+    if params.logprob_start_len is not None and params.prompt_logprobs is None:
+        raise RequestError('logprob_start_len', 'logprob_start_len must come with '
+                                                'prompt_logprobs, which is not given')
 
 # %% ../nbs/00_core.ipynb #a11822c6
 @dataclass(frozen=True, kw_only=True)
@@ -113,20 +127,20 @@ class SamplingParams:
     top_k: int | None = None          # Sample among this many likeliest; 0 or -1: among all
     min_p: float | None = None        # Leave out those below this share of the likeliest
     max_tokens: int | None = None     # Longest answer; `None`: up to `max_seq_len`; 0: none
-    min_tokens: int = 0               # No end before so many tokens
+    min_tokens: int = 0               # Nothing but `max_tokens` ends it before so many tokens
     stop: tuple[str, ...] = ()        # Texts that end the answer; one may come as a string
     stop_token_ids: tuple[int, ...] = ()  # Tokens that end it, beside the model's own
     stop_regex: str | None = None     # A pattern that ends it
     no_stop_trim: bool = False        # Leave the stop text in the answer
     ignore_eos: bool = False          # Go on after the model's own end token
     seed: int | None = None           # Same seed, prompt and position: same choice
-    presence_penalty: float = 0.0     # Against tokens that occurred
-    frequency_penalty: float = 0.0    # Against tokens, by how often they occurred
-    repetition_penalty: float | None = None  # Divides the logits of tokens that occurred
-    logit_bias: Mapping[int, float] | None = None  # Added to the logits of these tokens
-    logprobs: int | None = None           # Report so many likeliest tokens at each position
-    prompt_logprobs: int | None = None    # The same for the prompt
-    logprob_start_len: int | None = None  # Where in the prompt to begin with that
+    presence_penalty: float = 0.0     # Taken from the scores of tokens that the answer has
+    frequency_penalty: float = 0.0    # The same, for each time that the answer has them
+    repetition_penalty: float | None = None  # Weakens scores of tokens in prompt or answer
+    logit_bias: Mapping[int, float] | None = None  # Added to the scores of these tokens
+    logprobs: int | None = None           # Tell how likely each token was, and the n likeliest
+    prompt_logprobs: int | None = None    # The same for the prompt, at the end
+    logprob_start_len: int | None = None  # Token of the prompt to begin with; `None`: its first
     n: int = 1                        # Answers to one prompt
     skip_special_tokens: bool = True  # Leave special tokens out of the text
     json_schema: str | None = None    # The answer must be JSON of this schema
@@ -145,9 +159,17 @@ class SamplingParams:
         seed: int = 0,                  # For a request that has none of its own
     ) -> 'SamplingParams':
         "The same wishes with every `None` of the sampler filled in"
-        usual = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=seed)
+        usual = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
+                     seed=seed)
         missing = [name for name in usual if getattr(self, name) is None]
         return replace(self, **{name: defaults.get(name, usual[name]) for name in missing})
+
+    @property
+    def special(self) -> bool:
+        "Whether it asks for more than a choice: for changed scores, or to be told them"
+        changed = self.repetition_penalty not in (None, 1) or self.logit_bias or self.min_tokens
+        told = (self.logprobs, self.prompt_logprobs) != (None, None)
+        return bool(changed or told or self.presence_penalty or self.frequency_penalty)
 
 # %% ../nbs/00_core.ipynb #abcd1e29
 class Lengths:
@@ -184,6 +206,10 @@ class SamplingArrays:
     top_p: np.ndarray        # float32
     min_p: np.ndarray        # float32
     seed: np.ndarray         # int64; with the position it decides the choice
+    repetition_penalty: np.ndarray  # float32; 1 is none
+    presence_penalty: np.ndarray    # float32
+    frequency_penalty: np.ndarray   # float32
+    special: np.ndarray      # bool; whether there is more to it than a choice
 
     @classmethod
     def empty(
@@ -191,9 +217,11 @@ class SamplingArrays:
         n_rows: int,  # Rows of the table, the dummy row included
     ) -> 'SamplingArrays':
         "Greedy everywhere"
-        temperature, top_p, min_p = np.zeros((3, n_rows), dtype=np.float32)
+        temperature, top_p, min_p, *penalties = np.zeros((6, n_rows), dtype=np.float32)
         top_k, seed = np.zeros((2, n_rows), dtype=np.int64)
-        return cls(temperature, top_k, top_p + 1, min_p, seed)
+        penalties[0] += 1
+        special = np.zeros(n_rows, dtype=bool)
+        return cls(temperature, top_k, top_p + 1, min_p, seed, *penalties, special)
 
     def put(
         self,
@@ -211,6 +239,37 @@ class SamplingArrays:
         "The settings of a batch"
         if not self.temperature[rows].any(): return None
         return SamplingArrays(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+# %% ../nbs/00_core.ipynb #32af9cd1
+@dataclass(slots=True)
+class Logprob:
+    "How likely one token was."
+    token: int              # Which
+    logprob: float | None   # Natural logarithm of its probability; `None`: nothing stood before it
+    top: list[tuple[int, float]]   # The same of the likeliest in its place, likeliest first
+
+class PromptScores:
+    "How likely the tokens of a prompt were, as far as that is known."
+    def __init__(
+        self,
+        input_ids: np.ndarray,   # The prompt, [input_len]
+        params: SamplingParams,  # Whether to tell, and from which token on
+    ):
+        self.end = self.start = len(input_ids)
+        if params.prompt_logprobs is not None: self.start = params.logprob_start_len or 0
+        self.told = [Logprob(int(o), None, []) for o in input_ids[self.start:1]]
+
+    @property
+    def next(self) -> int:
+        "The first token of the prompt that is still to be told"
+        return self.start + len(self.told)
+
+    def matchable(
+        self,
+        n_tokens: int,  # Length of the request so far
+    ) -> int:
+        "Tokens that may come from a cache: one is left to compute, and whoever predicts `next`"
+        return max((n_tokens if self.next >= self.end else self.next) - 1, 0)
 
 # %% ../nbs/00_core.ipynb #cde1aaaf
 class CacheHandle(Protocol):
@@ -247,6 +306,8 @@ class PendingReq:
         self.doom: Doom | None = None           # how it will end, once nothing of it is in flight
         self.finish_reason: FinishReason | None = None
         self.text_stop: TextStop | None = None  # finds its stop strings, if it has any
+        self.barred: tuple[int, ...] = ()       # never chosen before `min_tokens` are made
+        self.scores = PromptScores(self.input_ids, params)
         self.times: dict[str, float] = {}       # of its first step, and of its first token
 
     @property
@@ -324,6 +385,24 @@ class ForwardMode(Enum):
     MIXED = 'mixed'      # both
     IDLE = 'idle'        # nothing
 
+@dataclass(eq=False)
+class Edits:
+    "What is done to scores before the choice. Whose: indices into the sampled of a batch."
+    who: np.ndarray         # Whose words count against them, [m]
+    input_lens: np.ndarray  # Where their answers begin, [m]
+    penalties: np.ndarray   # Repetition, presence and frequency, float32, [3, m]
+    places: np.ndarray      # Single scores: whose, and of which token, [2, k]
+    added: np.ndarray       # What is added to these; -inf: never choose it, float32, [k]
+
+@dataclass(eq=False)
+class Reports:
+    "Which log-probabilities are told: first those of chosen tokens, then of prompts."
+    sampled: np.ndarray  # Whose choice, as indices into the sampled, [m]
+    tokens: np.ndarray   # Tokens of the batch whose successor is known already, [k]
+    targets: np.ndarray  # and these successors, [k]
+    owners: np.ndarray   # Whose they are, as indices into `reqs`, [k]
+    width: int           # How many of the likeliest the most curious wants
+
 # %% ../nbs/00_core.ipynb #557e8770
 @dataclass(eq=False)
 class Batch:
@@ -344,6 +423,8 @@ class Batch:
     out_loc: np.ndarray      # Slot that each token's keys and values go to, [n_tokens]
     sampled: np.ndarray      # Which of `reqs` get a next token, as indices, [n_sampled]
     sampling: SamplingArrays | None = None  # Settings of the sampled; `None`: all greedy
+    edits: Edits | None = None       # Changes to their scores
+    reports: Reports | None = None   # What is told of the scores
 
     @property
     def extend_lens(self) -> np.ndarray:
@@ -366,11 +447,29 @@ class Event(Protocol):
         ...
 
 @dataclass
+class Scores:
+    "Log-probabilities, one entry for each report of a batch, in its order."
+    logprobs: np.ndarray  # Of the token in question, float32, [n]
+    top_ids: np.ndarray   # The likeliest tokens, likeliest first, int64, [n, width]
+    top: np.ndarray       # Theirs, float32, [n, width]
+
+    def at(
+        self,
+        i: int,      # Number of the report
+        token: int,  # The token in question
+        width: int,  # How many of the likeliest to name
+    ) -> Logprob:
+        "One entry, as a caller gets it"
+        top = zip(self.top_ids[i, :width].tolist(), self.top[i, :width].tolist())
+        return Logprob(token, float(self.logprobs[i]), list(top))
+
+@dataclass
 class ForwardOutput:
     "Next tokens, readable once `copy_done` has come."
     next_tokens: np.ndarray  # One for each sampled request, int64, [n_sampled]
     finite: np.ndarray       # False where the logits were no numbers, bool, [n_sampled]
-    copy_done: Event         # When both may be read
+    copy_done: Event         # When all may be read
+    scores: Scores | None = None   # What the reports of the batch asked for
 
 # %% ../nbs/00_core.ipynb #082940a5
 class Engine(Protocol):

@@ -22,7 +22,7 @@ from fastcore.basics import patch
 from tqdm import tqdm
 
 from .config import EngineConfig
-from .core import QueueFull, RequestError, SamplingParams
+from .core import Logprob, QueueFull, RequestError, SamplingParams
 from .engine.build import Runtime, build
 from .scheduler.finish import Reply
 from .serving.tokenizer import Collector, Output, Piece, Tokenizer, text_stop
@@ -56,6 +56,7 @@ class Ticket:
         self._collector, self._streamed = collector, streamed
         self.pieces: deque[Piece] = deque()   # come, and not read yet
         self._token_ids: list[int] = []
+        self._logprobs: list[Logprob] = []
 
     @property
     def output(self) -> Output | None:
@@ -66,7 +67,10 @@ class Ticket:
         "News of this request"
         if self._streamed: return self.pieces.append(self._collector.add(reply))
         self._token_ids += reply.token_ids
-        if reply.finish_reason: self._collector.add(replace(reply, token_ids=self._token_ids))
+        self._logprobs += reply.logprobs or []
+        if reply.finish_reason:
+            whole = replace(reply, token_ids=self._token_ids, logprobs=self._logprobs)
+            self._collector.add(whole)
 
 # %% ../nbs/52_llm.ipynb #12f11221
 class Driver:

@@ -421,7 +421,7 @@ def test_a_page_is_as_important_as_the_most_important_who_uses_it():
     assert cache.evict(5).tolist() == [2, 4, 3, 5, 1]
 
 def test_the_largest_first(monkeypatch):
-    "A rank that rises by itself, when a node is split or trimmed"
+    "A rank that rises by itself, when a match splits a node"
     monkeypatch.setitem(chapter.evictions, 'largest', lambda node: (-len(node.pages),))
     cache = RadixCache(1, 'largest')
     cache.insert(np.array([1, 1, 1, 1, 1]), np.arange(5))
@@ -443,9 +443,9 @@ def broken(how):
     how(cache, top, locked, free)
     return cache
 
-def drop_entry(cache, top, locked, free): free.entry = 0
+def drop_entry(cache, top, locked, free): free.entry_no = 0
 def late_entry(cache, top, locked, free): cache._heap = [(99, *o[-2:]) for o in cache._heap]
-def extra_entry(cache, top, locked, free): locked.entry = free.entry
+def extra_entry(cache, top, locked, free): locked.entry_no = free.entry_no
 def short_key(cache, top, locked, free): free.key = free.key[:1]
 def no_pages(cache, top, locked, free): free.key, free.pages = free.key[:0], free.pages[:0]
 def wrong_name(cache, top, locked, free): free.key = free.key + 1

@@ -7,7 +7,7 @@ __all__ = ['Launched', 'Engine', 'free_memory', 'size_pool']
 
 # %% ../../nbs/41_engine.engine.ipynb #0d9d012c
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 
-from ..core import Batch, ForwardOutput
+from ..core import Batch, ForwardOutput, Reports, Scores
 from ..device import Stream
-from .sampling import sample
+from .sampling import allow, edit, logprobs, sample
 from ..model.attention import AttentionBackend, to_device
 from ..model.decoder import Decoder
 
@@ -26,6 +26,7 @@ from ..model.decoder import Decoder
 class Launched:
     "What `forward` leaves for `sample`, filled when its work is done."
     logits: torch.Tensor | None = None   # Of the sampled, float32, [n_sampled, vocab_size]
+    prompts: list[torch.Tensor] = field(default_factory=list)   # `logprobs` of prompt tokens
 
 # %% ../../nbs/41_engine.engine.ipynb #b1b3118e
 class Engine:
@@ -53,12 +54,22 @@ class Engine:
         self,
         batch: Batch,        # The same batch
         launched: Launched,  # What `forward` gave for it
+        mask: np.ndarray | None = None,   # Tokens that a grammar allows, see `allow`
     ) -> ForwardOutput:
         "Enqueue the choice of next tokens and their way to the host"
         n, on_gpu = len(batch.sampled), self.device.type == 'cuda'
-        home = [torch.empty(n, dtype=o, pin_memory=on_gpu) for o in (torch.int64, torch.bool)]
-        self.stream.submit(partial(self._sample, batch, launched, home))
-        return ForwardOutput(home[0].numpy(), home[1].numpy(), self.stream.record())
+        kinds = [((n,), torch.int64), ((n,), torch.bool)]
+        if r := batch.reports:
+            size = len(r.sampled) + len(r.tokens), self._width(r)
+            kinds += [(size[:1], torch.float32), (size, torch.int64), (size, torch.float32)]
+        home = [torch.empty(shape, dtype=o, pin_memory=on_gpu) for shape, o in kinds]
+        self.stream.submit(partial(self._sample, batch, launched, mask, home))
+        tokens, finite, *told = (o.numpy() for o in home)
+        return ForwardOutput(tokens, finite, self.stream.record(), Scores(*told) if told else None)
+
+    def _width(self, reports: Reports) -> int:
+        "How many of the likeliest there are to name"
+        return min(reports.width, self.model.config.vocab_size)
 
     def reset(self) -> None:
         "Forget a failure and what was in line behind it"
@@ -74,17 +85,38 @@ def _forward(self: Engine, batch: Batch, launched: Launched) -> None:
     input_ids = self.token_pool[rows, positions]
     def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, metadata)
     last = to_device(batch.last_tokens, self.device)
-    launched.logits = self.model.forward(input_ids, positions, attend, last)
+    if batch.reports and len(batch.reports.tokens):
+        x = self.model.hidden(input_ids, positions, attend)
+        launched.logits = self.model.scores(x[last])
+        launched.prompts = self._read_prompts(x, batch.reports)
+    else: launched.logits = self.model.forward(input_ids, positions, attend, last)
+
+@patch
+def _read_prompts(self: Engine, x: torch.Tensor, reports: Reports) -> list[torch.Tensor]:
+    "How likely known tokens were, as `logprobs` says it"
+    known = np.stack([reports.tokens, reports.targets])
+    pieces = zip(*(o.split(256) for o in to_device(known, self.device)))
+    told = [logprobs(self.model.scores(x[i]), t, self._width(reports)) for i, t in pieces]
+    return [torch.cat(o) for o in zip(*told)]
 
 @patch
 @torch.inference_mode()
-def _sample(self: Engine, batch: Batch, launched: Launched,
+def _sample(self: Engine, batch: Batch, launched: Launched, mask: np.ndarray | None,
             home: list[torch.Tensor]) -> None:
     "On the stream: choose, put the tokens where the next batch finds them, send them home"
     places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
-    results = sample(launched.logits, batch.sampling, places[1])
+    logits, reports = launched.logits, batch.reports
+    if reports:
+        asked = to_device(reports.sampled, self.device)
+        before = logits[asked]   # as the model has it
+    if batch.edits: edit(logits, batch.edits, places, self.token_pool)
+    if mask is not None: allow(logits, mask)
+    results = sample(logits, batch.sampling, places[1])
     rows, positions = to_device(places, self.device)
     self.token_pool[rows, positions] = results[0].int()
+    if reports:
+        told = logprobs(before, results[0][asked], self._width(reports))
+        results += tuple(torch.cat(o) for o in zip(told, launched.prompts)) or tuple(told)
     for there, here in zip(home, results): there.copy_(here, non_blocking=True)
 
 # %% ../../nbs/41_engine.engine.ipynb #007d6dea

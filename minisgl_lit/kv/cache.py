@@ -100,9 +100,10 @@ def match(
     self: CacheManager,
     pending: PendingReq,  # It waits
 ) -> CacheHandle:         # Not locked yet
-    "The longest cached prefix of its namespace that leaves a token to compute"
+    "The longest cached prefix of its namespace that leaves what must be computed"
     params = pending.params
-    return self.prefix.match_prefix(pending.input_ids[:-1], params.extra_key, params.priority)
+    known = pending.input_ids[:pending.scores.matchable(pending.n_tokens)]
+    return self.prefix.match_prefix(known, params.extra_key, params.priority)
 
 @patch
 def lock(self: CacheManager, handle: CacheHandle) -> None:

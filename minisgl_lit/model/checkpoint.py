@@ -211,7 +211,7 @@ def _read_advice(
     file = path/'generation_config.json'
     advice = read_json(file) if file.exists() else {}
     eos = raw.get('eos_token_id') if advice.get('eos_token_id') is None else advice['eos_token_id']
-    names = ('temperature', 'top_k', 'top_p', 'min_p')
+    names = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
     generation = {o: advice[o] for o in names if advice.get(o) is not None}
     if take(advice, 'do_sample', bool, file=file.name) is False: generation['temperature'] = 0.0
     try: SamplingParams(**generation)

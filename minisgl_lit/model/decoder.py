@@ -306,6 +306,29 @@ def attention(
 
 # %% ../../nbs/34_model.decoder.ipynb #fc14df79
 @patch
+def hidden(
+    self: Decoder,
+    input_ids: torch.Tensor,   # Tokens of all requests, one after the other, [n_tokens]
+    positions: torch.Tensor,   # Place of each in its sequence, [n_tokens]
+    attend: Attend,            # Attention of this batch: (q, k, v, layer) to the shape of q
+) -> torch.Tensor:             # [n_tokens, hidden_size]
+    "What the layers make of each token"
+    x, eps = embed(input_ids, self.embedding), self.config.rms_norm_eps
+    cos, sin = self.angles(positions, x.dtype)
+    for i, (w, mlp) in enumerate(zip(self.layers, self.mlps)):
+        x = x + self.attention(i, rms_norm(x, w['input_layernorm.weight'], eps), cos, sin, attend)
+        x = x + mlp.forward(rms_norm(x, w['post_attention_layernorm.weight'], eps), w)
+    return x
+
+@patch
+def scores(
+    self: Decoder,
+    x: torch.Tensor,  # Tokens as the layers left them, [n, hidden_size]
+) -> torch.Tensor:    # float32, [n, vocab_size]
+    "How much each token of the vocabulary would be the next"
+    return linear(rms_norm(x, self.norm, self.config.rms_norm_eps), self.head).float()
+
+@patch
 def forward(
     self: Decoder,
     input_ids: torch.Tensor,   # Tokens of all requests, one after the other, [n_tokens]
@@ -314,9 +337,4 @@ def forward(
     last: torch.Tensor,        # Which tokens to predict the successor of, [n_sampled]
 ) -> torch.Tensor:             # float32, [n_sampled, vocab_size]
     "Scores of the next token"
-    x, eps = embed(input_ids, self.embedding), self.config.rms_norm_eps
-    cos, sin = self.angles(positions, x.dtype)
-    for i, (w, mlp) in enumerate(zip(self.layers, self.mlps)):
-        x = x + self.attention(i, rms_norm(x, w['input_layernorm.weight'], eps), cos, sin, attend)
-        x = x + mlp.forward(rms_norm(x, w['post_attention_layernorm.weight'], eps), w)
-    return linear(rms_norm(x[last], self.norm, eps), self.head).float()
+    return self.scores(self.hidden(input_ids, positions, attend)[last])

@@ -34,6 +34,7 @@ class Door:
     ) -> tuple[np.ndarray, int]:   # The prompt, [n], and how long the request may become
         "Look at a request before it is let in"
         ids = self._prompt(input_ids)
+        self._check_scores(len(ids), params)
         return ids, self._max_len(len(ids), params.max_tokens)
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #e4000f8c
@@ -52,6 +53,18 @@ def _prompt(self: Door, input_ids: Sequence[int]) -> np.ndarray:
         raise RequestError('prompt', f'token id {wrong[0]} in the prompt is outside the '
                                      f'vocabulary, 0 to {self.vocab_size - 1}')
     return ids
+
+# %% ../../nbs/21_scheduler.prefill.ipynb #6ba9ddc9
+@patch
+def _check_scores(self: Door, n: int, params: SamplingParams) -> None:
+    "`RequestError` if something is asked about tokens that are not there"
+    wrong = [o for o in params.logit_bias or () if o >= self.vocab_size]
+    if wrong:
+        raise RequestError('logit_bias', f'token id {wrong[0]} in logit_bias is outside the '
+                                         f'vocabulary, 0 to {self.vocab_size - 1}')
+    if (start := params.logprob_start_len or 0) >= n:
+        raise RequestError('logprob_start_len', f'logprob_start_len={start} must be less than '
+                                                f'the length of the prompt, {n}')
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #b4a0bbfe
 @patch
@@ -167,6 +180,11 @@ class PrefillManager:
         self.chunked: PendingReq | None = None      # admitted, its prompt launched in part
         self.refused: PendingReq | None = None      # for whom there was no room
         self._too_small = -1, -1                    # the rows and pages it had
+
+    @property
+    def anybody(self) -> bool:
+        "Whether somebody waits, in whatever way"
+        return bool(self.waiting or self.retracted or self.chunked)
 
     def add(self, pending: PendingReq) -> None:
         "Let a request wait"

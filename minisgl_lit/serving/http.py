@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -182,6 +183,9 @@ class NativeAnswer(Answer):
     "An answer of `/generate`: text, tokens, and what is known about them."
     def _event(self, piece: Piece | Output, **meta: object) -> dict[str, object]:
         end = piece.finish_reason and {'type': str(piece.finish_reason)}
+        for name in ('logprobs', 'prompt_logprobs'):
+            told = getattr(piece, name)
+            if told is not None: meta[name] = [asdict(o) for o in told]
         return {'text': piece.text, 'output_ids': piece.token_ids, 'meta_info': {'id': self.id, 'finish_reason': end, **meta}}
 
     def whole(self, outputs: list[Output]) -> dict[str, object]:
@@ -208,13 +212,13 @@ class Api:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         "Go on with a conversation"
         check_model(body.model, self.client.model)
-        answer = ChatAnswer(*self._head('chatcmpl'), body.usage_in_stream)
+        answer = ChatAnswer(*self._head('chatcmpl'), body.usage_in_stream, self.tokenizer.spell)
         return await self._answer(request, answer, body.params(), [self.tokenizer.chat(body.dialog())], body.stream)
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         "Go on with each of some texts"
         check_model(body.model, self.client.model)
-        answer = TextAnswer(*self._head('cmpl'), body.usage_in_stream)
+        answer = TextAnswer(*self._head('cmpl'), body.usage_in_stream, self.tokenizer.spell)
         return await self._answer(request, answer, body.params(), [self._ids(o) for o in body.prompts()], body.stream)
 
     async def generate(self, body: GenerateRequest, request: Request) -> Response:

@@ -8,13 +8,14 @@ __all__ = ['ApiError', 'explain', 'Wishes', 'StreamOptions', 'ApiRequest', 'chec
 
 # %% ../../nbs/54_serving.openai.ipynb #7590eaf3
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from ..core import FinishReason, QueueFull, RequestError, SamplingParams
+from ..core import FinishReason, Logprob, QueueFull, RequestError, SamplingParams
 from .tokenizer import Output, Piece
 
 # %% ../../nbs/54_serving.openai.ipynb #3c8571ba
@@ -70,13 +71,22 @@ def explain(
     return ApiError(f'{path or "the body"} must be {what}, not {value}', param=path or None)
 
 # %% ../../nbs/54_serving.openai.ipynb #5a1d946f
-_nothing = {f.name: f.default for f in fields(SamplingParams)} | {'logprobs': False}
+_nothing = {f.name: f.default for f in fields(SamplingParams)}
 _not_served = dict(   # fields of OpenAI's own, and the values that ask for nothing
     tools=([],), tool_choice=('none', 'auto'), functions=([],), function_call=('none', 'auto'),
     response_format=({'type': 'text'},), modalities=(['text'],), audio=(), prediction=(),
     top_logprobs=(0,), best_of=(1,), echo=(False,), suffix=('',))
 
 # %% ../../nbs/54_serving.openai.ipynb #5efc0f1d
+def _ours(given: dict[str, object]) -> dict[str, object]:
+    "The same wishes, as `SamplingParams` spells them"
+    bias, asked = given.get('logit_bias'), given.get('logprobs')
+    if asked is False: given['logprobs'] = None
+    if isinstance(bias, Mapping):
+        given['logit_bias'] = {int(k) if str(k).isdecimal() else k: v for k, v in bias.items()}
+    return given
+
+# %% ../../nbs/54_serving.openai.ipynb #297dd198
 class Wishes(BaseModel):
     "What to sample: a description of `SamplingParams` for people who send JSON."
     model_config = ConfigDict(strict=True, extra='allow')
@@ -96,7 +106,7 @@ class Wishes(BaseModel):
 
     def wishes(self) -> dict[str, object]:
         "What was asked for, by the names of `SamplingParams`"
-        given = {**self.__dict__, **self.model_extra}
+        given = _ours({**self.__dict__, **self.model_extra})
         return {k: given[k] for k, nothing in _nothing.items() if given.get(k) not in (None, nothing)}
 
     def params(self) -> SamplingParams:
@@ -158,6 +168,8 @@ class ChatRequest(ApiRequest):
     "The body of `/v1/chat/completions`."
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None  # The newer name of `max_tokens`
+    logprobs: bool | None = None              # Tell how likely each token was
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)   # and so many of the likeliest
     prompt_name: ClassVar[str] = 'messages'
 
     def dialog(self) -> list[dict[str, str]]:
@@ -170,7 +182,10 @@ class ChatRequest(ApiRequest):
         if len(limits) > 1:
             raise ApiError(f'max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens} '
                            'are the same limit; give one of them', param='max_completion_tokens')
-        return super().wishes() | {'max_tokens': n for n in limits}
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError('top_logprobs must come with logprobs=true', param='top_logprobs')
+        top = {'logprobs': self.top_logprobs or 0} if self.logprobs else {}
+        return super().wishes() | {'max_tokens': n for n in limits} | top
 
 # %% ../../nbs/54_serving.openai.ipynb #7247f861
 class CompletionRequest(ApiRequest):
@@ -213,6 +228,7 @@ class Answer:
     model: str    # The model that gives it
     created: int  # When, in seconds since 1970
     usage_in_stream: bool = False  # The caller wants the usage after the last piece
+    spell: Callable[[int], str] = str   # The text of a token; by default its number
 
     kinds: ClassVar[tuple[str, str]] = ('', '')  # What a whole answer calls itself, and what a piece does
 
@@ -220,17 +236,28 @@ class Answer:
         "A choice's text, in the words of the route"
         raise NotImplementedError
 
+    def likely(self, logprobs: Sequence[Logprob], start: int) -> dict[str, object]:
+        "How likely tokens were that begin so many characters into the answer"
+        raise NotImplementedError
+
+    def _likely(self, o: Piece | Output, whole: bool) -> dict[str, object]:
+        "All that a choice says of likelihoods"
+        start = 0 if whole else o.start
+        told = {'logprobs': None if o.logprobs is None else self.likely(o.logprobs, start)}
+        if o.prompt_logprobs is None: return told
+        return told | {'prompt_logprobs': self.likely(o.prompt_logprobs, 0)}
+
     def _body(self, whole: bool, choices: list[dict], **more: object) -> dict[str, object]:
         return {'id': self.id, 'object': self.kinds[not whole], 'created': self.created, 'model': self.model,
                 'choices': choices, **more}
 
     def _piece(self, index: int, said: dict, reason: FinishReason | None = None) -> dict[str, object]:
-        choice = {'index': index, **said, 'logprobs': None, 'finish_reason': reason and str(reason)}
+        choice = {'index': index, 'logprobs': None, **said, 'finish_reason': reason and str(reason)}
         return self._body(False, [choice], **({'usage': None} if self.usage_in_stream else {}))
 
     def whole(self, outputs: Sequence[Output]) -> dict[str, object]:
         "All of it"
-        choices = [{'index': i, **self.said(o.text, True), 'logprobs': None, 'finish_reason': str(o.finish_reason)}
+        choices = [{'index': i, **self.said(o.text, True), **self._likely(o, True), 'finish_reason': str(o.finish_reason)}
                    for i, o in enumerate(outputs)]
         return self._body(True, choices, usage=usage(outputs))
 
@@ -240,7 +267,8 @@ class Answer:
 
     def events(self, index: int, piece: Piece) -> list[dict]:
         "Events for the next piece of a choice"
-        text = [self._piece(index, self.said(piece.text, False))] if piece.text else []
+        new = piece.text or piece.logprobs or piece.prompt_logprobs
+        text = [self._piece(index, self.said(piece.text, False) | self._likely(piece, False))] if new else []
         return text + [self._piece(index, self.said('', False), piece.finish_reason)] * (piece.finish_reason is not None)
 
     def closing(self, outputs: Sequence[Output]) -> list[dict]:
@@ -261,6 +289,15 @@ class ChatAnswer(Answer):
         "Each choice says first who speaks"
         return [self._piece(i, {'delta': {'role': 'assistant', 'content': ''}}) for i in range(n)]
 
+    def _token(self, token: int, logprob: float | None) -> dict[str, object]:
+        text = self.spell(token)
+        return {'token': text, 'logprob': logprob, 'bytes': [*text.encode()]}
+
+    def likely(self, logprobs: Sequence[Logprob], start: int) -> dict[str, object]:
+        "An entry for each token"
+        return {'content': [self._token(o.token, o.logprob) | {'top_logprobs': [self._token(*t) for t in o.top]}
+                            for o in logprobs], 'refusal': None}
+
 class TextAnswer(Answer):
     "An answer of `/v1/completions`."
     kinds = 'text_completion', 'text_completion'
@@ -268,3 +305,10 @@ class TextAnswer(Answer):
     def said(self, text: str, whole: bool) -> dict[str, object]:
         "Just the text"
         return {'text': text}
+
+    def likely(self, logprobs: Sequence[Logprob], start: int) -> dict[str, object]:
+        "Four columns; the chosen token is among the likeliest, whether it was or not"
+        texts = [self.spell(o.token) for o in logprobs]
+        tops = [{self.spell(t): x for t, x in [*o.top, (o.token, o.logprob)]} for o in logprobs]
+        return {'tokens': texts, 'token_logprobs': [o.logprob for o in logprobs], 'top_logprobs': tops,
+                'text_offset': [*accumulate(map(len, texts), initial=start)][:len(texts)]}

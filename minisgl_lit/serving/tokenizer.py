@@ -21,7 +21,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..core import FinishReason, PendingReq, RequestError, SamplingParams
+from ..core import FinishReason, Logprob, PendingReq, RequestError, SamplingParams
 from ..scheduler.finish import Reply
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #5503b854
@@ -154,6 +154,11 @@ class Tokenizer:
         if skip_special_tokens and token in self._hidden: return False
         return self.backend.id_to_token(token) is not None
 
+    def spell(self, token: int) -> str:
+        "A token by itself, with the space that it begins with in the middle of a text"
+        once, twice = (self.backend.decode([token]*n, skip_special_tokens=False) for n in (1, 2))
+        return twice[len(once):]
+
 # %% ../../nbs/51_serving.tokenizer.ipynb #6a7edd79
 class TextDecoder:
     """Token ids to text, in pieces that add up to the text of all the tokens.
@@ -236,6 +241,7 @@ class Detokenizer:
     ):
         self._decoder = TextDecoder(tokenizer, params.skip_special_tokens)
         self._finder = StopFinder(params.stop, params.no_stop_trim)
+        self._free = params.min_tokens   # tokens that may still pass unseen
 
     @property
     def matched(self) -> str | None:
@@ -244,7 +250,9 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         "Take some tokens, and give the text that may be shown now"
-        return self._finder.push(self._decoder.push(token_ids))
+        free, seen = token_ids[:self._free], token_ids[self._free:]
+        self._free -= len(free)
+        return (self._decoder.push(free) if free else '') + self._finder.push(self._decoder.push(seen))
 
     def finish(self) -> str:
         "No token follows: give the rest"
@@ -271,6 +279,9 @@ class Piece:
     token_ids: list[int]                       # New tokens
     finish_reason: FinishReason | None = None  # On the last piece: why it ended
     error: str | None = None                   # One sentence, if the reason is 'error'
+    start: int = 0                             # Characters of the answer before it
+    logprobs: list[Logprob] | None = None      # Of each new token, if asked for
+    prompt_logprobs: list[Logprob] | None = None   # On the last piece: of the prompt's
 
 @dataclass(slots=True)
 class Output:
@@ -282,7 +293,8 @@ class Output:
     prompt_tokens: int = 0       # Length of the prompt
     cached_tokens: int = 0       # Of these, found in the cache
     times: tuple[float, float, float] | None = None   # Seconds to its first step, first token, end
-    logprobs: None = None        # Nobody computes them yet
+    logprobs: list[Logprob] | None = None          # How likely each token was, if asked for
+    prompt_logprobs: list[Logprob] | None = None   # The same of the prompt, from `logprob_start_len`
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #6e7181bf
 class Collector:
@@ -293,7 +305,8 @@ class Collector:
         params: SamplingParams,  # What the caller wishes for
     ):
         self._detokenizer, self._trim = Detokenizer(tokenizer, params), not params.no_stop_trim
-        self._texts, self._token_ids = [], []
+        self._texts, self._token_ids, self._length = [], [], 0
+        self._logprobs = None if params.logprobs is None else []
         self.output: Output | None = None   # the answer, once it has ended
 
     def add(self, reply: Reply) -> Piece:
@@ -304,6 +317,9 @@ class Collector:
         if reason: text += self._detokenizer.finish()
         self._texts.append(text)
         self._token_ids += ids
-        if reason: self.output = Output(''.join(self._texts), self._token_ids, reason, reply.error,
-                                        reply.prompt_tokens, reply.cached_tokens, reply.times)
-        return Piece(text, ids, reason, reply.error)
+        if self._logprobs is not None: self._logprobs += reply.logprobs or []
+        start, self._length = self._length, self._length + len(text)
+        if reason: self.output = Output(
+            ''.join(self._texts), self._token_ids, reason, reply.error, reply.prompt_tokens,
+            reply.cached_tokens, reply.times, self._logprobs, reply.prompt_logprobs)
+        return Piece(text, ids, reason, reply.error, start, reply.logprobs, reply.prompt_logprobs)
