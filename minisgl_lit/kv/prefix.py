@@ -30,7 +30,7 @@ def common_pages(
     return int(differ.argmax() if differ.any() else n) // page_size
 
 # %% ../../nbs/12_kv.prefix.ipynb #74418959
-Name = tuple[str | int | None, bytes]   # a number, and nobody can ask for it
+Name = tuple[str | int | None, bytes]   # namespace, or a number if bad; bytes of a page
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -46,7 +46,7 @@ class Node:
     hits: int = 0            # How many requests have found it here
     priority: int = 0        # The highest among the requests that used it
     removed: bool = False    # Its keys and values are bad: nobody finds it any more
-    entry: int = 0           # Number of its entry in the heap of evictions; 0: it has none
+    entry_no: int = 0        # Number of its entry in the heap of evictions; 0: it has none
 
 # %% ../../nbs/12_kv.prefix.ipynb #77818183
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class Handle:
     extra_key: str | None = None  # The namespace it is in
     priority: int = 0   # Of the request that holds it
     locks: int = 0      # Locks taken with this handle and not given back
-    found: int | None = None   # Tokens that were here before its first `extend`
+    found: int | None = None   # Tokens it had matched before its first `extend`
 
     @property
     def removed(self) -> bool:
@@ -77,7 +77,7 @@ class Handle:
 
     @property
     def pages(self) -> np.ndarray:
-        "The tree's pages of the prefix, [cached_len / page_size]"
+        "A copy of the tree's pages of the prefix, [cached_len / page_size]"
         return np.concatenate([node.pages for node in self.path])
 
 # %% ../../nbs/12_kv.prefix.ipynb #acd7e061
@@ -132,10 +132,11 @@ class RadixCache:
     """A tree of token runs, after the RadixAttention of Zheng et al. (2024), *SGLang: Efficient
     Execution of Structured Language Model Programs*.
 
-    It owns the pages of its nodes. A prefix is a way from the root. A lock counts on each node
-    of its way, so below an unlocked node nothing is locked, and while `evictable_size > 0` some
+    It owns the pages of its nodes. A prefix is a path from the root. A lock counts on each node
+    of its path, so below an unlocked node nothing is locked, and while `evictable_size > 0` some
     leaf can go. Each unlocked leaf has one entry in a heap that counts, at its rank or a lower
-    one: what a node is ranked by changes only under a lock, and its size only shrinks.
+    one: what a node is ranked by changes only under a lock, or by `_hide`, which offers it anew;
+    and its size only shrinks.
     """
     def __init__(
         self,
@@ -147,7 +148,8 @@ class RadixCache:
         self.root = Node(nothing, nothing, name=(None, b''), parent=None)
         self.evictable_size = self.protected_size = 0
         self._heap: list[tuple] = []   # (*rank, number of the entry, node), flat for speed
-        self._sweep_at, self._step, self._entries = 1000, 0, count(1)
+        self._numbers = count(1)       # of entries, and names of what is hidden
+        self._sweep_at, self._step = 1000, 0
 
     def _rank(self, node: Node) -> tuple[float, ...]:
         "The lowest goes first; what is bad, before all others"
@@ -167,8 +169,8 @@ def match_prefix(
 ) -> Handle:                       # Not locked yet
     "The longest prefix of `ids` in the tree, in whole pages"
     ids = np.asarray(ids, dtype=np.int32)
-    way = [self.root, *self._walk(self.root, ids, extra_key)]
-    return Handle(way[-1], sum(len(node.key) for node in way), extra_key, priority)
+    path = [self.root, *self._walk(self.root, ids, extra_key)]
+    return Handle(path[-1], sum(len(node.key) for node in path), extra_key, priority)
 
 @patch
 def _walk(self: RadixCache, node: Node, ids: np.ndarray, extra_key: str | None) -> list[Node]:
@@ -187,7 +189,7 @@ def _split(self: RadixCache, node: Node, n_pages: int) -> Node:
     if n_pages == len(node.pages): return node
     n = n_pages * self.page_size
     head = replace(node, key=node.key[:n].copy(), pages=node.pages[:n_pages].copy(),
-                   children={}, entry=0)
+                   children={}, entry_no=0)
     head.parent.children[head.name] = head
     node.key, node.pages, node.parent = node.key[n:], node.pages[n_pages:], head
     node.name = self._name(node.key, node.name[0])
@@ -212,11 +214,12 @@ def unlock(self: RadixCache, handle: Handle) -> None:
 
 # %% ../../nbs/12_kv.prefix.ipynb #c752b09f
 @patch
-def _hold(self: RadixCache, way: list[Node], n: int, priority: int) -> None:
+def _hold(self: RadixCache, nodes: list[Node], n: int, priority: int) -> None:
     "Add `n` locks to each of these nodes, which are used now; their entries count no longer"
     self._step += 1
-    for node in way:
-        before, node.locks, node.last_used, node.entry = node.locks, node.locks + n, self._step, 0
+    for node in nodes:
+        before, node.locks = node.locks, node.locks + n
+        node.last_used, node.entry_no = self._step, 0
         if priority > node.priority: node.priority = priority
         moved = len(node.pages) * (bool(node.locks) - bool(before))
         self.protected_size += moved
@@ -226,10 +229,10 @@ def _hold(self: RadixCache, way: list[Node], n: int, priority: int) -> None:
 def _offer(self: RadixCache, node: Node) -> None:
     "Put an unlocked leaf into the heap, at the rank it has now"
     if node.locks or node.children or node is self.root: return
-    node.entry = next(self._entries)
-    heappush(self._heap, (*self._rank(node), node.entry, node))
+    node.entry_no = next(self._numbers)
+    heappush(self._heap, (*self._rank(node), node.entry_no, node))
     if len(self._heap) > self._sweep_at:
-        self._heap = [o for o in self._heap if o[-2] == o[-1].entry]
+        self._heap = [o for o in self._heap if o[-2] == o[-1].entry_no]
         heapify(self._heap)
         self._sweep_at = 2*len(self._heap) + 1000
 
@@ -287,7 +290,7 @@ def evict(
     self: RadixCache,
     n_pages: int,  # Pages wanted
 ) -> np.ndarray:   # So many pages, or all that are evictable, [n]
-    "Give up pages from the ends of unlocked leaves, lowest rank first"
+    "Give up pages from the ends of unlocked leaves, lowest rank first; each gives all it can"
     freed, n_pages = [self.root.pages], min(n_pages, self.evictable_size)
     while n_pages > 0:
         freed.append(self._trim(self._next_leaf(), n_pages))
@@ -299,8 +302,8 @@ def _next_leaf(self: RadixCache) -> Node:
     "Take the unlocked leaf of lowest rank out of the heap"
     while True:
         *rank, entry, node = heappop(self._heap)
-        if entry != node.entry: continue
-        node.entry = 0
+        if entry != node.entry_no: continue
+        node.entry_no = 0
         if (*rank,) == self._rank(node): return node
         self._offer(node)
 
@@ -333,6 +336,8 @@ def remove(
     handle: Handle,  # Locked, by a request whose keys and values are bad
 ) -> None:
     "Hide what it has added and all behind: nobody finds it, it goes first, nothing joins it"
+    if not handle.locks:
+        raise RuntimeError(f'the match of {handle.cached_len} tokens must be locked to be removed')
     n = 0
     for node in handle.path[1:]:
         if n == handle.found: return self._hide(node)
@@ -342,7 +347,7 @@ def remove(
 def _hide(self: RadixCache, top: Node) -> None:
     "Rename a node, and mark it and all below"
     del top.parent.children[top.name]
-    top.name = next(self._entries), b''
+    top.name = next(self._numbers), b''
     top.parent.children[top.name] = top
     hidden = [top]
     for node in hidden:
@@ -408,8 +413,8 @@ def _claims(self: RadixCache) -> Iterator[tuple[str, bool]]:
         yield f'{it} has its children by name', all(o.name == k for k, o in node.children.items())
         yield f'{it} has the locks of its children', node.locks >= sum(o.locks for o in below)
         yield f'{it} was used when they were', node.locks or all(node.last_used >= o.last_used for o in below)
-        yield f'{it} has an entry if it may go', (node.entry in ranks) == may_go
-        yield f'{it} does not go too late', not may_go or ranks[node.entry] <= self._rank(node)
+        yield f'{it} has an entry if it may go', (node.entry_no in ranks) == may_go
+        yield f'{it} does not go too late', not may_go or ranks[node.entry_no] <= self._rank(node)
         sizes[node.locks > 0] += len(node.pages)
         seen.update(node.pages.tolist())
     yield f'evictable_size {self.evictable_size} is {sizes[0]}', self.evictable_size == sizes[0]
