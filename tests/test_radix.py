@@ -565,6 +565,25 @@ def test_a_row_is_repointed_page_by_page():
     assert cache.table.pages[:2].tolist() == [[0, 1, 2]]*2 and cache.releasing.items().tolist() == [3, 4, 5]
     cache.check_integrity([a, b])
 
+def test_a_copy_waits_for_the_batch_that_reads_it():
+    cache = CacheManager(6, TableManager(2, 6, 2, dummy_page=6), RadixCache(2))
+    a, b = alone_in(cache, 4), alone_in(cache, 4, 'b')
+    cache.table.lengths.launched[1] = 3
+    cache.cache_unfinished(a)
+    cache.cache_unfinished(b)
+    cache.collect(2)
+    assert (cache.ready_size, cache.releasing.items().tolist()) == (2, [2, 3])
+    cache.collect(3)
+    assert (cache.ready_size, cache.releasing.size) == (4, 0)
+
+def test_what_sending_somebody_away_would_bring():
+    "His own pages, and those of the tree that nobody else has locked"
+    cache = CacheManager(6, TableManager(2, 6, 2, dummy_page=6), RadixCache(2))
+    a, b = alone_in(cache, 5), alone_in(cache, 3, 'b')
+    cache.cache_unfinished(a)
+    cache.cache_unfinished(b)    # page 0 is locked by both
+    assert [cache.freed_by(o) for o in ([], [a], [b], [a, b])] == [0, 2, 1, 4]
+
 def test_pages_stay_what_they_were_when_lent():
     cache = CacheManager(6, TableManager(2, 6, 2, dummy_page=6), NaiveCache(2))
     first, second = cache.allocate(2), cache.allocate(3)
@@ -580,6 +599,30 @@ def test_tokens_may_come_as_any_whole_numbers():
     cache.lock(handle := cache.match_prefix(ids))
     assert cache.extend(handle, np.array([9, 9]), np.array([2])).tolist() == [2]
     assert cache.match_prefix(ids + [9, 9]).pages.tolist() == [0, 1, 2]
+
+def test_a_hit_is_counted_once_and_on_all_that_was_found():
+    cache = RadixCache(2)
+    for ids, pages in (([1, 1], [0]), ([1, 1, 2, 2], [0, 1])): cache.insert(ids, pages)
+    cache.lock(handle := cache.match_prefix([1, 1, 2, 2, 3, 3]))
+    assert [node.hits for node in handle.path[1:]] == [1, 0]    # the second insertion has found page 0
+    for token, page in ((3, 2), (4, 3)): cache.extend(handle, [token]*2, [page])
+    assert [node.hits for node in handle.path[1:]] == [2, 1, 0, 0]
+
+def test_the_tree_has_arrays_of_its_own():
+    cache, ids, pages = RadixCache(2), np.array([1, 1, 2, 2], dtype=np.int32), np.array([0, 1], dtype=np.int32)
+    cache.insert(ids, pages)
+    ids[:], pages[:] = 9, 9
+    head = cache.match_prefix([1, 1, 3, 3]).node
+    assert cache.match_prefix([1, 1, 2, 2]).pages.tolist() == [0, 1]
+    assert (head.key.base, head.pages.base) == (None, None)    # as views they would keep the memory of the tail alive
+
+def test_only_a_locked_prefix_can_be_removed():
+    cache = RadixCache(2)
+    cache.lock(handle := cache.match_prefix([1, 1]))
+    cache.extend(handle, [1, 1], [0])
+    cache.unlock(handle)
+    with pytest.raises(RuntimeError, match='2 tokens must be locked to be removed'): cache.remove(handle)
+    assert cache.match_prefix([1, 1]).cached_len == 2
 
 def test_all_that_was_added_is_removed():
     "In however many pieces, and once more: it does not matter if that was done before"

@@ -179,11 +179,12 @@ def _hand_over(
     last = max(n_tokens // self.page_size, first)
     own = self.table.pages[row, first:last].astype(np.int64)
     ids = pending.input_ids[start:last * self.page_size]
-    theirs = self.prefix.extend(pending.handle, ids, own)   # for all of `own`, or for none
-    late = np.flatnonzero(own[:len(theirs)] != theirs)
-    self.table.write(np.full(len(late), row), first + late, theirs[late])
-    self._release(own[late], self._launched(pending))
-    given = np.delete(own[:len(theirs)], late)
+    theirs = self.prefix.extend(pending.handle, ids, own)
+    own = own[:len(theirs)]                             # theirs is empty if nothing is kept
+    copies = np.flatnonzero(own != theirs)
+    self.table.write(np.full(len(copies), row), first + copies, theirs[copies])
+    self._release(own[copies], self._launched(pending))
+    given = np.delete(own, copies)
     self._lent[given] = False
     self.held_size -= len(given)
 
