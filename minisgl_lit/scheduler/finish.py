@@ -15,8 +15,8 @@ from fastcore.basics import patch
 
 from ..config import EngineConfig
 from ..core import (
-    Batch, FinishReason, ForwardOutput, Lengths, Logprob, PendingReq, PromptScores, QueueFull,
-    RequestError, SamplingParams, TextStop)
+    Batch, FinishReason, ForwardOutput, Lengths, Logprob, PendingReq, QueueFull, RequestError,
+    SamplingParams, TextStop)
 from ..kv.cache import CacheManager, ReleaseList
 from .decode import DecodeManager, NewTokenRatio
 from .policy import make_policy
@@ -381,8 +381,6 @@ def _begin_anew(self: Lifecycle) -> None:
     for pending in home:
         self.retract(pending)
         pending.bad = False
-        prompt = pending.tokens[:pending.input_len]
-        pending.scores = PromptScores(prompt, pending.params)
 
 # %% ../../nbs/23_scheduler.finish.ipynb #35dea579
 @patch
