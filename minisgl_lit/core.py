@@ -53,10 +53,6 @@ def _whole(low: int, high: int = 2**63 - 1) -> tuple:
     if high < 2**62: return ok, f'a whole number from {low} to {high}'
     return ok, f'a whole number of at least {low}'
 
-def _flag() -> tuple:
-    "A rule: yes or no"
-    return (lambda v: isinstance(v, bool)), 'True or False'
-
 def _tuple_of(rule: tuple) -> tuple:
     "A rule: a tuple whose every item passes another rule"
     def ok(v) -> bool: return isinstance(v, tuple) and all(map(rule[0], v))
@@ -69,20 +65,20 @@ def _map_of(key: tuple, value: tuple) -> tuple:
     return ok, f'a map, each key {key[1]}, each value {value[1]}'
 
 # %% ../nbs/00_core.ipynb #d18575a6
+_flag = (lambda v: isinstance(v, bool)), 'True or False'
 _text = (lambda v: isinstance(v, str) and v != ''), 'a text that is not empty'
 
 _rules = dict(
     temperature=_real(0, 1e9), min_p=_real(0, 1), top_k=_whole(-1), max_tokens=_whole(0),
     seed=_whole(0), stop_token_ids=_tuple_of(_whole(0)), stop=_tuple_of(_text),
     top_p=((lambda v: _real(0, 1)[0](v) and v > 0), 'a number above 0 and at most 1'),
-    no_stop_trim=_flag(), ignore_eos=_flag(), skip_special_tokens=_flag(),
+    no_stop_trim=_flag, ignore_eos=_flag, skip_special_tokens=_flag,
     priority=_whole(-2**62), extra_key=_text, min_tokens=_whole(0),
     presence_penalty=_real(-2, 2), frequency_penalty=_real(-2, 2),
     repetition_penalty=_real(.01, 100), logit_bias=_map_of(_whole(0), _real(-100, 100)),
     logprobs=_whole(0, 20), prompt_logprobs=_whole(0, 20), logprob_start_len=_whole(0))
 
-_not_served = dict(   # the values that ask for nothing
-    n=(1,), stop_regex=(None,), json_schema=(None,), regex=(None,), ebnf=(None,))
+_not_served = dict(n=1, stop_regex=None, json_schema=None, regex=None, ebnf=None)   # ask for nothing
 
 _optional = {   # or `None`
     'temperature', 'top_p', 'top_k', 'min_p', 'max_tokens', 'seed', 'extra_key',
@@ -95,10 +91,6 @@ def _tuple(value: object) -> object:
     if isinstance(value, str): return (value,)
     return tuple(value) if isinstance(value, list) else value
 
-def _same(value: object, other: object) -> bool:
-    "Whether two values are equal, and `value` is no bool that passes for a number"
-    return value is other or type(value) in (int, float, dict) and value == other
-
 def check(
     params: 'SamplingParams',  # What a caller asked for
 ) -> None:
@@ -108,8 +100,7 @@ def check(
         if not (ok(value) or value is None and name in _optional):
             raise RequestError(name, f'{name} must be {allowed}, not {value!r}')
     for name, silent in _not_served.items():
-        value = getattr(params, name)
-        if not any(_same(value, o) for o in silent):
+        if (value := getattr(params, name)) is not silent:
             raise RequestError(name, f'{name}={value!r} is not served yet; leave it out')
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise RequestError('min_tokens', f'min_tokens={params.min_tokens} must not be more than '
@@ -190,11 +181,8 @@ class Lengths:
         self.cached_len[rows] = self.device_len[rows]
         self.device_len[rows] += 1
 
-    def can_decode(
-        self,
-        rows: np.ndarray,  # Table rows, [n]
-    ) -> np.ndarray:       # True where a token is still to be made, [n]
-        "Which of these have not reached their end"
+    def can_decode(self, rows: np.ndarray) -> np.ndarray:
+        "Which of these rows have not reached their end, bool, [n]"
         return self.device_len[rows] < self.max_device_len[rows]
 
 # %% ../nbs/00_core.ipynb #821e1147
@@ -264,11 +252,8 @@ class PromptScores:
         "The first token of the prompt that is still to be told"
         return self.start + len(self.told)
 
-    def matchable(
-        self,
-        n_tokens: int,  # Length of the request so far
-    ) -> int:
-        "Tokens that may come from a cache: one is left to compute, and whoever predicts `next`"
+    def matchable(self, n_tokens: int) -> int:
+        "Of `n_tokens`, those that may come from a cache: one is left to compute, and whoever predicts `next`"
         return max((n_tokens if self.next >= self.end else self.next) - 1, 0)
 
 # %% ../nbs/00_core.ipynb #cde1aaaf
@@ -279,7 +264,6 @@ class CacheHandle(Protocol):
     @property
     def pages(self) -> np.ndarray:
         "The pages that hold their keys and values, in order"
-        ...
 
 TextStop = Callable[[int], str | None]   # told each token; the stop string it completes
 Doom = tuple[FinishReason, str | None]   # why a request has to end, and an error's sentence
@@ -441,10 +425,8 @@ class Event(Protocol):
     "A moment in a device's work."
     def query(self) -> bool:
         "Whether it has come"
-        ...
     def synchronize(self) -> None:
         "Wait for it; raises what the work before it has raised"
-        ...
 
 @dataclass
 class Scores:
@@ -453,13 +435,8 @@ class Scores:
     top_ids: np.ndarray   # The likeliest tokens, likeliest first, int64, [n, width]
     top: np.ndarray       # Theirs, float32, [n, width]
 
-    def at(
-        self,
-        i: int,      # Number of the report
-        token: int,  # The token in question
-        width: int,  # How many of the likeliest to name
-    ) -> Logprob:
-        "One entry, as a caller gets it"
+    def at(self, i: int, token: int, width: int) -> Logprob:
+        "Report number `i`, on this token, with so many of the likeliest, as a caller gets it"
         top = zip(self.top_ids[i, :width].tolist(), self.top[i, :width].tolist())
         return Logprob(token, float(self.logprobs[i]), list(top))
 
@@ -476,10 +453,7 @@ class Engine(Protocol):
     "Computes batches, in the order in which they are given."
     def forward(self, batch: Batch) -> object:
         "Enqueue the model's part; what comes back is for `sample` and for nobody else"
-        ...
     def sample(self, batch: Batch, launched: object) -> ForwardOutput:
         "Enqueue the choice of next tokens and their way to the host"
-        ...
     def reset(self) -> None:
         "Be ready again after a failure; what was enqueued is lost"
-        ...
