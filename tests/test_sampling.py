@@ -79,6 +79,27 @@ def test_edits_change_the_distribution_as_they_say():
     assert np.allclose(scores[0], right, atol=1e-6)
     assert chi2_ok(choose(scores[0].numpy(), top_p=.9), by_the_book(right, top_p=.9))
 
+@given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=5), st.integers(0, 2**30))
+def test_penalties_of_ragged_rows(lens, number):
+    "Prompts and answers of any length, rows in any order, some without a wish: as the formula has it, token by token"
+    g, vocab_size = np.random.default_rng(number), 9
+    pool, rows = g.integers(0, vocab_size, (7, 18)), g.permutation(7)[:len(lens)]
+    starts, ends = np.array([a for a, _ in lens]), np.array([a + b for a, b in lens])
+    who = np.flatnonzero(g.random(len(lens)) < .8)
+    penalties = np.float32([g.uniform(.5, 2, len(who)), g.uniform(-2, 2, len(who)), g.uniform(-2, 2, len(who))])
+    places = np.array([np.arange(len(lens)), g.integers(0, vocab_size, len(lens))])
+    added = np.where(g.random(len(lens)) < .3, -np.inf, g.normal(size=len(lens))).astype(np.float32)
+    scores = g.normal(size=(len(lens), vocab_size)).astype(np.float32)
+    right = scores.copy()
+    for i, (repetition, presence, frequency) in zip(who, penalties.T):
+        prompt, answer = np.split(pool[rows[i], :ends[i]], [starts[i]])
+        for t in {*prompt, *answer}: right[i, t] *= repetition if right[i, t] < 0 else 1 / repetition
+        for t in set(answer): right[i, t] -= presence + frequency * (answer == t).sum()
+    right[tuple(places)] += added
+    changed = torch.from_numpy(scores)
+    edit(changed, Edits(who, starts[who], penalties, places, added), np.stack([rows, ends]), torch.from_numpy(pool.astype(np.int32)))
+    assert np.allclose(changed.numpy(), right, atol=1e-5)
+
 @given(st.integers(1, 3), st.integers(1, 300), st.floats(.001, .999), st.floats(.1, 30), st.integers(0, 2**30))
 def test_nucleus_finds_what_sorting_finds(n, size, top_p, spread, number):
     g = torch.Generator().manual_seed(number)
