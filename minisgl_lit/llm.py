@@ -24,7 +24,7 @@ from tqdm import tqdm
 from .config import EngineConfig
 from .core import Logprob, QueueFull, RequestError, SamplingParams
 from .engine.build import Runtime, build
-from .scheduler.finish import Reply
+from .news import Reply
 from .serving.tokenizer import Collector, Output, Piece, Tokenizer, text_stop
 
 # %% ../nbs/52_llm.ipynb #471656d6

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from minisgl_lit.core import FinishReason, SamplingParams
-from minisgl_lit.scheduler.finish import News, Reply
+from minisgl_lit.news import News, Reply
 from minisgl_lit.serving.messages import (AbortMsg, FailMsg, MessageError, ReadyMsg, RefusedMsg, StatsMsg,
                                           StatsReply, StopMsg, UserMsg, decode, encode)
 

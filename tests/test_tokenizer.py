@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from minisgl_lit.core import FinishReason, PendingReq, SamplingParams
-from minisgl_lit.scheduler.finish import Reply
+from minisgl_lit.news import Reply
 from minisgl_lit.serving.tokenizer import Collector, TextDecoder, Tokenizer, text_stop
 
 BEGIN, END = 256, 257   # after one token for each byte

@@ -22,7 +22,7 @@ from ..device import WorkerStream
 from ..kv.cache import CacheManager
 from ..kv.prefix import make_prefix_cache
 from ..kv.table import TableManager
-from .finish import News
+from ..news import News
 from .loop import Scheduler
 from .policy import make_policy, one_of_each
 from ..toy import ToyEngine

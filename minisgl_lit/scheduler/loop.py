@@ -16,7 +16,8 @@ from ..core import (
     Batch, Engine, FinishReason, ForwardMode, ForwardOutput, PendingReq, Req, TextStop)
 from ..kv.cache import CacheManager
 from .decode import retract_order
-from .finish import Lifecycle, News, Observer
+from ..news import News
+from .finish import Lifecycle, Observer
 from .prefill import kv_len
 from .prepare import Plan, idle_batch, make_batch
 

@@ -24,7 +24,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict
 
 from ..core import FinishReason, RequestError, SamplingParams
-from ..scheduler.finish import Reply
+from ..news import Reply
 from .messages import UserMsg
 from .openai import (Answer, ApiError, ChatAnswer, ChatRequest, CompletionRequest,
                                         TextAnswer, Wishes, check_model, explain, usage)

@@ -18,7 +18,7 @@ import msgpack
 import numpy as np
 
 from ..core import QueueFull, RequestError, SamplingParams
-from ..scheduler.finish import News, Reply
+from ..news import News, Reply
 
 # %% ../../nbs/50_serving.messages.ipynb #13472e5f
 class MessageError(ValueError):

@@ -21,7 +21,7 @@ import zmq.asyncio
 import minisgl_lit
 from ..config import EngineConfig, ServerConfig
 from ..core import FinishReason, RequestError
-from ..scheduler.finish import News, Reply
+from ..news import News, Reply
 from .http import create_app
 from .messages import (AbortMsg, FailMsg, FromScheduler, ReadyMsg, RefusedMsg, StatsMsg,
                                           StatsReply, StopMsg, ToScheduler, UserMsg, decode, encode)

@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..core import FinishReason, Logprob, PendingReq, RequestError, SamplingParams
-from ..scheduler.finish import Reply
+from ..news import Reply
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #5503b854
 class _Generation(Extension):
