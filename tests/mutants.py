@@ -75,7 +75,6 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('the row keeps the cached length of its last owner', 'scheduler/prefill', 'self.lengths.cached_len[row] = pending.handle.cached_len', 'pass'),
     ('stop tokens are not watched', 'scheduler/prefill', 'bool(pending.params.stop_token_ids or pending.text_stop)', 'False'),
     ('decode runs past the end', 'scheduler/decode', 'if stay}', 'if True}'),
-    ('somebody joins twice', 'scheduler/decode', 'if o.can_decode and o.rid not in self.running', 'if o.can_decode'),
     ('the rows are not made anew when one leaves', 'scheduler/decode', 'if self.running.pop(rid, None): self._rows = None', 'self.running.pop(rid, None)'),
     ('only one end token counts', 'scheduler/finish', 'token in eos_token_ids and', 'token == min(eos_token_ids, default=None) and'),
     ('length is asked one token late', 'scheduler/finish', 'if pending.n_tokens == pending.max_len', 'if pending.n_tokens == pending.max_len + 1'),
