@@ -416,6 +416,12 @@ class Batch:
         return self.device_lens - self.cached_lens
 
     @property
+    def sampled_reqs(self) -> list[Req]:
+        "Those who get a next token, in order"
+        if len(self.sampled) == len(self.reqs): return self.reqs
+        return [self.reqs[i] for i in self.sampled.tolist()]
+
+    @property
     def last_tokens(self) -> np.ndarray:
         "Where in the batch each sampled request's last token stands, [n_sampled]"
         return self.extend_lens.cumsum()[self.sampled] - 1

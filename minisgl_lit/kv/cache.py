@@ -19,36 +19,31 @@ from .table import TableManager
 class ReleaseList:
     "Pages, rows or locks that wait for the batch they were last launched with."
     def __init__(self):
-        self._waiting: list[tuple[int, np.ndarray]] = []   # batch number, what waits
+        self._waiting: list[tuple[int, Sequence]] = []   # batch number, what waits
         self.size = 0                                      # how many are waiting
 
     def put(
         self,
-        items: np.ndarray,  # What is given back, [n]
-        step: int,          # Number of the last batch that uses it
+        items: Sequence,  # What is given back
+        step: int,        # Number of the last batch that uses it
     ) -> None:
         "Let these wait for that batch"
-        if len(items): self._waiting.append((step, np.asarray(items)))
+        if len(items): self._waiting.append((step, items))
         self.size += len(items)
 
     def take(
         self,
         completed: int,  # Number of the last batch that has completed
-    ) -> np.ndarray:     # What nothing in flight uses any more, [n]
+    ) -> list[Sequence]:  # What nothing in flight uses any more, as it was given back
         "Those whose wait is over"
-        if not self._waiting: return self.items()
         ready = [items for step, items in self._waiting if step <= completed]
         self._waiting = [o for o in self._waiting if o[0] > completed]
         self.size -= sum(map(len, ready))
-        return self._joined(ready)
+        return ready
 
     def items(self) -> np.ndarray:
-        "All that wait, as a copy"
-        return self._joined([items for _, items in self._waiting])
-
-    def _joined(self, parts: list[np.ndarray]) -> np.ndarray:
-        "One array of all; of no items, if there are no parts"
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        "The numbers of all that wait, as a copy, [size]"
+        return np.array([item for _, items in self._waiting for item in items], dtype=np.int64)
 
 # %% ../../nbs/13_kv.cache.ipynb #2712787e
 class CacheManager:
@@ -160,10 +155,10 @@ def collect(
     completed: int,  # Number of the last batch that has completed
 ) -> None:
     "Take back pages and locks whose wait is over; called whenever a batch has completed"
-    pages = self.releasing.take(completed)
-    self.held_size -= len(pages)
-    self._push(pages)
-    for handle in self._unlocking.take(completed): self.unlock(handle)
+    for pages in self.releasing.take(completed):
+        self.held_size -= len(pages)
+        self._push(pages)
+    for handle, in self._unlocking.take(completed): self.unlock(handle)
 
 # %% ../../nbs/13_kv.cache.ipynb #c31aaf31
 @patch
@@ -219,7 +214,7 @@ def cache_finished(
     if keep: self._hand_over(pending, known=max(pending.input_len, pending.n_tokens - 1))
     launched = self._launched(pending)
     self._release(self._own_pages(pending), launched)
-    self._unlocking.put(np.array([pending.handle], dtype=object), launched)
+    self._unlocking.put([pending.handle], launched)
     pending.handle = None
 
 @patch

@@ -38,8 +38,8 @@ class Node:
     key: np.ndarray          # Tokens, [n_pages * page_size]
     pages: np.ndarray        # Pages with their keys and values, [n_pages]
     name: Name               # Under which its parent has it: namespace, bytes of its first page
-    parent: 'Node | None'    # None: this is the root, or it was evicted
-    children: 'dict[Name, Node]' = field(default_factory=dict)
+    parent: 'Node | None' = field(repr=False)   # None: this is the root, or it was evicted
+    children: 'dict[Name, Node]' = field(default_factory=dict, repr=False)
     locks: int = 0           # Locks of all handles that end here or below
     created: int = 0         # Number of the operation that made it
     last_used: int = 0       # Number of the operation that last used it

@@ -32,6 +32,7 @@ class TableManager:
         n_rows, max_pages = max_running_req + 1, -(-max_seq_len // page_size)
         self.pages = np.full((n_rows, max_pages), dummy_page, dtype=np.int32)
         self.page_table = torch.from_numpy(self.pages).to(device)
+        self._shared = self.page_table.data_ptr() == self.pages.ctypes.data   # one memory, two names
         self.token_pool = torch.zeros((n_rows, max_seq_len), dtype=torch.int32, device=device)
         self.lengths, self.sampling = Lengths(n_rows), SamplingArrays.empty(n_rows)
         self._free, self._lent = list(reversed(range(max_running_req))), set()
@@ -71,7 +72,7 @@ def write(
 def flush(self: TableManager) -> None:
     "Bring `page_table` up to date, with one copy of what changed; none if it is one memory"
     changed, self._changed = self._changed, []
-    if not changed or self.page_table.data_ptr() == self.pages.ctypes.data: return
+    if self._shared or not changed: return
     rows, cols = (np.concatenate(o) for o in zip(*changed))
     sent = torch.from_numpy(np.stack([rows, cols, self.pages[rows, cols]])).to(self.page_table.device)
     self.page_table[sent[0], sent[1]] = sent[2].int()
@@ -97,5 +98,5 @@ def slots(
     positions: np.ndarray,  # Place of each token in its sequence, [n_tokens]
 ) -> np.ndarray:            # Slot of each token in the KV pool, [n_tokens]
     "Where tokens live: page × `page_size` + offset in the page"
-    cols, offsets = np.divmod(positions, self.page_size)
-    return self.pages[rows, cols] * self.page_size + offsets
+    cols = positions // self.page_size
+    return positions + (self.pages[rows, cols] - cols) * self.page_size

@@ -254,13 +254,13 @@ def _give_back(self: Lifecycle, pending: PendingReq) -> None:
     "Take row and pages from a request; what is in flight they wait for"
     self.cache.cache_finished(pending, keep=not pending.bad)
     row, pending.table_idx = pending.table_idx, None
-    self._rows_waiting.put(np.array([row]), int(self.table.lengths.launched[row]))
+    self._rows_waiting.put([row], int(self.table.lengths.launched[row]))
 
 @patch
 def _collect(self: Lifecycle) -> None:
     "Take back pages, locks and rows that nothing in flight uses any more"
     self.cache.collect(self.completed)
-    for row in self._rows_waiting.take(self.completed).tolist(): self.table.free(row)
+    for row, in self._rows_waiting.take(self.completed): self.table.free(row)
 
 # %% ../../nbs/23_scheduler.finish.ipynb #b4fcd8c0
 @patch
@@ -368,7 +368,7 @@ def _after_tokens(self: Lifecycle, batch: Batch, output: ForwardOutput) -> None:
     rows, n_tokens = batch.rows[batch.sampled], batch.device_lens[batch.sampled] + 1
     close = may_end(output.next_tokens, n_tokens, rows, self.table.lengths, self._is_eos)
     close |= ~output.finite
-    pendings = [batch.reqs[i].pending for i in batch.sampled.tolist()]
+    pendings = [o.pending for o in batch.sampled_reqs]
     tokens, plain, told = output.next_tokens.tolist(), pendings, {}
     for k, i in enumerate(batch.reports.sampled.tolist() if batch.reports else ()):
         told[i] = [output.scores.at(k, tokens[i], pendings[i].params.logprobs)]

@@ -88,7 +88,7 @@ def _schedule(self: Scheduler) -> Batch | None:
 @patch
 def _prepare(self: Scheduler, reqs: list[Req], mode: ForwardMode) -> Batch | None:
     "A batch of these; `None` if none of them is left when there is room"
-    plan = Plan(reqs, self.cache)
+    plan = Plan(reqs, self.cache, self.decode.rows if mode is ForwardMode.DECODE else None)
     if plan.new_pages > self.cache.ready_size:
         self.quiesce()
         plan = self._make_room(reqs, mode)

@@ -33,17 +33,14 @@ class Plan:
         self,
         reqs: list[Req],      # Who runs next, in order
         cache: CacheManager,  # Lends the pages; its table has the rows
+        rows: np.ndarray | None = None,  # Their rows, if somebody has them at hand, [n]
     ):
         self.reqs, self.cache, lengths = reqs, cache, cache.table.lengths
-        self.rows = np.array([o.table_idx for o in reqs], dtype=np.int64)
+        self.rows = np.array([o.table_idx for o in reqs], dtype=np.int64) if rows is None else rows
         self.cached_lens, self.device_lens = lengths.cached_len[self.rows], lengths.device_len[self.rows]
         self.first_pages = cache.pages_for(self.cached_lens)   # the first that each needs
         self.end_pages = cache.pages_for(self.device_lens)     # and one past the last
-
-    @property
-    def new_pages(self) -> int:
-        "Pages to allocate"
-        return int((self.end_pages - self.first_pages).sum())
+        self.new_pages = int((self.end_pages - self.first_pages).sum())   # to allocate
 
 # %% ../../nbs/24_scheduler.prepare.ipynb #06010dff
 def _added(req: Req, n_made: int) -> Iterator[tuple[int, float]]:
@@ -92,6 +89,21 @@ def reports_of(
                    owners, max(widths))
 
 # %% ../../nbs/24_scheduler.prepare.ipynb #3574e4d6
+def _add_pages(plan: Plan) -> None:
+    "Allocate what a plan needs, and write it to the table"
+    owner, cols = flatten(plan.first_pages, plan.end_pages)
+    plan.cache.table.write(plan.rows[owner], cols, plan.cache.allocate(plan.new_pages))
+
+# %% ../../nbs/24_scheduler.prepare.ipynb #8a5cee05
+def _tokens(plan: Plan, mode: ForwardMode) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    "Of each token its request's number and its position, [n_tokens]; and who is sampled, [n_sampled]"
+    if mode is ForwardMode.DECODE:   # one of each
+        everybody = np.arange(len(plan.rows))
+        return everybody, plan.cached_lens, everybody
+    sampled = np.flatnonzero([not isinstance(o, ChunkedReq) for o in plan.reqs])
+    return *flatten(plan.cached_lens, plan.device_lens), sampled
+
+# %% ../../nbs/24_scheduler.prepare.ipynb #caa7a822
 def make_batch(
     plan: Plan,         # Who runs next, and what they need
     mode: ForwardMode,  # What kind of step it is
@@ -99,21 +111,14 @@ def make_batch(
 ) -> Batch:
     "Allocate the pages of a plan and lay out one step for the engine"
     table, rows = plan.cache.table, plan.rows
-    owner, cols = flatten(plan.first_pages, plan.end_pages)
-    if len(cols): table.write(rows[owner], cols, plan.cache.allocate(len(cols)))
+    if plan.new_pages: _add_pages(plan)
     table.flush()
-    owner, positions = flatten(plan.cached_lens, plan.device_lens)
-    token_rows, sampled = rows[owner], _sampled(plan.reqs, mode)
-    special = table.sampling.special[rows].any()
+    owner, positions, sampled = _tokens(plan, mode)
+    token_rows, special = rows[owner], table.sampling.special[rows].any()
     extras = (edits_of(plan, sampled), reports_of(plan, sampled)) if special else ()
     return Batch(plan.reqs, mode, step, rows, plan.cached_lens, plan.device_lens, token_rows,
                  positions, table.slots(token_rows, positions), sampled,
                  table.sampling.at(rows[sampled]), *extras)
-
-def _sampled(reqs: list[Req], mode: ForwardMode) -> np.ndarray:
-    "Which of these get a next token, as indices, [n_sampled]"
-    if mode is ForwardMode.DECODE: return np.arange(len(reqs))
-    return np.flatnonzero([not isinstance(o, ChunkedReq) for o in reqs])
 
 # %% ../../nbs/24_scheduler.prepare.ipynb #a2790b94
 def idle_batch(

@@ -28,9 +28,14 @@ def _plain(value: object) -> object:
     "What msgpack cannot write, as something that it can"
     if isinstance(value, np.ndarray): return value.astype('<i8').tobytes()
     if isinstance(value, np.generic): return value.item()
-    if is_dataclass(value): return [getattr(value, f.name) for f in fields(value)]
+    if is_dataclass(value): return [getattr(value, name) for name in _names(type(value))]
     if isinstance(value, Mapping): return dict(value)
     raise TypeError(f'a message cannot carry {value!r}')
+
+@cache
+def _names(cls: type) -> tuple[str, ...]:
+    "The fields of a dataclass, in order"
+    return tuple(f.name for f in fields(cls))
 
 def encode(
     message: object,  # A message: one of the dataclasses of this chapter
