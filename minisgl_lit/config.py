@@ -114,6 +114,8 @@ class EngineConfig:
     attention: Attention = setting('auto', 'What computes attention; native is compiled C where there is a compiler, else torch')
     seed: int | None = setting(None, 'Start of all randomness; None draws one')
     max_queued_req: int = setting(4096, 'Requests that may wait; more are refused', low=1)
+    threads: int | None = setting(None, 'Threads that compute on a CPU; None is one for each core this process may use', low=1, high=1024)
+    dummy_weights: bool = setting(False, 'Random weights instead of those in the checkpoint, to measure speed without them')
 
     def __post_init__(self):
         for f in fields(self):
@@ -136,6 +138,16 @@ class ServerConfig(EngineConfig):
     "How to serve a model: the engine's settings, and an address."
     host: str = setting('127.0.0.1', 'Address to listen on; 0.0.0.0 lets other machines in')
     port: int = setting(1919, 'Port to listen on; 0 takes a free one', high=65535)
+    served_model_name: str | None = setting(None, "What callers call the model; None is the last part of model's name")
+    api_key: str | None = setting(None, 'What callers must send as their bearer token; None asks for nothing')
+    protect_metrics: bool = setting(False, 'Whether /health and /metrics ask for the api_key too')
+    cors: str | None = setting(None, "Web site whose pages may call this server, such as https://example.org; '*' is any")
+    max_body_mb: int = setting(32, 'Largest request, in megabytes', low=1)
+    drain_seconds: int = setting(30, 'How long requests may still run after the first SIGTERM')
+    watchdog_timeout: float = setting(300., 'Seconds after which a step without end counts as a failure', high=1e9)
+    restart: bool = setting(False, 'Whether workers that fail are started again, instead of ending the server')
+    log_interval: int = setting(40, 'Steps between two lines of progress on stderr; 0 writes none')
+    log_json: bool = setting(False, 'Whether log lines are JSON')
 
 # %% ../nbs/01_config.ipynb #297284e5
 def read(
