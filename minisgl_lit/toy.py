@@ -46,9 +46,14 @@ def prefix_hashes(
 def choose(
     hashes: np.ndarray,  # Of whole prefixes, uint64, [n]
     vocab_size: int,     # How many tokens there are
+    mask: np.ndarray | None = None,  # Those allowed, as packed bits, int32, [n, vocab_size / 32]
 ) -> np.ndarray:         # int64, [n]
-    "The next token after each prefix"
-    return ((hashes >> np.uint64(32))*np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
+    "The next token after each prefix; if that is not allowed, the first one above it, or else from 0, that is"
+    tokens = ((hashes >> np.uint64(32))*np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
+    if mask is None: return tokens
+    allowed = np.unpackbits(mask.view(np.uint8), axis=1, bitorder='little')[:, :vocab_size]
+    steps = (np.arange(vocab_size) - tokens[:, None]) % vocab_size
+    return np.where(allowed, steps, vocab_size).argmin(1)
 
 def toy_next(
     tokens: Sequence[int],  # All tokens so far, at least one
@@ -301,11 +306,12 @@ class ToyEngine:
         self,
         batch: Batch,         # The same batch
         launched: ToyLaunch,  # What `forward` gave for it
+        mask: np.ndarray | None = None,  # What may be chosen, see `choose`
     ) -> ForwardOutput:       # Full of -1 until its event comes
         "Enqueue the choice of next tokens"
         n = len(batch.sampled)
         tokens, finite = np.full(n, -1), np.zeros(n, dtype=bool)
-        self.stream.submit(partial(self._sample, launched, tokens, finite))
+        self.stream.submit(partial(self._sample, launched, tokens, finite, mask))
         launched.done = self.stream.record()
         return ForwardOutput(tokens, finite, launched.done)
 
@@ -343,9 +349,10 @@ def _forward(self: ToyEngine, launch: ToyLaunch, fault: Exception | None) -> Non
     if self.verify: self.kv.check_reads(batch)
 
 @patch
-def _sample(self: ToyEngine, launch: ToyLaunch, tokens: np.ndarray, finite: np.ndarray) -> None:
+def _sample(self: ToyEngine, launch: ToyLaunch, tokens: np.ndarray, finite: np.ndarray,
+            mask: np.ndarray | None) -> None:
     "On the stream: choose, write to the token pool, send to the host"
     if self.verify: launch.check_unchanged()
     batch, hashes = launch.batch, launch.hashes[launch.batch.sampled]
-    tokens[:], finite[:] = choose(hashes, self.kv.vocab_size), hashes != nan_hash
+    tokens[:], finite[:] = choose(hashes, self.kv.vocab_size, mask), hashes != nan_hash
     self.kv.tokens[batch.rows[batch.sampled], batch.device_lens[batch.sampled]] = tokens

@@ -103,7 +103,8 @@ def filter_reqs(
     joined = [o for o in reqs if o.can_decode and o.rid not in self.running]
     self.running.update((o.rid, o) for o in joined)
     if joined: self._rows = None
-    if not (stays := self.lengths.can_decode(self.rows)).all():
+    stays = self.lengths.device_len[self.rows] < self.lengths.max_device_len[self.rows]
+    if not stays.all():
         self.running = {o.rid: o for o, stay in zip(self.running.values(), stays) if stay}
         self._rows = None
 

@@ -14,8 +14,8 @@ from fastcore.basics import patch
 
 from ..config import EngineConfig
 from ..core import (
-    Batch, FinishReason, ForwardOutput, Lengths, Logprob, PendingReq, QueueFull, RequestError,
-    SamplingParams, TextStop)
+    Batch, FinishReason, ForwardOutput, Grammar, Lengths, Logprob, PendingReq, QueueFull, RequestError,
+    SamplingParams, Scores, TextStop)
 from ..kv.cache import CacheManager, ReleaseList
 from ..news import News, Reply, last_reply
 from .decode import DecodeManager, NewTokenRatio
@@ -30,7 +30,9 @@ def check_finish(
     "Whether the newest token is the last; `None` to go on"
     token, params = int(pending.output_ids[-1]), pending.params
     stop_string = pending.text_stop(token) if pending.text_stop else None
+    complete = pending.grammar.accept(token) if pending.grammar else False
     if pending.n_tokens == pending.max_len: return FinishReason.LENGTH, None
+    if complete: return FinishReason.STOP, None
     if len(pending.output_ids) <= params.min_tokens: return None
     is_eos = token in eos_token_ids and not params.ignore_eos
     if is_eos or token in params.stop_token_ids: return FinishReason.STOP, token
@@ -102,10 +104,12 @@ class Lifecycle:
         defaults: Mapping[str, float] | None = None,  # Sampling as the checkpoint advises
         text_stop: Callable[[PendingReq], TextStop] | None = None,  # Finds stop strings
         observer: Observer | None = None,   # Sees what happens
+        grammar: Callable[[PendingReq], Grammar] | None = None,  # Gives an answer its form
     ):
         self.cache, self.table, self.clock, self.config = cache, cache.table, clock, config
         self.observer = observer or Observer()
-        self.eos_token_ids, self.defaults, self.text_stop = eos_token_ids, defaults or {}, text_stop
+        self.eos_token_ids, self.defaults = eos_token_ids, defaults or {}
+        self.text_stop, self.grammar = text_stop, grammar
         self._is_eos = np.isin(np.arange(vocab_size), list(eos_token_ids))
         self.door = Door(cache, vocab_size)
         self.ratio = NewTokenRatio(config.admission, config.schedule_conservativeness)
@@ -147,7 +151,8 @@ def add(
     self._check_queue(params.priority)
     params = params.resolve(self.defaults, seed=int(self._rng.integers(2**62)))
     pending = PendingReq(rid, ids, params, max_len, arrival=self.clock())
-    if params.stop: pending.text_stop = self.text_stop(pending)
+    if params.stop or params.stop_regex: pending.text_stop = self.text_stop(pending)
+    if params.grammars: pending.grammar = self.grammar(pending)
     if params.min_tokens: pending.barred = self._ending(params)
     self.alive[rid] = pending
     self.prefill.add(pending)
@@ -162,8 +167,11 @@ def check(
     params: SamplingParams,    # Its wishes
 ) -> tuple[np.ndarray, int]:   # The prompt, [n], and how long the request may become
     "Raise `RequestError` if this could never be served, however long it waited"
-    if params.stop and not self.text_stop:
-        raise RequestError('stop', 'stop needs a tokenizer, and there is none here')
+    needs = {'stop': self.text_stop, 'stop_regex': self.text_stop, **dict.fromkeys(params.grammars, self.grammar)}
+    for name, there in needs.items():
+        if getattr(params, name) and not there:
+            raise RequestError(name, f'{name} needs a tokenizer, and there is none here')
+    if params.n > 1: raise RequestError('n', f'n={params.n} answers are as many requests, see choices()')
     if params.min_tokens and len(self._ending(params)) == self.door.vocab_size:
         raise RequestError('min_tokens', 'min_tokens needs a token that does not end the answer, '
                                          'but stop_token_ids has them all')
@@ -341,6 +349,11 @@ def _after_chunk(self: Lifecycle, pending: PendingReq, computed: int) -> None:
     if pending.doom: self.end(pending, *pending.doom)
     elif computed == pending.max_len: self.end(pending, FinishReason.LENGTH)
 
+def _told(scores: Scores, i: int, token: int, width: int) -> Logprob:
+    "Report number `i`, on this token, with so many of the likeliest, as a caller gets it"
+    top = zip(scores.top_ids[i, :width].tolist(), scores.top[i, :width].tolist())
+    return Logprob(token, float(scores.logprobs[i]), list(top))
+
 @patch
 def _hear(self: Lifecycle, batch: Batch, output: ForwardOutput) -> None:
     "Note how likely the tokens of prompts were"
@@ -350,7 +363,7 @@ def _hear(self: Lifecycle, batch: Batch, output: ForwardOutput) -> None:
         if pending.finish_reason or pending.doom or pending.bad: continue
         if np.isfinite(scores.logprobs[n + mine]).all():
             width, targets = pending.params.prompt_logprobs, reports.targets.tolist()
-            pending.scores.told += [scores.at(n + k, targets[k], width) for k in mine.tolist()]
+            pending.scores.told += [_told(scores, n + k, targets[k], width) for k in mine.tolist()]
         else: self._closer_look(pending, -1, finite=False)
 
 @patch
@@ -371,7 +384,7 @@ def _after_tokens(self: Lifecycle, batch: Batch, output: ForwardOutput) -> None:
     pendings = [o.pending for o in batch.sampled_reqs]
     tokens, plain, told = output.next_tokens.tolist(), pendings, {}
     for k, i in enumerate(batch.reports.sampled.tolist() if batch.reports else ()):
-        told[i] = [output.scores.at(k, tokens[i], pendings[i].params.logprobs)]
+        told[i] = [_told(output.scores, k, tokens[i], pendings[i].params.logprobs)]
         close[i] = True
     if close.any():
         for i in np.flatnonzero(close).tolist():

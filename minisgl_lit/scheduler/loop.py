@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..config import EngineConfig
 from ..core import (
-    Batch, Engine, FinishReason, ForwardMode, ForwardOutput, PendingReq, Req, TextStop)
+    Batch, Engine, FinishReason, ForwardMode, ForwardOutput, Grammar, PendingReq, Req, TextStop)
 from ..kv.cache import CacheManager
 from .decode import retract_order
 from ..news import News
@@ -38,9 +38,10 @@ class Scheduler(Lifecycle):
         defaults: Mapping[str, float] | None = None,  # Sampling as the checkpoint advises
         text_stop: Callable[[PendingReq], TextStop] | None = None,  # Finds stop strings
         observer: Observer | None = None,   # Sees every batch
+        grammar: Callable[[PendingReq], Grammar] | None = None,  # Gives an answer its form
     ):
         super().__init__(cache, vocab_size, clock, config, eos_token_ids, defaults, text_stop,
-                         observer)
+                         observer, grammar)
         self.engine = engine
         self.paused, self._streak, self.beats = False, 0, 0
         self._in_flight: tuple[Batch, ForwardOutput] | None = None
@@ -204,6 +205,23 @@ def _fail(self: Scheduler, error: BaseException) -> None:
 
 # %% ../../nbs/25_scheduler.loop.ipynb #29adb402
 @patch
+def _mask(self: Scheduler, batch: Batch) -> np.ndarray | None:
+    "What grammars allow the sampled, packed bits, [n_sampled, vocab_size / 32]; `None`: everything"
+    if not self.table.lengths.watched[batch.rows].any(): return None
+    asked = [(i, o.pending.grammar) for i, o in enumerate(batch.sampled_reqs)
+             if o.pending.grammar and not o.pending.finish_reason]
+    if not asked: return None
+    mask = np.full((len(batch.sampled), -(-self.door.vocab_size // 32)), -1, dtype=np.int32)
+    for i, grammar in asked: grammar.mask(mask[i])
+    return mask
+
+@patch
+def _sample(self: Scheduler, batch: Batch, handed: object) -> None:
+    "Let the engine choose; from now on the batch is in flight"
+    self._in_flight = batch, self.engine.sample(batch, handed, self._mask(batch))
+
+# %% ../../nbs/25_scheduler.loop.ipynb #b305059f
+@patch
 def _drain(self: Scheduler) -> None:
     "Process the batch in flight, if there is one"
     if self._in_flight:
@@ -220,7 +238,7 @@ def quiesce(self: Scheduler) -> None:
 def normal_loop(self: Scheduler) -> None:
     "Schedule and launch a batch, wait for it, process it"
     if batch := self._schedule():
-        self._in_flight = batch, self.engine.sample(batch, self._launch(batch))
+        self._sample(batch, self._launch(batch))
         self._drain()
 
 @patch
@@ -229,7 +247,7 @@ def overlap_loop(self: Scheduler) -> None:
     if batch := self._schedule(): handed = self._launch(batch)
     self._drain()
     if batch and batch.step > self.completed:   # else the engine failed on the one before
-        self._in_flight = batch, self.engine.sample(batch, handed)
+        self._sample(batch, handed)
 
 @patch
 def step(self: Scheduler) -> News:

@@ -160,7 +160,7 @@ def _fill_row(self: PrefillAdder, pending: PendingReq) -> None:
     self.lengths.cached_len[row] = pending.handle.cached_len
     self.lengths.max_device_len[row] = pending.max_len
     self.table.sampling.put(row, pending.params)
-    self.lengths.watched[row] = bool(pending.params.stop_token_ids or pending.text_stop)
+    self.lengths.watched[row] = bool(pending.params.stop_token_ids or pending.text_stop or pending.grammar)
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #1cf9a34f
 class PrefillManager:
