@@ -38,6 +38,24 @@ ELSEWHERE = dict(   # settings that the scheduler does not see
 def test_every_setting_is_drawn():
     assert {f.name for f in fields(EngineConfig)} == {*SETTINGS, *ELSEWHERE}
 
+class InThrees:
+    "A form: five tokens, which leave 0, 1, 2, 0, 1 when divided by three"
+    def __init__(self, pending): self.n = 0
+    def mask(self, out): out[:] = sum(1 << t for t in range(self.n % 3, VOCAB, 3))
+    def accept(self, token):
+        assert token % 3 == self.n % 3, 'not what the mask has said'
+        self.n += 1
+        return self.n == 5
+
+def in_threes(prompt: list[int], n: int, stop) -> list[int]:
+    "The answer of that form"
+    tokens = list(prompt)
+    for i in range(min(n, 5)):
+        token = alone(tokens, 1, VOCAB)[0]
+        tokens.append(next(t % VOCAB for t in range(token, token + VOCAB) if t % VOCAB % 3 == i % 3))
+        if tokens[-1] in stop: break
+    return tokens[len(prompt):]
+
 class Ledger(CacheManager):
     "Notes duplicates"
     deduped = 0
@@ -66,7 +84,7 @@ def serving(seen: Counter, lives: list[int]):
             engine = ToyEngine(table.page_table, table.token_pool, page_size, num_pages, VOCAB, stream=self.stream)
             self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']))
             config = EngineConfig(**setting | dict(num_pages=num_pages))
-            self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes)
+            self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, grammar=InThrees)
             self.right, self.told, self.ends, self.aborted, self.n = {}, {}, {}, set(), 0
             self.timed = config.queue_timeout or config.run_timeout
             self.faulty = faulty    # whether this engine may break down
@@ -77,17 +95,20 @@ def serving(seen: Counter, lives: list[int]):
         def clock(self): return float(self.steps)
 
         @rule(head=st.integers(0, len(SYSTEM)), tail=st.lists(st.integers(1, 4), max_size=6), max_tokens=st.integers(0, 12), ignore_eos=st.booleans(),
-              priority=st.sampled_from([0, 0, 0, 2, 5, -1]), extra_key=st.sampled_from([None, None, 'x']))
-        def arrive(self, head, tail, max_tokens, ignore_eos, priority=0, extra_key=None):
+              priority=st.sampled_from([0, 0, 0, 2, 5, -1]), extra_key=st.sampled_from([None, None, 'x']), form=st.sampled_from([None, None, 'threes']))
+        def arrive(self, head, tail, max_tokens, ignore_eos, priority=0, extra_key=None, form=None):
             prompt, rid = (SYSTEM[:head] + tail) or [7], str(self.n)
-            params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0, priority=priority, extra_key=extra_key)
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0, priority=priority, extra_key=extra_key, regex=form)
             full = len(self.s.prefill.waiting) >= self.full
             try: self.s.add(rid, prompt, params)
             except QueueFull:
                 assert full
                 return
             self.displaced |= full
-            self.right[rid], self.told[rid] = alone(prompt, max_tokens, VOCAB, () if ignore_eos else EOS), []
+            stop = () if ignore_eos else EOS
+            self.right[rid] = in_threes(prompt, max_tokens, stop) if form else alone(prompt, max_tokens, VOCAB, stop)
+            self.told[rid] = []
+            if form: self.marks.add('grammar')
             self.n += 1
 
         @rule(head=st.integers(4, len(SYSTEM)), n=st.integers(2, 4))
@@ -179,7 +200,7 @@ def run(examples: int, shard: int, tell, steps: int = 40) -> None:
     machine = seed(shard)(serving(seen, lives))
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None,
                                                          suppress_health_check=list(HealthCheck)))
-    shares = {o: seen[o] / len(lives) for o in ('hit', 'eviction', 'chunk', 'abort in flight', 'dedup', 'retraction')}
+    shares = {o: seen[o] / len(lives) for o in ('hit', 'eviction', 'chunk', 'abort in flight', 'dedup', 'retraction', 'grammar')}
     tell('schedules', f'{len(lives)} lives, median {median(lives):.0f} steps; ' + ', '.join(f'{k} {v:.0%}' for k, v in shares.items()))
     if examples >= 500: assert median(lives) >= 30 and min(shares.values()) >= .05, shares
 
