@@ -3,6 +3,7 @@ import json
 
 import numpy as np
 import pytest
+import regex
 import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -69,7 +70,10 @@ def test_where_the_template_stands(checkpoint):
         (dict(chat_template__jinja="J"), "J"),
         (dict(chat_template__jinja="J", tokenizer_config__json={"chat_template": "C"}), "J")]:
         assert Tokenizer(checkpoint(byte_level(), **files)).chat_template.source == source
-    assert Tokenizer(checkpoint(byte_level(), tokenizer_config__json={"chat_template": named[:1]})).chat_template is None
+    only = Tokenizer(checkpoint(byte_level(), tokenizer_config__json={"chat_template": named[:1]}))
+    assert only.chat_template is None and only.tool_template.source == "T"
+    both = Tokenizer(checkpoint(byte_level(), tokenizer_config__json={"chat_template": named}))
+    assert both.tool_template.source == "T" and both.chat_template.source == "D"
 
 
 def test_names_of_special_tokens(checkpoint):
@@ -153,12 +157,14 @@ def test_no_broken_character(plain, text):
 
 
 # -- two readers of one answer -------------------------------------------------------------------
+patterns = st.sampled_from([None, "a+b", r"\W\w", "[^a]b", "(?<=a)é", "b(?=a)", "a$", ". .", "(?i)AB|é{2}"])
+
 
 @settings(max_examples=300)
-@given(texts, st.lists(st.text(st.sampled_from("ab é你"), min_size=1, max_size=3), min_size=1, max_size=3), sizes, st.booleans())
-def test_scheduler_and_reader_agree(plain, text, stop, sizes, keep):
+@given(texts, st.lists(st.text(st.sampled_from("ab é你"), min_size=1, max_size=3), max_size=3), patterns, sizes, st.booleans())
+def test_scheduler_and_reader_agree(plain, text, stop, pattern, sizes, keep):
     "The scheduler stops at a token; a reader who gets the same tokens in packs finds the same text and the same match."
-    ids, params = list(text.encode()), SamplingParams(stop=stop, no_stop_trim=keep)
+    ids, params = list(text.encode()), SamplingParams(stop=stop, stop_regex=pattern, no_stop_trim=keep)
     told = text_stop(plain)(PendingReq("r", np.array([1]), params, max_len=99))
     n, matched = next(((k + 1, m) for k, i in enumerate(ids) if (m := told(i))), (len(ids), None))
     reader, at, texts = Collector(plain, params), 0, []
@@ -167,8 +173,17 @@ def test_scheduler_and_reader_agree(plain, text, stop, sizes, keep):
         texts.append(reader.add(Reply("r", pack, FinishReason.STOP if at == n else None, matched if at == n else None)).text)
         if at == n: break
     assert reader.output.text == "".join(texts) and reader.output.token_ids == ids[:n]
-    ends = [text.find(s) + len(s) for s in stop if s in text]
-    if matched is None: assert not ends and reader.output.text == text
-    else:
-        assert text.startswith(reader.output.text) and reader._detokenizer.matched == matched
-        assert len(reader.output.text) == min(ends) - (0 if keep else len(matched))
+    expected, found = stops_plainly(text, stop, pattern, keep)
+    assert (reader.output.text, matched) == (expected, found)
+    if matched is not None: assert reader._detokenizer.matched == matched
+
+
+def stops_plainly(text, stop, pattern, keep):
+    "Try every end in turn: the text that is shown, and the stop"
+    sources = [regex.escape(s) for s in stop] + [pattern]*(pattern is not None)
+    for end in range(1, len(text) + 1):
+        found = [m.span() for s in sources if (m := regex.search(s, text[:end]))]
+        if found:
+            begin, after = min(found)
+            return text[:after if keep else begin], text[begin:after]
+    return text, None
