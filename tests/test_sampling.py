@@ -316,13 +316,13 @@ def toy_logprob(hash_before: np.uint64, token: int) -> float:
 
 class TalkingToy(ToyEngine):
     "A toy engine that answers reports, from the keys and values it has"
-    def sample(self, batch: Batch, launched) -> ForwardOutput:
+    def sample(self, batch: Batch, launched, mask=None) -> ForwardOutput:
         r = batch.reports
-        if r is None: return super().sample(batch, launched)
+        if r is None: return super().sample(batch, launched, mask)
         told = Scores(np.zeros(len(r.sampled) + len(r.tokens), np.float32), *(np.zeros((len(r.sampled) + len(r.tokens), 0)),)*2)
         output = ForwardOutput(np.full(len(batch.sampled), -1), np.zeros(len(batch.sampled), bool), None, told)
         def work():
-            self._sample(launched, output.next_tokens, output.finite)
+            self._sample(launched, output.next_tokens, output.finite, mask)
             hashes = [*launched.hashes[batch.sampled[r.sampled]], *self.kv.hash[batch.out_loc[r.tokens]]]
             told.logprobs[:] = [toy_logprob(h, t) for h, t in zip(hashes, [*output.next_tokens[r.sampled], *r.targets])]
         self.stream.submit(work)
