@@ -213,10 +213,13 @@ def tickets(
     "Tickets for all of these, or for none: `RequestError` at the first that could not be served"
     made, several = [], len(prompts) > 1
     for i, (prompt, wish) in enumerate(zip(prompts, one_each(params, len(prompts)))):
-        try: self.scheduler.check(ids := encode(prompt), wish)
-        except RequestError as e:
-            raise RequestError(e.field, f'prompt {i}: {e}' if several else str(e)) from None
-        made.append(Ticket(next(self._names), ids, wish, Collector(self.tokenizer, wish), streamed))
+        if streamed and wish.n > 1:
+            raise RequestError('n', f'n={wish.n} answers cannot be read as one stream; stream each by itself')
+        for choice in wish.choices():
+            try: self.scheduler.check(ids := encode(prompt), choice)
+            except RequestError as e:
+                raise RequestError(e.field, f'prompt {i}: {e}' if several else str(e)) from None
+            made.append(Ticket(next(self._names), ids, choice, Collector(self.tokenizer, choice), streamed))
     return made
 
 # %% ../nbs/52_llm.ipynb #3e27397c
@@ -258,7 +261,7 @@ class LLM(Loaded):
         prompts: Prompt | Sequence[Prompt],   # One, or many
         params: Params = None,                # Wishes
         progress: bool | None = None,         # A bar; `None`: for several, in a terminal
-    ) -> list[Output]:                        # One for each prompt
+    ) -> list[Output]:                        # One for each prompt; `n` for each, if `n` are asked for
         "Complete prompts"
         one = isinstance(prompts, str) or len(prompts) > 0 and isinstance(prompts[0], Integral)
         encode = partial(input_ids, self.tokenizer)
@@ -279,10 +282,10 @@ class LLM(Loaded):
         messages: Dialog | Sequence[Dialog],  # A conversation, or a list of them
         params: Params = None,                # Wishes
         progress: bool | None = None,         # A bar; `None`: for several, in a terminal
-    ) -> Output | list[Output]:               # As many as conversations
+    ) -> Output | list[Output]:               # One for one conversation; else a list, as in `generate`
         "Say what comes next in a conversation"
         many = len(messages) > 0 and not isinstance(messages[0], Mapping)
         dialogs = messages if many else [messages]
         tickets = self._driver.tickets(dialogs, self.tokenizer.chat, params)
         answers = self._driver.collect(tickets, progress)
-        return answers if many else answers[0]
+        return answers if many or len(answers) > 1 else answers[0]
