@@ -38,7 +38,7 @@ def read_calls(
     while text:
         try: found, end = _decoder.raw_decode(text)
         except (ValueError, RecursionError): return []
-        if not isinstance(found, dict) or not found.get('name') in list(names): return []
+        if not isinstance(found, dict) or found.get('name') not in list(names): return []
         given = found.get('arguments', found.get('parameters', {}))
         if not isinstance(given, dict): return []
         sendable = json.dumps(given, ensure_ascii=False).encode(errors='replace').decode()
