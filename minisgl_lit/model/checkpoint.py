@@ -13,6 +13,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TypeVar, get_args
 
+import torch
+
 from ..core import RequestError, SamplingParams
 from .decoder import DenseMlp, Mlp, ModelConfig, Rope, dtypes, ropes
 from .moe import MoeMlp
@@ -97,9 +99,10 @@ def count(
     name: str,      # Of a field that counts something
     default: int | None = None,   # For a file that leaves it out; `None`: it may not
 ) -> int:
-    "A whole number above zero"
-    value = take(raw, name, int, default, low=1)
+    "A whole number above zero, and not absurd"
+    value, most = take(raw, name, int, default, low=1), 10_000 if name == 'num_hidden_layers' else 2**31
     if value is None: raise ValueError(f'config.json has no {name!r}')
+    if value > most: raise ValueError(f'{name}={value} of config.json must be at most {most}')
     return value
 
 # %% ../../nbs/38_model.checkpoint.ipynb #3739eaca
@@ -233,6 +236,16 @@ def read_config(
         raise ValueError(f'dtype={dtype!r} of config.json is not served; '
                          f'known are {", ".join(dtypes)}')
     rope, trained = read_rope(raw), count(raw, 'max_position_embeddings', 2048)
-    return ModelConfig(
+    config = ModelConfig(
         **read_shape(raw), **_read_advice(path, raw), windows=read_windows(raw), rope=rope,
         max_position_embeddings=rope.longest(trained), dtype=dtypes[dtype])
+    _check_rope(config)
+    return config
+
+def _check_rope(config: ModelConfig) -> None:
+    "Raise if some place of a text would be told by no number"
+    rope, head_dim = config.rope, config.head_dim
+    ends = torch.tensor([0, config.max_position_embeddings - 1])
+    try: finite = rope.at(ends, rope.speed(head_dim)).isfinite().all()
+    except (ArithmeticError, ValueError, RuntimeError): finite = False
+    if not finite: raise ValueError(f'{rope} of config.json makes no sense for head_dim={head_dim}')
