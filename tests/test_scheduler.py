@@ -75,8 +75,9 @@ def serving(seen: Counter, lives: list[int]):
     class Serving(RuleBasedStateMachine):
         "One server; rules are what callers and the engine may do at any moment"
 
-        @initialize(setting=st.fixed_dictionaries(SETTINGS), faulty=st.integers(0, 3).map(lambda n: n == 3), first=st.integers(2, 4))
-        def start(self, setting, faulty, first):
+        @initialize(setting=st.fixed_dictionaries(SETTINGS), faulty=st.integers(0, 3).map(lambda n: n == 3), first=st.integers(2, 4),
+                    at_least=st.sampled_from([1, 4, 32]))
+        def start(self, setting, faulty, first, at_least):
             page_size = setting['page_size']
             num_pages = -(-MAX_SEQ_LEN // page_size) + setting['num_pages'] // page_size
             table = TableManager(setting['max_running_req'], MAX_SEQ_LEN, page_size, dummy_page=num_pages)
@@ -85,6 +86,7 @@ def serving(seen: Counter, lives: list[int]):
             self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']))
             config = EngineConfig(**setting | dict(num_pages=num_pages))
             self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, grammar=InThrees)
+            self.s.prefill.policy.at_least = at_least   # tokens worth waiting for, if somebody else computes them
             self.right, self.told, self.ends, self.aborted, self.n = {}, {}, {}, set(), 0
             self.timed = config.queue_timeout or config.run_timeout
             self.faulty = faulty    # whether this engine may break down
@@ -212,4 +214,4 @@ def test_nothing_is_lost(shard, record_property): run(int(os.environ.get('TST_LI
 @pytest.mark.timeout(7200)
 @pytest.mark.filterwarnings('ignore:policy=')
 @pytest.mark.parametrize('shard', range(4, 24))
-def test_nothing_is_lost_in_thousands_of_lives(shard, record_property): run(2500, shard, record_property, steps=25)
+def test_nothing_is_lost_in_thousands_of_lives(shard, record_property): run(2500, shard, record_property, steps=32)

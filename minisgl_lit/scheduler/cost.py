@@ -175,7 +175,7 @@ def grouping_time(
     s = loaded(1, steps=1)
     waiting = _waiting(n, beginnings)
     matches = [s.cache.match(o) for o in waiting]
-    return _seconds(lambda: one_of_each(waiting, matches, s.cache.page_size))
+    return _seconds(lambda: one_of_each(waiting, matches, s.cache.page_size, at_least=32))
 
 def _waiting(n: int, beginnings: int) -> list[PendingReq]:
     "Requests with prompts of 1,000 tokens, of which the first 500 or more are shared"
