@@ -292,6 +292,14 @@ def opening(self: Answer, n: int) -> list[dict]:
     return []
 
 @patch
+def frame(self: Answer, index: int) -> tuple[str, str] | None:
+    "JSON before and after the text in an event that brings nothing but text; `None` if there is no such thing"
+    mark = '\0'
+    around = json.dumps(self._piece(index, self.said(index, [mark], False)), ensure_ascii=False)
+    before, *after = around.split(json.dumps(mark))
+    return (before, *after) if len(after) == 1 else None
+
+@patch
 def events(self: Answer, index: int, piece: Piece) -> list[dict]:
     "Events for the next piece of a choice"
     said = [self.said(index, [o], False) for o in self.parts(index, piece)]
@@ -339,6 +347,10 @@ class ChatAnswer(Answer):
     def opening(self, n: int) -> list[dict]:
         "Each choice says first who speaks"
         return [self._piece(i, {'delta': {'role': 'assistant', 'content': ''}}) for i in range(n)]
+
+    def frame(self, index: int) -> tuple[str, str] | None:
+        "As everywhere; but with tools, a text may be a call"
+        return None if self.tools else super().frame(index)
 
     def _call(self, index: int, o: ToolCall, whole: bool) -> dict[str, object]:
         call = {'id': o.id, 'type': 'function', 'function': {'name': o.name, 'arguments': o.arguments}}
