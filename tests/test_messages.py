@@ -5,8 +5,8 @@ from hypothesis import given, strategies as st
 
 from minisgl_lit.core import FinishReason, SamplingParams
 from minisgl_lit.news import News, Reply
-from minisgl_lit.serving.messages import (AbortMsg, FailMsg, MessageError, ReadyMsg, RefusedMsg, StatsMsg,
-                                          StatsReply, StopMsg, UserMsg, decode, encode)
+from minisgl_lit.serving.messages import (AbortMsg, ControlMsg, ControlReply, FailMsg, MessageError, ReadyMsg,
+                                          RefusedMsg, StopMsg, UserMsg, decode, encode)
 
 text, whole = st.text(max_size=20), st.integers(0, 2**63 - 1)
 real = st.floats(allow_nan=False, allow_infinity=False)
@@ -21,9 +21,9 @@ replies = st.builds(Reply, rid=text, token_ids=st.lists(whole, max_size=4),
 data = st.recursive(st.none() | st.booleans() | whole | real | text, lambda o: st.lists(o, max_size=3) |
                     st.dictionaries(text, o, max_size=3), max_leaves=8)
 plain_messages = st.one_of(
-    st.builds(AbortMsg, text), st.builds(StatsMsg, whole), st.just(StopMsg()), st.builds(ReadyMsg, text, whole, whole),
+    st.builds(AbortMsg, text), st.builds(ControlMsg, whole, text, text), st.just(StopMsg()), st.builds(ReadyMsg, text, whole, whole),
     st.builds(FailMsg, text, st.booleans()), st.builds(RefusedMsg, text, text, text, st.booleans()),
-    st.builds(StatsReply, whole, st.dictionaries(text, data, max_size=3)),
+    st.builds(ControlReply, whole, st.dictionaries(text, data, max_size=3), st.none() | text),
     st.lists(st.tuples(text, whole), max_size=4).flatmap(
         lambda o: st.builds(News, st.just([a for a, _ in o]), st.just([b for _, b in o]), st.lists(replies, max_size=3))))
 user_messages = st.builds(UserMsg, text, st.lists(whole, max_size=9).map(lambda o: np.array(o, dtype=np.int64)), params)
