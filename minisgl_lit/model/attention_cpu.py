@@ -202,7 +202,10 @@ void attend(void *out, const void *q, const void *k, const void *v, void *keys, 
     shape z = { heads, kv_heads, dim, page_size, max_pages, q_stride, k_stride, v_stride, window,
                 q, keys, values, table };
     i64 slot = kv_heads * dim, bytes = slot * (bf16 ? 2 : 4), part = heads * (dim + 2);
-    #pragma omp parallel num_threads(threads)
+    i64 work = n_tokens * slot;   // numbers to copy, and products to add up
+    for (i64 i = 0; i < n_tasks; i++)
+        work += (tasks[i].hi - tasks[i].lo) * tasks[i].n * tasks[i].heads * heads / kv_heads * dim;
+    #pragma omp parallel num_threads(threads) if(work > 200000)
     {
         #pragma omp for
         for (i64 t = 0; t < n_tokens; t++) {

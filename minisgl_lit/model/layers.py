@@ -99,7 +99,7 @@ void linear(void *y, const void *x, const void *w, const void *bias,
             i64 rows, i64 n_out, i64 n_in, i64 bf16, i64 threads) {
     product p = { y, x, w, bias, rows, n_out, n_in };
     i64 N = rows < 4 ? 1 : J, groups = n_out / N;
-    #pragma omp parallel for num_threads(threads)
+    #pragma omp parallel for num_threads(threads) if(rows * n_out * n_in > 500000)
     for (i64 g = 0; g < groups; g++) group(N, &p, g * N, bf16);
     for (i64 o = groups * N; o < n_out; o++) group(1, &p, o, bf16);
 }
