@@ -22,7 +22,7 @@ from fastcore.basics import patch
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -178,7 +178,7 @@ def sse(
 DONE = sse('[DONE]')
 
 # %% ../../nbs/55_serving.http.ipynb #9d6c8289
-class EventStream(StreamingResponse):
+class EventStream(Response):
     "Server-sent events; what makes them is closed however the response ends."
     media_type = 'text/event-stream'
 
@@ -187,16 +187,23 @@ class EventStream(StreamingResponse):
         first: str,                 # The event that is there already
         rest: AsyncGenerator[str],  # Makes the others
     ):
+        super().__init__()
+        del self.headers['content-length']
+        self.headers['cache-control'] = 'no-cache'
         self.first, self.rest = first, rest
-        super().__init__(self._events())
 
-    async def _events(self) -> AsyncIterator[str]:
-        yield self.first
-        async for event in self.rest: yield event
+    async def _send_all(self, send: Callable) -> None:
+        async def part(text: str, more: bool = True) -> None:
+            await send({'type': 'http.response.body', 'body': text.encode(), 'more_body': more})
+        await send({'type': 'http.response.start', 'status': 200, 'headers': self.raw_headers})
+        await part(self.first)
+        async for event in self.rest: await part(event)
+        await part('', more=False)
 
     async def __call__(self, scope: Mapping, receive: Callable, send: Callable) -> None:
         "Send it all, or until the caller leaves"
-        try: await super().__call__(scope, receive, send)
+        try: await unless_gone(Request(scope, receive), self._send_all(send))
+        except CallerGone: pass
         finally: await self.rest.aclose()
 
 # %% ../../nbs/55_serving.http.ipynb #f54d3dcb
