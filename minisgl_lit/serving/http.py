@@ -399,7 +399,9 @@ async def tokenize(self: Api, body: TokenizeRequest) -> dict[str, object]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError('give either a prompt or messages', param='prompt')
     if body.messages is not None: ids = [self.tokenizer.chat([m.plain for m in body.messages])]
-    else: ids = [await self._ids(o, body.add_special_tokens) for o in as_prompts(body.prompt)]
+    else:
+        texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        ids = [await self._ids(o, body.add_special_tokens) for o in texts]
     tokens = [o.tolist() for o in ids]
     if not isinstance(body.prompt, list): tokens, = tokens
     return {'tokens': tokens, 'count': sum(map(len, ids)), 'max_model_len': self.info.get('max_seq_len')}
