@@ -138,6 +138,7 @@ class Tokenizer:
         self.chat_template = named.get('default')
         self.tool_template = named.get('tool_use', self.chat_template)   # for conversations with tools
         self._bos = self.backend.token_to_id(self.special.get('bos_token', ''))
+        self._alone: dict[tuple[int, bool], int | None] = {}   # what `alone` has found out
         self._hidden = {i for i, t in self.backend.get_added_tokens_decoder().items() if t.special}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
@@ -167,6 +168,13 @@ class Tokenizer:
         if skip_special_tokens and token in self._hidden: return False
         return self.backend.id_to_token(token) is not None
 
+    def alone(self, token: int, skip_special_tokens: bool = True) -> int | None:
+        "Length of the text of a token that stands first, in characters; `None` if it is no text. Remembered"
+        key = token, skip_special_tokens
+        if key not in self._alone:
+            self._alone[key] = len(self.decode([token], skip_special_tokens)) if self.visible(*key) else None
+        return self._alone[key]
+
     def spell(self, token: int) -> str:
         "A token by itself, with the space that it begins with in the middle of a text"
         once, twice = (self.backend.decode([token]*n, skip_special_tokens=False) for n in (1, 2))
@@ -191,7 +199,8 @@ class TextDecoder:
 
     def push(self, token_ids: Sequence[int]) -> str:
         "Take some tokens, and give the text that is now certain"
-        ids = [i for i in token_ids if self._tokenizer.visible(i, self._skip)]
+        alone, skip = self._tokenizer.alone, self._skip
+        ids = [i for i in token_ids if alone(i, skip) is not None]
         text = self._decode(self._ids + ids)
         broken = text.endswith('\ufffd')
         if broken and len(ids) > 1: return ''.join(self.push([i]) for i in ids)
@@ -201,7 +210,8 @@ class TextDecoder:
         if piece:
             self._ids = self._ids[-4:] if broken else self._ids[self._context:]
             self._context = len(self._ids)
-            self._shown = len(self._decode(self._ids)) - broken
+            first = alone(self._ids[0], skip) if self._context == 1 else len(self._decode(self._ids))
+            self._shown = first - broken
         return piece
 
     def finish(self) -> str:
