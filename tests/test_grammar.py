@@ -1,0 +1,257 @@
+"""Answers with a form: whatever a model says by chance, with tokenizers of three kinds, it fits; and all that fits can be said."""
+import json, random, re, subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings, strategies as st
+
+from minisgl_lit.config import EngineConfig
+from minisgl_lit.core import PendingReq, RequestError, SamplingParams
+from minisgl_lit.engine.build import build
+from minisgl_lit.engine.grammar import GrammarCompiler, OneOf, permit
+from minisgl_lit.model.embedded import embedded_path
+from test_tokenizer import byte_fallback, byte_level
+
+pytest.importorskip("llguidance")
+FEW = settings(max_examples=40, deadline=None)
+
+
+def embedded(): return tokenizers.Tokenizer.from_file(str(embedded_path()/"tokenizer.json"))
+
+
+class Speaker:
+    "Says anything that is allowed, by chance."
+    def __init__(self, make, eos):
+        self.tok, self.eos = make(), eos
+        self.vocab_size = self.tok.get_vocab_size() + 5   # models have more numbers than tokenizers have tokens
+        self.compiler = GrammarCompiler(self.tok, self.vocab_size, eos)
+
+    def grammar(self, **params): return self.compiler(PendingReq("", np.array([1]), SamplingParams(**params), 10))
+
+    def mask(self, g):
+        out = np.full(-(-self.vocab_size // 32), -1, dtype=np.int32)
+        g.mask(out)
+        return np.flatnonzero(np.unpackbits(out.view(np.uint8), bitorder="little")).tolist()
+
+    def say(self, g, ends, seed=0, most=2000):
+        rng, said = random.Random(seed), []
+        while len(said) < most:
+            may = self.mask(g)
+            assert max(may) < self.vocab_size - 5
+            said.append(rng.choice(may))
+            complete = g.accept(said[-1])
+            if said[-1] in ends: return self.tok.decode(said[:-1])
+            if complete: return self.tok.decode(said)
+        raise AssertionError(f"no end: {self.tok.decode(said)!r:.200}")
+
+    def takes(self, g, text):
+        "Move on by a text; whether it may end there"
+        ids, done = self.tok.encode(text, add_special_tokens=False).ids, False
+        for t in ids: done = g.accept(t)
+        return done or bool({*self.eos} & {*self.mask(g)})
+
+
+SPEAKERS = {"embedded": Speaker(embedded, [0, 2]), "bytes": Speaker(byte_level, [257]), "fallback": Speaker(byte_fallback, [260])}
+# 260 is two spaces: some word has to serve as an end, and nothing here needs that one
+two = pytest.mark.parametrize("name", ["embedded", "bytes"])   # the third begins each text that it reads with a space
+everyone = pytest.mark.parametrize("speaker", SPEAKERS.values(), ids=SPEAKERS)
+
+# schemas whose answers are short: all that grows is counted
+leaf = st.one_of(
+    st.builds(lambda a, b: dict(type="integer", minimum=min(a, b), maximum=max(a, b)), st.integers(-300, 300), st.integers(-300, 300)),
+    st.builds(lambda n: dict(type="string", maxLength=n), st.integers(0, 6)),
+    st.builds(lambda xs: dict(enum=xs), st.lists(st.one_of(st.text("abé\"\\ 世", max_size=4), st.integers(0, 99), st.none(), st.booleans()), min_size=1, max_size=4, unique_by=json.dumps)),
+    st.sampled_from([dict(type="boolean"), dict(type="null"), dict(type="string", format="date"), dict(type="string", pattern="^[a-c]{2,4}$")]))
+
+
+def objects(children):
+    def made(properties, data):
+        required = [k for k, keep in zip(properties, data) if keep]
+        return dict(type="object", properties=properties, required=required, additionalProperties=False)
+    return st.builds(made, st.dictionaries(st.text("abxyé", min_size=1, max_size=3), children, max_size=3), st.lists(st.booleans(), min_size=3, max_size=3))
+
+
+def arrays(children): return st.builds(lambda o, n: dict(type="array", items=o, minItems=n // 2, maxItems=n), children, st.integers(0, 4))
+
+
+schemas = st.recursive(leaf, lambda children: objects(children) | arrays(children), max_leaves=5)
+
+# patterns that Python and the library read alike
+piece = st.sampled_from(["a", "b c", "[a-d]", "[^a\n]", "é", "世", r"\.", "[0-9]", r'"'])
+patterns = st.recursive(piece, lambda o: st.one_of(
+    st.tuples(o, o).map("".join), st.tuples(o, o).map(lambda x: f"({x[0]}|{x[1]})"),
+    st.tuples(o, st.sampled_from(["?", "{2}", "{1,3}"])).map(lambda x: f"({x[0]}){x[1]}")), max_leaves=6)
+
+
+@everyone
+@FEW
+@given(schema=schemas, seed=st.integers(0, 99))
+def test_json_fits_its_schema(speaker, schema, seed):
+    text = speaker.say(speaker.grammar(json_schema=json.dumps(schema)), speaker.eos, seed)
+    jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker(["date"]))
+
+
+@everyone
+@FEW
+@given(pattern=patterns, seed=st.integers(0, 99))
+def test_text_matches_its_pattern(speaker, pattern, seed):
+    assert re.fullmatch(pattern, speaker.say(speaker.grammar(regex=pattern), speaker.eos, seed))
+
+
+@two
+@FEW
+@given(data=st.data())
+def test_all_that_matches_can_be_said(name, data):
+    pattern = data.draw(patterns)
+    text = data.draw(st.from_regex(pattern, fullmatch=True))
+    assert SPEAKERS[name].takes(SPEAKERS[name].grammar(regex=pattern), text)
+
+
+@two
+@FEW
+@given(data=st.data())
+def test_all_json_of_a_schema_can_be_said(name, data):
+    schema = dict(type="object", properties=dict(a=dict(type="integer"), b=dict(enum=["x", "é\n"])), required=["a"])
+    value = dict(a=data.draw(st.integers(-10**9, 10**9)))
+    if data.draw(st.booleans()): value["b"] = data.draw(st.sampled_from(["x", "é\n"]))
+    if data.draw(st.booleans()): value["more"] = data.draw(st.lists(st.text("a\"\\\t世", max_size=5) | st.none() | st.integers(), max_size=3))
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)   # the library spells each character in one way
+    assert SPEAKERS[name].takes(SPEAKERS[name].grammar(json_schema=json.dumps(schema)), text)
+
+
+@everyone
+@pytest.mark.parametrize("ebnf", ['root ::= item ("," item)? \nitem ::= [0-9]{1,3} | "(" root ")"', 'start: item ("," item)?\nitem: /[0-9]{1,3}/ | "(" start ")"'])
+def test_both_ways_to_write_a_grammar(speaker, ebnf):
+    item = r"[0-9]{1,3}"
+    for _ in range(6): item = rf"(?:[0-9]{{1,3}}|\({item}(?:,{item})?\))"
+    said = set()
+    for seed in range(60):
+        g = speaker.grammar(ebnf=ebnf)
+        try: said.add(speaker.say(g, speaker.eos, seed, most=14))
+        except AssertionError as e: assert "no end" in str(e)   # nested too deep for our patience
+    assert len(said) > 5 and all(re.fullmatch(rf"{item}(,{item})?", o) for o in said)
+
+
+@FEW
+@given(words=st.sets(st.text("abé", min_size=1, max_size=5), min_size=1, max_size=6), tokens=st.sets(st.text("abé", min_size=2, max_size=3)), seed=st.integers(0, 9))
+def test_one_of_a_list(words, tokens, seed):
+    "Its masks are those of trying every token, and what can be said is the list."
+    vocab = [bytes([b]) for b in range(256)] + sorted(o.encode() for o in tokens) + [b"<end>"]
+    ids, end, told = {o: i for i, o in enumerate(vocab[:-1])}, len(vocab) - 1, set()
+    for k in range(20):
+        g, said, rng = OneOf(ids, words, [end]), b"", random.Random(seed * 100 + k)
+        while True:
+            out = np.full(-(-len(vocab) // 32), -1, dtype=np.int32)
+            g.mask(out)
+            may = np.flatnonzero(np.unpackbits(out.view(np.uint8), bitorder="little")).tolist()
+            right = {i for i, t in enumerate(vocab[:-1]) if any(w.encode().startswith(said + t) for w in words)}
+            assert {*may} == right | ({end} if said.decode(errors="replace") in words else set())
+            token = rng.choice(may)
+            complete = g.accept(token)
+            if token == end: break
+            said += vocab[token]
+            assert complete == (not any(w.encode().startswith(said) and w.encode() != said for w in words))
+            if complete: break
+        told.add(said.decode())
+    assert told <= words
+
+
+@FEW
+@given(st.integers(1, 200), st.sets(st.integers(0, 199)), st.sets(st.integers(0, 199)), st.booleans())
+def test_permit_sets_and_clears(n, before, which, allowed):
+    before, which = ({i for i in o if i < n} for o in (before, which))
+    out = np.zeros(-(-n // 32), dtype=np.int32)
+    permit(out, [*before])
+    permit(out, [*which], allowed)
+    now = np.flatnonzero(np.unpackbits(out.view(np.uint8), bitorder="little")).tolist()
+    assert {*now} == (before | which if allowed else before - which)
+
+
+INVALID = [
+    ("json_schema", "{", "EOF"), ("json_schema", "[]", ""), ("json_schema", "3", ""), ("json_schema", "nonsense", ""),
+    ("json_schema", '{"type": "strin"}', "Invalid type: strin"), ("json_schema", '{"enum": []}', "Unsatisfiable"),
+    ("json_schema", '{"not": {"type": "string"}}', 'Unimplemented keys: ["not"]'),
+    ("json_schema", '{"$ref": "#/nope"}', "/nope"), ("json_schema", '{"$ref": "http://127.0.0.1:9/x"}', ""),
+    ("json_schema", '{}}],"max_tokens":3,"x":[{"a":{}', "trailing"),   # must not be pasted into something larger
+    ("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000, "recursion"), ("json_schema", '{"type": "string", "pattern": "("}', "unclosed group"),
+    ("regex", "(ab", "unclosed group"), ("regex", r"a\1", "backreferences"), ("regex", "(" * 5000 + "a" + ")" * 5000, ""),
+    ("regex", r"[^\x00-\x{10ffff}]", "no text has this form"), ("ebnf", 'root ::= "a" | foo', "foo"), ("ebnf", "nonsense!!", ""),
+    ("ebnf", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "")]
+
+
+@pytest.mark.parametrize("name, text, why", INVALID, ids=range(len(INVALID)))
+def test_what_makes_no_sense_is_refused_in_a_sentence(name, text, why):
+    for ask in (lambda p: SPEAKERS["embedded"].compiler.check(p), lambda p: SPEAKERS["embedded"].grammar(**{name: text})):
+        with pytest.raises(RequestError) as e: ask(SamplingParams(**{name: text}))
+        sentence = str(e.value)
+        assert e.value.field == name and sentence.startswith(f"{name}=") and why in sentence
+        assert "\n" not in sentence and 20 < len(sentence) < 350
+
+
+def serve(compiler, wishes, **config):
+    "What the embedded model says to one question, with its text, reason and token counts"
+    r = build(EngineConfig(device="cpu", **config))
+    r.scheduler.grammar, tok = compiler, embedded()
+    said, ends = {str(i): [] for i in range(len(wishes))}, {}
+    for i, p in enumerate(wishes): r.scheduler.add(str(i), tok.encode("<|im_start|>user\nSay it.<|im_end|>\n<|im_start|>assistant\n").ids, p)
+    while r.scheduler.has_work:
+        for o in r.scheduler.step():
+            said[o.rid] += o.token_ids
+            if o.finish_reason: ends[o.rid] = o
+    stats = r.scheduler.stats()
+    r.close()
+    return [tok.decode(o) for o in said.values()], [ends[o] for o in said], stats
+
+
+LONG = json.dumps(dict(type="array", items=dict(enum=["one", "two", "three"]), minItems=8, maxItems=12))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_form_survives_retraction(overlap):
+    wishes = [SamplingParams(json_schema=LONG, seed=i, temperature=1.0, max_tokens=150) for i in range(6)]
+    compiler = SPEAKERS["embedded"].compiler
+    compiler = GrammarCompiler(compiler._tokenizer, 1152, [0, 2])
+    roomy, _, _ = serve(compiler, wishes, overlap=overlap)
+    texts, ends, stats = serve(compiler, wishes, overlap=overlap, page_size=1, num_pages=190, admission="optimistic", schedule_conservativeness=.05)
+    assert stats["retracted"] > 0 and texts == roomy
+    for text in texts: jsonschema.validate(json.loads(text), json.loads(LONG))
+
+
+def test_neighbours_and_limits():
+    compiler = GrammarCompiler(embedded(), 1152, [0, 2])
+    plain = SamplingParams(temperature=0, max_tokens=12)
+    (alone,), _, _ = serve(None, [plain])
+    texts, ends, _ = serve(compiler, [plain, SamplingParams(json_schema=LONG, temperature=0, max_tokens=5), SamplingParams(regex="yes|no", temperature=0)])
+    assert texts[0] == alone and texts[2] in ("yes", "no")
+    assert '["one","two","three","one"'.startswith(texts[1][:2]) and [o.finish_reason.value for o in ends[1:]] == ["length", "stop"]
+
+
+def test_threads_share_a_compiler():
+    compiler = GrammarCompiler(embedded(), 1157, [0, 2])
+    def life(i):
+        speaker = SPEAKERS["embedded"]
+        params = SamplingParams(json_schema=json.dumps(dict(type="array", items=dict(type="integer", minimum=0, maximum=i % 3 + 5), minItems=3, maxItems=9)))
+        compiler.check(params)
+        return speaker.say(compiler(PendingReq("", np.array([1]), params, 10)), [0, 2], seed=i)
+    with ThreadPoolExecutor(4) as pool: said = [*pool.map(life, range(24))]
+    assert said == [life(i) for i in range(24)] and all(3 <= len(json.loads(o)) <= 9 for o in said)
+
+
+def test_old_grammars_make_room():
+    compiler = GrammarCompiler(embedded(), 1152, [0, 2], most=3)
+    for i in range(5): compiler.check(SamplingParams(regex=f"a{{{i + 1}}}"))
+    assert compiler._compiled.cache_info().currsize == 3
+
+
+def test_the_library_is_not_missed_before_it_is_needed():
+    code = ("import sys; sys.modules['llguidance'] = None\n"
+            "from minisgl_lit.engine.grammar import *; from minisgl_lit.core import *; import tokenizers\n"
+            "c = GrammarCompiler(tokenizers.Tokenizer(tokenizers.models.BPE()), 5)\n"
+            "c.check(SamplingParams())\n"
+            "try: c.check(SamplingParams(ebnf='x'))\n"
+            "except RequestError as e: print(e.field, '|', e)")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout.startswith("ebnf | ebnf needs llguidance") and "minisgl_lit[structured]" in run.stdout, run.stderr
