@@ -11,7 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from minisgl_lit.core import FinishReason, Logprob, QueueFull, RequestError
 from minisgl_lit.news import Reply
-from minisgl_lit.serving.http import Mailbox, create_app
+from minisgl_lit.serving.http import create_app
+from minisgl_lit.serving.stream import Mailbox
 from minisgl_lit.serving.tokenizer import Tokenizer, text_stop
 from minisgl_lit.core import PendingReq
 

@@ -18,8 +18,8 @@ from fastcore.basics import patch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..core import FinishReason, Logprob
+from .finders import ToolCall, ToolParser
 from .tokenizer import Output, Piece
-from .tools import ToolCall, ToolParser
 from .wishes import ApiError, Wishes, as_prompts
 
 # %% ../../nbs/54_serving.openai.ipynb #ffa35fbe

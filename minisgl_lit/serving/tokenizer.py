@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..core import FinishReason, Logprob, PendingReq, RequestError, SamplingParams
 from ..news import Reply
-from .stop import StopFinder
+from .finders import StopFinder
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #5503b854
 class _Generation(Extension):
