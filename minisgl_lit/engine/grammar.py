@@ -8,12 +8,16 @@ __all__ = ['Form', 'permit', 'OneOf', 'Matcher', 'GrammarCompiler']
 # %% ../../nbs/45_engine.grammar.ipynb #e8f99a3a
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tokenizers
 from fastcore.basics import patch
 
 from ..core import Grammar, PendingReq, RequestError, SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 # %% ../../nbs/45_engine.grammar.ipynb #dfaa8fb8
 def permit(
@@ -91,7 +95,7 @@ class Matcher:
         if self._never: permit(out, self._never, False)
         if self._own: permit(out, self._own, self._state.is_accepting())
         if not out.any():
-            raise _refusal(self._form, 'ignore_eos and stop_token_ids bar every token that could be next')
+            raise _refusal(self._form, 'stop_token_ids and ignore_eos leave nothing to go on with')
 
     def accept(self, token: int) -> bool:
         "Learn of a token; whether nothing can follow"
@@ -124,17 +128,24 @@ class GrammarCompiler:
         try: return LLTokenizer(source, n_vocab=self._vocab_size, eos_token=eos)
         except ValueError as e: raise ValueError(f"of this model's tokenizer: {e}") from None
 
-    def check(self, params: SamplingParams) -> None:
+    def check(
+        self,
+        params: SamplingParams,   # A caller's wishes
+    ) -> None:
         "Compile what is asked for, if anything; `RequestError` if that cannot be"
         for name in params.grammars: self._compiled((name, getattr(params, name)))
 
-    def __call__(self, pending: PendingReq) -> Grammar:
-        "The grammar of a request that asks for one"
-        params, known = pending.params, self._vocabulary.eos_tokens
-        form = params.grammars[0], getattr(params, params.grammars[0])
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-        ends = {o for o in ends if o < self._vocab_size}
-        return Matcher(self._compiled(form).deep_copy(), form, ends, known)
+    def __call__(
+        self,
+        pending: PendingReq,   # It asks for a form
+    ) -> Grammar:
+        "The grammar of a request"
+        params, name = pending.params, pending.params.grammars[0]
+        form = name, getattr(params, name)
+        ends = {*(o for o in params.stop_token_ids if o < self._vocab_size)}
+        if not params.ignore_eos: ends.update(self._eos)
+        state = self._compiled(form).deep_copy()
+        return Matcher(state, form, ends, self._vocabulary.eos_tokens)
 
 # %% ../../nbs/45_engine.grammar.ipynb #827fa0ad
 @patch
