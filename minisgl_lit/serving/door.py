@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from itertools import accumulate
 from time import perf_counter
 
+from fastcore.basics import patch
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -87,24 +88,28 @@ class Door:
             if not status: await self._refuse(ApiError('something went wrong in the server', 500), told)
         finally: log.info(access_line(scope['method'], scope['path'], status, perf_counter() - start, request_id, self.log_json))
 
-    def _name(self, headers: Mapping[bytes, bytes]) -> str:
-        given = headers.get(b'x-request-id', b'').decode('latin-1')
-        return given if re.fullmatch(r'[!-~]{1,128}', given) else uuid.uuid4().hex
+# %% ../../nbs/49_serving.door.ipynb #0d9fd8f5
+@patch
+def _name(self: Door, headers: Mapping[bytes, bytes]) -> str:
+    given = headers.get(b'x-request-id', b'').decode('latin-1')
+    return given if re.fullmatch(r'[!-~]{1,128}', given) else uuid.uuid4().hex
 
-    async def _let_in(self, scope: MutableMapping, headers: Mapping[bytes, bytes], receive: Receive, send: Send) -> None:
-        given = headers.get(b'authorization', b'')
-        if self._bearer and scope['path'] not in self.unlocked and not hmac.compare_digest(given, self._bearer):
-            raise ApiError('this server asks for its key: Authorization: Bearer …', 401, code='invalid_api_key')
-        length = headers.get(b'content-length', b'0')
-        body = [await read_body(receive, int(length) if length.isdigit() else 0, self.max_body)]
-        async def after() -> Message: return body.pop() if body else await receive()
-        await self.app(scope, after, send)
+@patch
+async def _let_in(self: Door, scope: MutableMapping, headers: Mapping[bytes, bytes], receive: Receive, send: Send) -> None:
+    given = headers.get(b'authorization', b'')
+    if self._bearer and scope['path'] not in self.unlocked and not hmac.compare_digest(given, self._bearer):
+        raise ApiError('this server asks for its key: Authorization: Bearer …', 401, code='invalid_api_key')
+    length = headers.get(b'content-length', b'0')
+    body = [await read_body(receive, int(length) if length.isdigit() else 0, self.max_body)]
+    async def after() -> Message: return body.pop() if body else await receive()
+    await self.app(scope, after, send)
 
-    async def _refuse(self, e: ApiError, send: Send) -> None:
-        headers = {'content-type': 'application/json', **e.headers}
-        raw = [(k.encode(), v.encode()) for k, v in headers.items()]
-        await send({'type': 'http.response.start', 'status': e.status, 'headers': raw})
-        await send({'type': 'http.response.body', 'body': json.dumps(e.body).encode()})
+@patch
+async def _refuse(self: Door, e: ApiError, send: Send) -> None:
+    headers = {'content-type': 'application/json', **e.headers}
+    raw = [(k.encode(), v.encode()) for k, v in headers.items()]
+    await send({'type': 'http.response.start', 'status': e.status, 'headers': raw})
+    await send({'type': 'http.response.body', 'body': json.dumps(e.body).encode()})
 
 # %% ../../nbs/49_serving.door.ipynb #a7f9ad41
 def token_usage(

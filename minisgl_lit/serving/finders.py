@@ -74,20 +74,24 @@ class StopFinder:
         self._held = found[0] if found else len(self._text)
         return self._let_out(self._held)
 
-    def _stop(self, begin: int, stop: int, end: int) -> str:
-        self.matched, self.rest = self._text[begin:stop], self._text[end:]
-        return self._let_out(stop if self._keep else begin)
+# %% ../../nbs/46_serving.finders.ipynb #15cc71df
+@patch
+def _stop(self: StopFinder, begin: int, stop: int, end: int) -> str:
+    self.matched, self.rest = self._text[begin:stop], self._text[end:]
+    return self._let_out(stop if self._keep else begin)
 
-    def _let_out(self, end: int) -> str:
-        "What has not left before `end`; and forget what nobody can ask for again"
-        out, self._left = self._text[self._left:end], max(self._left, end)
-        if (spare := self._left - 2*self._reach) > 0:
-            self._text, self._left, self._held = self._text[spare:], self._left - spare, self._held - spare
-        return out
+@patch
+def _let_out(self: StopFinder, end: int) -> str:
+    "What has not left before `end`; and forget what nobody can ask for again"
+    out, self._left = self._text[self._left:end], max(self._left, end)
+    if (spare := self._left - 2*self._reach) > 0:
+        self._text, self._left, self._held = self._text[spare:], self._left - spare, self._held - spare
+    return out
 
-    def finish(self) -> str:
-        "What was held back: it was no stop after all"
-        return '' if self.matched is not None else self._let_out(len(self._text))
+@patch
+def finish(self: StopFinder) -> str:
+    "What was held back: it was no stop after all"
+    return '' if self.matched is not None else self._let_out(len(self._text))
 
 # %% ../../nbs/46_serving.finders.ipynb #0f1f5644
 @dataclass

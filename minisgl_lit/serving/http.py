@@ -184,33 +184,6 @@ class Api:
         self.info = {k: v for k, v in info.items() if k != 'api_key'}
         self.metrics = Metrics(client.model)
 
-    async def chat(self, body: ChatRequest, request: Request) -> Response:
-        "Go on with a conversation"
-        check_model(body.model, self.client.model)
-        params, (messages, tools) = body.params(), body.dialog()
-        names, most = tuple(f.name for f in body.offered), 1 if body.parallel_tool_calls is False else 1 << 30
-        answer = ChatAnswer(*self._head('chatcmpl'), body.usage_in_stream, self.tokenizer.spell, params.n, names, most)
-        template = self.tokenizer.tool_template
-        if body.forced and not (template and template.takes_tools): tools = []   # the form of the answer tells it enough
-        ids = await self._in_thread(sum(len(m['content']) for m in messages), self.tokenizer.chat, messages, True, tools)
-        return await self._answer(request, answer, [params], [ids], body.stream)
-
-    async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        "Go on with each of some texts"
-        check_model(body.model, self.client.model)
-        params, prompts = body.params(), body.prompts()
-        ids = [await self._ids(o) for o in prompts]
-        echo = tuple(self._text(o, params) for o in prompts) if body.echo else ()
-        answer = TextAnswer(*self._head('cmpl'), body.usage_in_stream, self.tokenizer.spell, params.n, echo)
-        return await self._answer(request, answer, [params]*len(ids), ids, body.stream)
-
-    async def generate(self, body: GenerateRequest, request: Request) -> Response:
-        "Go on with a text or with tokens, or with several"
-        params, (rid, *rest) = body.params(), self._head('gen')
-        ids = [await self._ids(o) for o in body.prompts()]
-        answer = NativeAnswer(body.rid or rid, *rest, single=body.single and params[0].n == 1)
-        return await self._answer(request, answer, params, ids, body.stream)
-
     def _head(self, kind: str) -> tuple[str, str, int]:
         return f'{kind}-{uuid.uuid4().hex}', self.client.model, int(time.time())
 
@@ -241,6 +214,37 @@ class Api:
 
 # %% ../../nbs/55_serving.http.ipynb #76b666b1
 @patch
+async def chat(self: Api, body: ChatRequest, request: Request) -> Response:
+    "Go on with a conversation"
+    check_model(body.model, self.client.model)
+    params, (messages, tools) = body.params(), body.dialog()
+    names, most = tuple(f.name for f in body.offered), 1 if body.parallel_tool_calls is False else 1 << 30
+    answer = ChatAnswer(*self._head('chatcmpl'), body.usage_in_stream, self.tokenizer.spell, params.n, names, most)
+    template = self.tokenizer.tool_template
+    if body.forced and not (template and template.takes_tools): tools = []   # the form of the answer tells it enough
+    ids = await self._in_thread(sum(len(m['content']) for m in messages), self.tokenizer.chat, messages, True, tools)
+    return await self._answer(request, answer, [params], [ids], body.stream)
+
+@patch
+async def completions(self: Api, body: CompletionRequest, request: Request) -> Response:
+    "Go on with each of some texts"
+    check_model(body.model, self.client.model)
+    params, prompts = body.params(), body.prompts()
+    ids = [await self._ids(o) for o in prompts]
+    echo = tuple(self._text(o, params) for o in prompts) if body.echo else ()
+    answer = TextAnswer(*self._head('cmpl'), body.usage_in_stream, self.tokenizer.spell, params.n, echo)
+    return await self._answer(request, answer, [params]*len(ids), ids, body.stream)
+
+@patch
+async def generate(self: Api, body: GenerateRequest, request: Request) -> Response:
+    "Go on with a text or with tokens, or with several"
+    params, (rid, *rest) = body.params(), self._head('gen')
+    ids = [await self._ids(o) for o in body.prompts()]
+    answer = NativeAnswer(body.rid or rid, *rest, single=body.single and params[0].n == 1)
+    return await self._answer(request, answer, params, ids, body.stream)
+
+# %% ../../nbs/55_serving.http.ipynb #833da32d
+@patch
 async def models(self: Api) -> dict[str, object]:
     "The models of this server: one"
     return {'object': 'list', 'data': [await self.model(self.client.model)]}
@@ -258,6 +262,7 @@ async def model_info(self: Api) -> dict[str, object]:
     return {'model_path': self.info.get('model'), 'served_model_name': self.client.model, 'is_generation': True,
             'max_model_len': self.info.get('max_seq_len'), 'vocab_size': self.info.get('vocab_size')}
 
+# %% ../../nbs/55_serving.http.ipynb #2a09433f
 @patch
 async def health(self: Api) -> dict[str, object]:
     "Whether the engine is there"
