@@ -210,7 +210,7 @@ class Api:
 
     def check_alive(self) -> None:
         "Raise `ApiError` 503 if nobody will be answered any more"
-        if not self.client.alive: raise ApiError('the engine has ended; this server cannot answer any more', 503)
+        if not self.client.alive: raise ApiError('the engine of this server has ended, or is about to; nobody new is answered', 503)
 
 # %% ../../nbs/55_serving.http.ipynb #76b666b1
 @patch
