@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core import PendingReq, RequestError, SamplingParams
 from minisgl_lit.engine.build import build
-from minisgl_lit.engine.grammar import GrammarCompiler, OneOf, permit
+from minisgl_lit.engine.grammar import GrammarCompiler, OneOf, packed
 from minisgl_lit.model.embedded import embedded_path
 from test_tokenizer import byte_fallback, byte_level
 
@@ -160,14 +160,11 @@ def test_one_of_a_list(words, tokens, seed):
 
 
 @FEW
-@given(st.integers(1, 200), st.sets(st.integers(0, 199)), st.sets(st.integers(0, 199)), st.booleans())
-def test_permit_sets_and_clears(n, before, which, allowed):
-    before, which = ({i for i in o if i < n} for o in (before, which))
-    out = np.zeros(-(-n // 32), dtype=np.int32)
-    permit(out, [*before])
-    permit(out, [*which], allowed)
-    now = np.flatnonzero(np.unpackbits(out.view(np.uint8), bitorder="little")).tolist()
-    assert {*now} == (before | which if allowed else before - which)
+@given(st.sets(st.integers(0, 199)))
+def test_packed_bits(tokens):
+    words = packed(tokens, 7)
+    assert words.dtype == np.int32 and words.shape == (7,)
+    assert {32*j + i for j, word in enumerate(words.tolist()) for i in range(32) if word >> i & 1} == tokens
 
 
 INVALID = [
