@@ -166,14 +166,6 @@ def test_callers_who_leave(server):
     assert info(server)['generated_tokens'] - before < 20*2*900/2
 
 
-def test_more_than_can_wait():
-    with serve(**SMALL | dict(max_running_req=1, max_queued_req=2)) as s, ThreadPoolExecutor(8) as pool:
-        ask = dict(text='The page', sampling_params=dict(max_tokens=200, ignore_eos=True))
-        codes = [r.status_code for r in pool.map(lambda _: post(s, '/generate', **ask), range(8))]
-        assert set(codes) == {200, 503}
-        assert post(s, '/generate', **ask).status_code == 200
-
-
 def test_stop_ends_everything():
     "With streams running: an error event for each, and nothing is left"
     before = engines()

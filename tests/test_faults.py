@@ -1,0 +1,281 @@
+"Everything that can go wrong with a running server, on real sockets: who is told, what ends, and what is left (nothing)."
+import asyncio, json, os, random, re, signal, socket, subprocess, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import numpy as np
+import pytest
+
+from minisgl_lit import serve
+from minisgl_lit.core import FinishReason, QueueFull, RequestError, SamplingParams
+from minisgl_lit.news import News, Reply
+from minisgl_lit.serving.messages import AbortMsg, ControlReply, RefusedMsg, UserMsg, decode
+from minisgl_lit.serving.serve import ProcessClient
+from test_serve import SMALL, alive, engines, events, idle, info, post, until
+
+LONG = dict(sampling_params=dict(max_tokens=1800, ignore_eos=True, temperature=1))
+
+
+@pytest.fixture(scope='module')
+def server():
+    with serve(**SMALL, log_interval=0) as s: yield s
+
+def health(url): return httpx.get(url + '/health', timeout=10).status_code
+
+def request(body):
+    "The bytes of a request to /generate"
+    text = json.dumps(body)
+    return (f'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n'
+            f'Content-Length: {len(text)}\r\n\r\n{text}').encode()
+
+def connect(server, body, buffer=None):
+    "A connection on which this has been asked, with a small receive buffer if that is wanted"
+    s = socket.socket()
+    if buffer: s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    s.settimeout(60)
+    s.connect(('127.0.0.1', int(server.url.rsplit(':', 1)[1])))
+    s.sendall(request(body))
+    return s
+
+def read_all(s):
+    "What comes until the other side closes"
+    with s: return b''.join(iter(lambda: s.recv(65536), b'')).decode()
+
+def told(raw):
+    "The events in what a stream has sent"
+    return [json.loads(o) for o in re.findall(r'data: (\{.*\})\r?\n', raw)]
+
+
+@contextmanager
+def program(tmp_path, *flags):
+    "The command line's server: the process, its url, its engine's process id and folder"
+    p = subprocess.Popen([sys.executable, '-m', 'minisgl_lit', 'serve', '--port', '0', '--num-pages', '512', '--max-running-req', '16', *flags],
+                         text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(TMPDIR=str(tmp_path)))
+    try:
+        url = re.search(r'(http://127.0.0.1:\d+)\n$', p.stdout.readline())[1]
+        (engine, folder), = engines(p.pid).items()
+        yield p, url, engine, folder
+        p.wait(15)
+        until(lambda: not alive(engine) and not folder.exists(), 5)
+    finally: p.kill()
+
+class At:
+    "As much of a `Server` as `events` and `post` need"
+    def __init__(self, url): self.url = url
+
+
+def test_engine_is_killed_under_16_streams(capfd):
+    "kill -9: every stream ends with an error event, /health says so, newcomers are refused; with `restart` it goes on"
+    before = engines()
+    with serve(**SMALL | dict(num_pages=2048, log_interval=0, restart=True)) as s, ThreadPoolExecutor(17) as pool:
+        (pid, folder), = engines().items() - before.items()
+        streams = [events(s, '/generate', text='Hello', rid=f's{i}', **LONG) for i in range(16)]
+        for o in streams: next(o)
+        whole = pool.submit(post, s, '/generate', text='Hello', **LONG)
+        until(lambda: info(s)['running'] + info(s)['waiting'] == 17)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: health(s.url) == 503, 5)
+        assert post(s, '/generate', text='Hello').status_code == 503
+        assert all('has ended with code -9' in list(o)[-1]['error']['message'] for o in streams)
+        assert whole.result().status_code == 500
+        until(lambda: health(s.url) == 200, 60)
+        assert post(s, '/generate', text='x', rid='s3', sampling_params=dict(max_tokens=2)).status_code == 200
+        assert not folder.exists() and idle(s)
+    assert engines() == before
+    assert capfd.readouterr().err.count('starting another') == 1
+
+
+def test_engine_is_frozen(tmp_path):
+    "SIGSTOP: /health says so within 5 s; after `watchdog_timeout` it is killed, callers are told, the exit code is not 0"
+    with program(tmp_path, '--watchdog-timeout', '5') as (p, url, engine, folder):
+        stream = events(At(url), '/generate', text='Hello', **LONG)
+        next(stream)
+        os.kill(engine, signal.SIGSTOP)
+        until(lambda: health(url) == 503, 5)
+        assert alive(engine) and post(At(url), '/generate', text='x').status_code == 503
+        assert 'code -9' in list(stream)[-1]['error']['message']
+        assert health(url) == 503
+        assert p.wait(15) == 1 and 'code -9' in p.stderr.read()
+
+
+def test_callers_hang_up(server):
+    "200 requests, most left at random moments, by closing or by reset; afterwards nobody and nothing is left"
+    rng, body = random.Random(1), dict(text='The page', **LONG)
+    for _ in range(10):
+        socks = [connect(server, body | dict(stream=rng.random() < .7)) for _ in range(20)]
+        for s in socks:
+            time.sleep(rng.random()*.01)
+            if rng.random() < .3: s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')   # reset
+            s.close()
+    until(lambda: idle(server), 20)
+    client = server._client
+    until(lambda: not client._open and not client.calls)
+    assert not client._asked and client.alive
+
+
+def test_slow_readers(server):
+    "64 streams, 4 of which do not read: the others are not slowed, and the slow ones miss nothing"
+    params = dict(max_tokens=150, ignore_eos=True, temperature=0)
+    body = dict(input_ids=[5, 6, 7], stream=True, sampling_params=params)
+    slow = [connect(server, body, buffer=2048) for _ in range(4)]
+    with ThreadPoolExecutor(60) as pool:
+        start = time.monotonic()
+        quick = [*pool.map(lambda _: told(read_all(connect(server, body))), range(60))]
+        seconds = time.monotonic() - start
+        late = [*pool.map(lambda s: told(read_all(s)), slow)]
+    ids = lambda events: [t for o in events for t in o['output_ids']]
+    assert len(ids(quick[0])) == 150 and all(ids(o) == ids(quick[0]) for o in quick + late)
+    assert all(o[-1]['meta_info']['finish_reason']['type'] == 'length' for o in quick + late)
+    print(f'60 streams in {seconds:.1f} s; events of a quick one {len(quick[0])}, of a slow one {len(late[0])}')
+    until(lambda: idle(server))
+
+
+def test_more_than_fit():
+    "A full queue is a 503 for whoever is too many, and for nobody else; a drain does not wait for ever"
+    how = dict(max_running_req=2, max_queued_req=4, max_recv_per_step=2, log_interval=0, drain_seconds=1)
+    with serve(**SMALL | how) as s, ThreadPoolExecutor(64) as pool:
+        ask = dict(text='The page', sampling_params=dict(max_tokens=60, ignore_eos=True))
+        answers = [*pool.map(lambda _: post(s, '/generate', **ask), range(64))]
+        assert {r.status_code for r in answers} == {200, 503}
+        assert all(len(r.json()['output_ids']) == 60 for r in answers if r.status_code == 200)
+        until(lambda: idle(s))
+        assert post(s, '/generate', **ask).status_code == 200 and not s._client._open
+        stuck = connect(s, dict(text='Hello', stream=True, **LONG), buffer=2048)
+        until(lambda: info(s)['running'] == 1)
+        start = time.monotonic()
+        s.drain()
+        last = told(read_all(stuck))[-1]
+        assert 'was stopped' in last['error']['message']
+        s.wait()
+        assert time.monotonic() - start < 6
+
+
+def test_sigterm_drains(tmp_path):
+    "Who is being answered gets all of it, newcomers get 503, and the exit code is 0"
+    with program(tmp_path) as (p, url, engine, folder), ThreadPoolExecutor(8) as pool:
+        ask = dict(text='The page', sampling_params=dict(max_tokens=500, ignore_eos=True))
+        streams = [events(At(url), '/generate', **ask) for _ in range(4)]
+        for o in streams: next(o)
+        whole = [pool.submit(post, At(url), '/generate', **ask) for _ in range(2)]
+        until(lambda: info(At(url))['running'] == 6)
+        for pid in (engine, p.pid): os.kill(pid, signal.SIGTERM)   # a machine that shuts down asks everybody
+        until(lambda: health(url) == 503, 5)
+        assert post(At(url), '/generate', **ask).status_code == 503
+        assert [len(r.result().json()['output_ids']) for r in whole] == [500, 500]
+        assert all('error' not in (last := list(o)[-1]) and last['meta_info']['finish_reason']['type'] == 'length' for o in streams)
+        assert p.wait(10) == 0
+
+
+def test_sigterm_twice(tmp_path):
+    "The second does not wait: open requests are told, and all is over"
+    with program(tmp_path) as (p, url, *_):
+        streams = [connect(At(url), dict(text='Hello', stream=True, **LONG), buffer=2048) for _ in range(2)]
+        until(lambda: info(At(url))['running'] == 2)
+        p.send_signal(signal.SIGTERM)
+        until(lambda: health(url) == 503, 5)
+        start = time.monotonic()
+        p.send_signal(signal.SIGTERM)
+        assert all('was stopped' in told(read_all(o))[-1]['error']['message'] for o in streams)
+        assert p.wait(10) == 0 and time.monotonic() - start < 8
+
+
+def test_parent_is_killed_while_others_live(tmp_path, server):
+    "kill -9 of one of two servers of one tree: its engine goes within seconds, the other's stays"
+    with program(tmp_path) as (p, url, engine, folder):
+        streams = [events(At(url), '/generate', text='Hello', **LONG) for _ in range(4)]
+        for o in streams: next(o)
+        p.kill()
+        until(lambda: not alive(engine) and not folder.exists(), 5)
+    assert health(server.url) == 200 and engines()
+
+
+# The client alone, with an engine that only listens
+
+class Mute:
+    "Plays the engine as far as asked: takes requests, makes tokens 0, 1, 2… for each, ends them"
+    def __init__(self): self.said, self.at, self.trouble = [], {}, ''
+
+    def send(self, message):
+        message = decode(message)
+        self.said.append(message)
+        if isinstance(message, UserMsg): self.at[message.rid] = 0
+
+    def end(self, rid, reason=FinishReason.STOP):
+        "A request's last word; None if it has been said"
+        if (n := self.at.pop(rid, None)) is None: return None
+        if n == 0 and reason == FinishReason.STOP: return RefusedMsg(rid, 'prompt', 'no', False)
+        return News(replies=[Reply(rid, [n], reason)])
+
+    def answers(self, rng, p_token, p_end):
+        "What it says at one step"
+        for m in self.said:
+            if isinstance(m, AbortMsg) and (last := self.end(m.rid, FinishReason.ABORT)): yield last
+        self.said.clear()
+        goers = [o for o in self.at if rng.random() < p_token]
+        yield News(goers, [self.at[o] for o in goers])
+        for o in goers: self.at[o] += 1
+        for o in [o for o in self.at if rng.random() < p_end]: yield self.end(o)
+
+def user(rid): return UserMsg(rid, np.array([1]), SamplingParams())
+
+async def one_call(client, rid, rng, got):
+    stream = client.stream([user(rid)])
+    try:
+        async for reply in stream:
+            got += reply.token_ids
+            if reply.finish_reason: return 'ended'
+            if rng.random() < .1: return 'left'
+            for _ in range(rng.randrange(3)): await asyncio.sleep(0)
+    except QueueFull: return 'full'
+    except RequestError: return 'refused'
+    finally: await stream.aclose()
+
+async def many_calls(seed):
+    rng, engine = random.Random(seed), Mute()
+    client, calls = ProcessClient(engine, 'toy', max_open=rng.choice([4, 12, 99])), []
+    for turn in range(150):
+        if turn < 100 and rng.random() < .5:
+            calls.append((got := [], asyncio.ensure_future(one_call(client, f'r{turn}', rng, got))))
+        await asyncio.sleep(0)
+        for m in engine.answers(rng, .6, .05): client.tell(m)
+        assert len(client._open) <= client.max_open
+    while client._open:
+        await asyncio.sleep(0)
+        for m in engine.answers(rng, 0, 1): client.tell(m)
+    ends = [await asyncio.wait_for(o, 5) for _, o in calls]
+    assert all(got == [*range(len(got))] for got, _ in calls) and not client.calls
+    return ends
+
+def test_random_lives_of_calls():
+    "Callers come, read, leave; the engine answers, refuses, ends: each token comes once and in order, and nothing is left"
+    ends = [o for seed in range(20) for o in asyncio.run(many_calls(seed))]
+    assert {'ended', 'left', 'full', 'refused'} == set(ends)
+
+
+def test_abort_follows_its_request():
+    async def main():
+        client = ProcessClient(engine := Mute(), 'toy')
+        for i in range(50):
+            stream = client.stream([user(f'a{i}'), user(f'b{i}')])
+            task = asyncio.ensure_future(anext(stream))
+            for _ in range(i % 3): await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        named = [(type(m), m.rid) for m in engine.said]
+        for kind, rid in named:
+            if kind is AbortMsg: assert named.index((UserMsg, rid)) < named.index((AbortMsg, rid)) and named.count((AbortMsg, rid)) == 1
+        assert sum(kind is UserMsg for kind, _ in named) == sum(kind is AbortMsg for kind, _ in named) > 0
+    asyncio.run(main())
+
+
+def test_answers_find_their_askers():
+    async def main():
+        client = ProcessClient(engine := Mute(), 'toy')
+        askers = [asyncio.ensure_future(client.control('abort', f'{i}')) for i in range(20)]
+        await asyncio.sleep(0)
+        askers[3].cancel()
+        for m in random.Random(0).sample(engine.said, 20): client.tell(ControlReply(m.id, {'aborted': int(m.argument)}))
+        assert [(await o)['aborted'] for i, o in enumerate(askers) if i != 3] == [i for i in range(20) if i != 3]
+        assert not client._asked
+    asyncio.run(main())
