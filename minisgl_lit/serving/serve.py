@@ -108,7 +108,7 @@ def trouble(self: EngineProcess) -> str:
     "Why it may not answer; empty if all is well"
     return f'the engine has not been heard of for {self.silence:.0f} s' if self.silence > 3 else ''
 
-# %% ../../nbs/56_serving.serve.ipynb #be9e858c
+
 @patch
 async def receive(self: EngineProcess) -> list[FromScheduler]:
     "The next messages, at least one; `RuntimeError` if the process ends instead"
