@@ -1,17 +1,20 @@
 "Everything that can go wrong with a running server, on real sockets: who is told, what ends, and what is left (nothing)."
-import asyncio, json, os, random, re, signal, socket, subprocess, sys, time
+import asyncio, json, os, random, re, signal, socket, subprocess, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
 import numpy as np
 import pytest
+import zmq
 
 from minisgl_lit import serve
 from minisgl_lit.core import FinishReason, QueueFull, RequestError, SamplingParams
 from minisgl_lit.news import News, Reply
-from minisgl_lit.serving.messages import AbortMsg, ControlReply, RefusedMsg, UserMsg, decode
+from minisgl_lit.scheduler.control import Control
+from minisgl_lit.serving.messages import AbortMsg, ControlReply, ReadyMsg, RefusedMsg, StopMsg, UserMsg, decode, encode
 from minisgl_lit.serving.serve import ProcessClient
+from minisgl_lit.serving.workers import run
 from test_serve import SMALL, alive, engines, events, idle, info, post, until
 
 LONG = dict(sampling_params=dict(max_tokens=1800, ignore_eos=True, temperature=1))
@@ -188,6 +191,62 @@ def test_parent_is_killed_while_others_live(tmp_path, server):
         p.kill()
         until(lambda: not alive(engine) and not folder.exists(), 5)
     assert health(server.url) == 200 and engines()
+
+
+HANGS = '''
+import sys, time
+from minisgl_lit.serving import workers
+load = workers.load
+def load_and_hang(settings):
+    runtime = load(settings)
+    def step_that_never_ends():
+        if runtime.scheduler.has_work: time.sleep(600)
+    runtime.scheduler.step = step_that_never_ends
+    return runtime
+workers.load = load_and_hang
+workers.worker(*sys.argv[1:])'''
+
+def test_step_that_hangs(tmp_path):
+    "It still has a pulse, so it ends itself, and says where it hangs"
+    with zmq.Context() as context, context.socket(zmq.PAIR) as here:
+        here.linger = 0
+        here.bind(endpoint := f'ipc://{tmp_path}/engine')
+        ours, its = socket.socketpair()
+        settings = json.dumps(dict(num_pages=32, max_running_req=2, watchdog_timeout=1.))
+        with ours, its, subprocess.Popen([sys.executable, '-c', HANGS, endpoint, str(tmp_path/'x'), str(os.getpid()), settings],
+                                         stdin=its, stderr=subprocess.PIPE, text=True) as p:
+            assert isinstance(decode(here.recv()), ReadyMsg)
+            time.sleep(2)
+            assert p.poll() is None   # nobody has come, so nothing hangs
+            here.send(encode(UserMsg('a', np.array([1]), SamplingParams(max_tokens=5))))
+            assert p.wait(10) == 70
+            said = p.stderr.read()
+            assert 'the engine hangs' in said and 'step_that_never_ends' in said
+
+
+def test_nobody_reads_the_news():
+    "The engine waits for a parent that does not read, and goes on when it does"
+    with zmq.Context() as context, context.socket(zmq.PAIR) as here, context.socket(zmq.PAIR) as there:
+        here.rcvhwm = there.sndhwm = 2
+        here.bind('inproc://news')
+        there.connect('inproc://news')
+        class Steps:
+            "As much of a scheduler as the loop needs"
+            has_work, taken = True, 0
+            def step(self):
+                self.taken += 1
+                return News([f'{self.taken}'], [1])
+        steps = Steps()
+        loop = threading.Thread(target=run, args=(there, steps, Control(steps)), daemon=True)
+        loop.start()
+        until(lambda: steps.taken >= 4)
+        time.sleep(.2)
+        assert steps.taken < 9
+        heard = [decode(here.recv()).rids[0] for _ in range(30)]
+        assert heard == [f'{i + 1}' for i in range(30)]
+        here.send(encode(StopMsg()))
+        while loop.is_alive():
+            here.poll(50) and here.recv()
 
 
 # The client alone, with an engine that only listens
