@@ -171,7 +171,8 @@ class GenerateRequest(BaseModel):
     @classmethod
     def _one_kind(cls, prompt: object, info: ValidationInfo) -> object:
         want, words = (str, 'a text, or a list of texts') if info.field_name == 'text' else (list, 'a list of token ids, or of such lists')
-        if prompt is None or all(isinstance(o, want) for o in as_prompts(prompt)): return prompt
+        if prompt is None or prompt == [] and want is list: return prompt   # no tokens: refused as an empty prompt
+        if all(isinstance(o, want) for o in as_prompts(prompt)): return prompt
         raise ValueError(words)
 
     @property
@@ -183,7 +184,7 @@ class GenerateRequest(BaseModel):
         "The one or the other"
         if (self.text is None) == (self.input_ids is None):
             raise ApiError('give the prompt either as text or as input_ids', param='text')
-        return as_prompts(self.input_ids if self.text is None else self.text)
+        return [[]] if self.input_ids == [] else as_prompts(self.input_ids if self.text is None else self.text)
 
     def params(self) -> list[SamplingParams]:
         "Wishes for each prompt; `ApiError` for what is wrong"
