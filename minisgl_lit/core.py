@@ -287,6 +287,7 @@ class PendingReq:
         self.handle: CacheHandle | None = None  # its locked prefix, while it has one
         self.cached_tokens = 0                  # prompt tokens that need no computing
         self.bad = False                        # its keys and values cannot be trusted
+        self.trusting = True                    # it may build on others' and share its own
         self.doom: Doom | None = None           # how it will end, once nothing of it is in flight
         self.finish_reason: FinishReason | None = None
         self.text_stop: TextStop | None = None  # finds its stop strings, if it has any

@@ -97,7 +97,8 @@ def match(
 ) -> CacheHandle:         # Not locked yet
     "The longest cached prefix of its namespace that leaves what must be computed"
     params = pending.params
-    known = pending.input_ids[:pending.scores.matchable(pending.n_tokens)]
+    n_tokens = pending.scores.matchable(pending.n_tokens) if pending.trusting else 0
+    known = pending.input_ids[:n_tokens]
     return self.prefix.match_prefix(known, params.extra_key, params.priority)
 
 @patch

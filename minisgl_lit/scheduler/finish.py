@@ -248,7 +248,7 @@ def _expire(self: Lifecycle) -> None:
 def _settle(self: Lifecycle) -> None:
     "Do what earlier steps have left to do with pages and rows"
     for pending in self._computed:
-        if not pending.bad: self.cache.cache_unfinished(pending)
+        if pending.trusting and not pending.bad: self.cache.cache_unfinished(pending)
     for pending in self._ended: self._give_back(pending)
     self._computed, self._ended = [], []
     self._collect()
@@ -260,7 +260,7 @@ def _settle(self: Lifecycle) -> None:
 @patch
 def _give_back(self: Lifecycle, pending: PendingReq) -> None:
     "Take row and pages from a request; what is in flight they wait for"
-    self.cache.cache_finished(pending, keep=not pending.bad)
+    self.cache.cache_finished(pending, keep=pending.trusting and not pending.bad)
     row, pending.table_idx = pending.table_idx, None
     self._rows_waiting.put([row], int(self.table.lengths.launched[row]))
 
@@ -319,16 +319,23 @@ def _tell(self: Lifecycle, pendings: list[PendingReq], tokens: list[int]) -> Non
 def _disown(self: Lifecycle, pending: PendingReq) -> None:
     "Let nobody build on what this request has computed"
     pending.bad, handle = True, pending.handle
-    found = handle.cached_len if handle.found is None else handle.found
-    if found: self._suspect = self.launched
     begun = [o for o in self.alive.values() if o.table_idx is not None]
-    for o in self.cache.disown(pending, begun):
-        if o.bad: continue
-        o.bad = True
-        self.decode.remove_req(o.rid)
-        self.prefill.remove(o)
-        self.table.lengths.watched[o.table_idx] = True
-        self._misled.append(o)
+    for o in self.cache.disown(pending, begun): self._mislead(o)
+    found = handle.cached_len if handle.found is None else handle.found
+    if not found: return
+    self._suspect = self.launched
+    self._mislead(pending)
+    pending.trusting = False
+
+@patch
+def _mislead(self: Lifecycle, pending: PendingReq) -> None:
+    "Take a request out of the queues, to begin anew when nothing of it is in flight"
+    if pending in self._misled: return
+    pending.bad = True
+    self.decode.remove_req(pending.rid)
+    self.prefill.remove(pending)
+    self.table.lengths.watched[pending.table_idx] = True
+    self._misled.append(pending)
 
 @patch
 def _begin_anew(self: Lifecycle) -> None:
