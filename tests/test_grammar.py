@@ -22,6 +22,9 @@ FEW = settings(max_examples=40, deadline=None)
 def embedded(): return tokenizers.Tokenizer.from_file(str(embedded_path()/"tokenizer.json"))
 
 
+def allowed(mask): return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
 class Speaker:
     "Says anything that is allowed, by chance."
     def __init__(self, make, eos):
@@ -34,7 +37,7 @@ class Speaker:
     def mask(self, g):
         out = np.full(-(-self.vocab_size // 32), -1, dtype=np.int32)
         g.mask(out)
-        return np.flatnonzero(np.unpackbits(out.view(np.uint8), bitorder="little")).tolist()
+        return allowed(out)
 
     def say(self, g, ends, seed=0, most=2000):
         rng, said = random.Random(seed), []
@@ -55,7 +58,7 @@ class Speaker:
 
 
 SPEAKERS = {"embedded": Speaker(embedded, [0, 2]), "bytes": Speaker(byte_level, [257]), "fallback": Speaker(byte_fallback, [260])}
-# 260 is two spaces: some word has to serve as an end, and nothing here needs that one
+# 260 is two spaces: an end that could be text, too, must not come before its time
 two = pytest.mark.parametrize("name", ["embedded", "bytes"])   # the third begins each text that it reads with a space
 everyone = pytest.mark.parametrize("speaker", SPEAKERS.values(), ids=SPEAKERS)
 
@@ -146,7 +149,7 @@ def test_one_of_a_list(words, tokens, seed):
         while True:
             out = np.full(-(-len(vocab) // 32), -1, dtype=np.int32)
             g.mask(out)
-            may = np.flatnonzero(np.unpackbits(out.view(np.uint8), bitorder="little")).tolist()
+            may = allowed(out)
             right = {i for i, t in enumerate(vocab[:-1]) if any(w.encode().startswith(said + t) for w in words)}
             assert {*may} == right | ({end} if said.decode(errors="replace") in words else set())
             token = rng.choice(may)
@@ -170,6 +173,7 @@ def test_packed_bits(tokens):
 INVALID = [
     ("json_schema", "{", "EOF"), ("json_schema", "[]", ""), ("json_schema", "3", ""), ("json_schema", "nonsense", ""),
     ("json_schema", '{"type": "strin"}', "Invalid type: strin"), ("json_schema", '{"enum": []}', "Unsatisfiable"),
+    ("json_schema", '{"type": "' + "x" * 500 + '"}', "Invalid type: xxx"),
     ("json_schema", '{"not": {"type": "string"}}', 'Unimplemented keys: ["not"]'),
     ("json_schema", '{"$ref": "#/nope"}', "/nope"), ("json_schema", '{"$ref": "http://127.0.0.1:9/x"}', ""),
     ("json_schema", '{}}],"max_tokens":3,"x":[{"a":{}', "trailing"),   # must not be pasted into something larger
@@ -224,6 +228,15 @@ def test_neighbours_and_limits():
     texts, ends, _ = serve(compiler, [plain, SamplingParams(json_schema=LONG, temperature=0, max_tokens=5), SamplingParams(regex="yes|no", temperature=0)])
     assert texts[0] == alone and texts[2] in ("yes", "no")
     assert '["one","two","three","one"'.startswith(texts[1][:2]) and [o.finish_reason.value for o in ends[1:]] == ["length", "stop"]
+
+
+def test_without_an_end_token():
+    compiler = GrammarCompiler(embedded(), 1152, [5000])   # the library guesses one
+    g, out, (a,) = compiler(PendingReq("", np.array([1]), SamplingParams(regex="aa?"), 10)), np.zeros(36, dtype=np.int32), embedded().encode("a").ids
+    for complete in (False, True):
+        g.mask(out)
+        assert allowed(out) and all({*embedded().decode([i])} == {"a"} for i in allowed(out))
+        assert g.accept(a) == complete
 
 
 def test_threads_share_a_compiler():

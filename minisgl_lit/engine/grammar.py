@@ -68,7 +68,7 @@ Form = tuple[str, str]   # a field of `SamplingParams`, and what it says
 def _refusal(form: Form, message: str) -> RequestError:
     "What the library complains of, as one sentence"
     name, text = form
-    lines = message.splitlines() or ['']
+    lines = message.splitlines()
     why = next((o for o in lines if o.startswith('error: ')), lines[0]).removeprefix('error: ')
     if why.startswith('NoExtension'): why = 'no text has this form'
     return RequestError(name, f'{name}={text!r:.80} cannot be followed: {why:.200}')
@@ -84,15 +84,12 @@ class Matcher:
         known: Collection[int],   # Tokens that the library takes for such
     ):
         self._state, self._form, self._ends = state, form, {*ends}
-        self._ending: np.ndarray | None = None   # masks, if the library does not know better
-        if self._ends != {*known}:
-            self._ending, self._text = packed(ends, n_words), ~packed({*ends, *known}, n_words)
+        self._ending, self._text = packed(ends, n_words), ~packed({*ends, *known}, n_words)
 
     def mask(self, out: np.ndarray) -> None:
         "Write the tokens that may be next, as packed bits, int32, [vocab_size / 32, rounded up]"
         self._state.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
         if self._state.is_error(): raise _refusal(self._form, self._state.get_error())
-        if self._ending is None: return
         out &= self._text
         if self._state.is_accepting(): out |= self._ending
         if not out.any():
