@@ -70,6 +70,7 @@ def _factors(
     factors[left] = found / scale[left]
     return factors
 
+# %% ../nbs/66_calibrate.ipynb #5c83ea4a
 def fit(
     costs: Costs,            # Of the model that took these steps
     steps: Sequence[Step],   # As recorded
@@ -86,6 +87,7 @@ def fit(
     return CostModel(costs=costs, byte=byte, flop=flop, step=step, token=token,
                      host_step=host_step, host_req=host_req, host_new=host_new)
 
+# %% ../nbs/66_calibrate.ipynb #4a93dc41
 def error(
     cost: CostModel,         # Says how long they take
     steps: Sequence[Step],   # As recorded

@@ -169,6 +169,12 @@ def sim_scheduler(
     return Scheduler(SimEngine(clock, cost), cache, 2**20, clock, config), clock
 
 # %% ../nbs/62_sim.ipynb #eaee8548
+@lru_cache(10_000)
+def _wish(n: int) -> SamplingParams:
+    "A greedy answer of exactly `n` tokens"
+    return SamplingParams(max_tokens=n, temperature=0., ignore_eos=True).resolve({})
+
+# %% ../nbs/62_sim.ipynb #a7546bb6
 class Crowd:
     "The conversations of a trace: who speaks next, and who waits for an answer."
     def __init__(
@@ -212,11 +218,6 @@ class Crowd:
         try: self._say(session.send(pending.output_ids), session, now)
         except StopIteration: pass
 
-@lru_cache(10_000)
-def _wish(n: int) -> SamplingParams:
-    "A greedy answer of exactly `n` tokens"
-    return SamplingParams(max_tokens=n, temperature=0., ignore_eos=True).resolve({})
-
 # %% ../nbs/62_sim.ipynb #a1b8bea8
 bins = 1200   # of a histogram over seconds: 100 a decade, the first one at a microsecond
 
@@ -249,6 +250,7 @@ class Meter(Observer):
         self.reasons: Counter[FinishReason] = Counter()        # of those that ended
         self.refused = 0                                       # found the queue full
         self.course: list[tuple[float, int, int, int, int]] = []
+        self.seconds, self.counts = 0., dict.fromkeys(scheduler.counts, 0)   # up to the last end
         self._began, self._before, self._every = self.clock(), dict(scheduler.counts), 1
         self._last: dict[PendingReq, float] = {}               # when each made its last token
 
@@ -256,6 +258,8 @@ class Meter(Observer):
         "Count a request, and its last gap"
         self.reasons[pending.finish_reason] += 1
         now, last = self.clock(), self._last.pop(pending, None)
+        self.seconds = now - self._began
+        self.counts = {k: n - self._before[k] for k, n in self.scheduler.counts.items()}
         if pending.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH): return
         first, n = pending.times.get('first_token', now), len(pending.output_ids)
         if last is not None: self.gaps[bin_of(now - last)] += 1
@@ -287,7 +291,7 @@ def goodput(
 ) -> float:         # Requests a second
     "How many were served well"
     well = meter.served[:bin_of(ttft) + 1, :bin_of(tpot) + 1].sum()
-    return float(well) / max(meter.clock() - meter._began, 1e-9)
+    return float(well) / max(meter.seconds, 1e-9)
 
 def report(
     meter: Meter,        # Of a run
@@ -295,8 +299,7 @@ def report(
     tpot: float = .1,    # Seconds allowed per further token, on average
 ) -> Report:
     "Throughput, percentiles and goodput, with what the cache has spared"
-    seconds = max(meter.clock() - meter._began, 1e-9)
-    counts = {k: n - meter._before[k] for k, n in meter.scheduler.counts.items()}
+    seconds, counts = max(meter.seconds, 1e-9), meter.counts
     served, by = int(meter.served.sum()), dict(TTFT=meter.served.sum(1), ITL=meter.gaps, TPOT=meter.served.sum(0))
     times = [Figure(f'{name} p{q}', quantile(o, q / 100), 's')
              for name, o in by.items() for q in (50, 90, 99)]
