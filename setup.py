@@ -11,7 +11,7 @@ cfg = ini["DEFAULT"]
 def lines(key): return [o.strip() for o in cfg.get(key, "").splitlines() if o.strip()]
 
 extras = {k.removesuffix("_requirements"): lines(k) for k in cfg if k.endswith("_requirements")}
-extras["dev"] += extras["viz"] + extras["docs"]
+extras["dev"] += extras["structured"] + extras["viz"] + extras["docs"]
 setup(
     name=cfg["lib_name"], version=cfg["version"], description=cfg["description"],
     long_description=(root/"README.md").read_text(encoding="utf-8"),
