@@ -24,6 +24,7 @@ from tqdm import tqdm
 from .config import EngineConfig
 from .core import Logprob, QueueFull, RequestError, SamplingParams
 from .engine.build import Runtime, build
+from .engine.grammar import GrammarCompiler
 from .news import Reply
 from .serving.tokenizer import Collector, Output, Piece, Tokenizer, text_stop
 
@@ -84,7 +85,9 @@ class Driver:
         tokenizer: Tokenizer,   # The model's
     ):
         self.runtime, self.scheduler, self.tokenizer = runtime, runtime.scheduler, tokenizer
-        self.scheduler.text_stop = text_stop(tokenizer)
+        eos = self.scheduler.eos_token_ids
+        self.grammar = GrammarCompiler(tokenizer.backend, self.scheduler.door.vocab_size, eos)
+        self.scheduler.text_stop, self.scheduler.grammar = text_stop(tokenizer), self.grammar
         self.closed, self._names = False, map(str, count())
         self._line, self._lock = threading.Lock(), threading.Lock()
         self._open: dict[str, Ticket] = {}
@@ -216,7 +219,9 @@ def tickets(
         if streamed and wish.n > 1:
             raise RequestError('n', f'n={wish.n} answers cannot be read as one stream; stream each by itself')
         for choice in wish.choices():
-            try: self.scheduler.check(ids := encode(prompt), choice)
+            try:
+                self.scheduler.check(ids := encode(prompt), choice)
+                self.grammar.check(choice)
             except RequestError as e:
                 raise RequestError(e.field, f'prompt {i}: {e}' if several else str(e)) from None
             made.append(Ticket(next(self._names), ids, choice, Collector(self.tokenizer, choice), streamed))

@@ -132,9 +132,10 @@ def allow(
     if mask.shape != (n, -(-vocab_size // 32)) or mask.dtype != np.int32:
         raise ValueError(f'a mask for {n} rows of {vocab_size} tokens is int32, '
                          f'[{n}, {-(-vocab_size // 32)}], not {mask.dtype}, {list(mask.shape)}')
-    words, bit = to_device(mask, logits.device), torch.arange(32, device=logits.device)
-    bits = (words[:, :, None] >> bit.int() & 1).view(n, -1)[:, :vocab_size]
-    logits.masked_fill_(bits == 0, -torch.inf)
+    some = np.flatnonzero((mask != -1).any(-1))
+    allowed = np.unpackbits(mask[some].view(np.uint8), axis=1, count=vocab_size, bitorder='little')
+    barred = to_device(allowed == 0, logits.device)
+    for i, tokens in zip(some.tolist(), barred): logits[i].masked_fill_(tokens, -torch.inf)
 
 # %% ../../nbs/40_engine.sampling.ipynb #921ad2cf
 def logprobs(

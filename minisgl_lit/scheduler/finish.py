@@ -298,7 +298,9 @@ def _closer_look(self: Lifecycle, pending: PendingReq, token: int, finite: bool,
         error = 'the model gave no finite logits for this request'
         return self.end(pending, FinishReason.ERROR, error=error)
     pending.append(token)
-    if found := check_finish(pending, self.eos_token_ids):
+    try: found = check_finish(pending, self.eos_token_ids)
+    except RequestError as e: return self.end(pending, FinishReason.ERROR, error=str(e))
+    if found:
         reason, matched = found
         self.counts['generated_tokens'] += 1
         self.end(pending, reason, None, [token], matched, logprobs)

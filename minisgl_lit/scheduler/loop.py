@@ -12,8 +12,9 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..config import EngineConfig
-from ..core import (
-    Batch, Engine, FinishReason, ForwardMode, ForwardOutput, Grammar, PendingReq, Req, TextStop)
+from minisgl_lit.core import (
+    Batch, Engine, FinishReason, ForwardMode, ForwardOutput, Grammar, PendingReq, Req, RequestError,
+    TextStop)
 from ..kv.cache import CacheManager
 from .decode import retract_order
 from ..news import News
@@ -208,11 +209,13 @@ def _fail(self: Scheduler, error: BaseException) -> None:
 def _mask(self: Scheduler, batch: Batch) -> np.ndarray | None:
     "What grammars allow the sampled, packed bits, [n_sampled, vocab_size / 32]; `None`: everything"
     if not self.table.lengths.watched[batch.rows].any(): return None
-    asked = [(i, o.pending.grammar) for i, o in enumerate(batch.sampled_reqs)
+    asked = [(i, o.pending) for i, o in enumerate(batch.sampled_reqs)
              if o.pending.grammar and not o.pending.finish_reason]
     if not asked: return None
     mask = np.full((len(batch.sampled), -(-self.door.vocab_size // 32)), -1, dtype=np.int32)
-    for i, grammar in asked: grammar.mask(mask[i])
+    for i, pending in asked:
+        try: pending.grammar.mask(mask[i])
+        except RequestError as e: self.doom(pending, FinishReason.ERROR, str(e))
     return mask
 
 @patch

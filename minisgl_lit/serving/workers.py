@@ -28,6 +28,7 @@ from torch.profiler import profile
 from ..config import EngineConfig, ServerConfig
 from ..core import Batch, RequestError
 from ..engine.build import Runtime, build
+from ..engine.grammar import GrammarCompiler
 from ..news import News
 from ..scheduler.control import Control, Watchdog
 from ..scheduler.finish import Observer
@@ -226,7 +227,9 @@ def load(
         config = ServerConfig(**json.loads(settings))
         runtime = build(config)
         s = runtime.scheduler
-        s.text_stop = text_stop(Tokenizer(runtime.model_path))
+        tokenizer = Tokenizer(runtime.model_path)
+        s.text_stop = text_stop(tokenizer)
+        s.grammar = GrammarCompiler(tokenizer.backend, s.door.vocab_size, s.eos_token_ids)
         if config.log_interval: s.observer = Progress(s, config.log_interval, config.log_json)
         return runtime
     except ValueError as e: return FailMsg(str(e), bug=False)
