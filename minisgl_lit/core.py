@@ -253,7 +253,7 @@ class PromptScores:
 class CacheHandle(Protocol):
     "A place in the prefix cache: what a request has matched, and may hold locked."
     cached_len: int  # Tokens from the start of the prompt
-    found: int | None   # Tokens that were there before its request added any; `None` yet
+    borrowed: bool   # Whether others have computed some of them
     @property
     def pages(self) -> np.ndarray:
         "The pages that hold their keys and values, in order"

@@ -101,6 +101,8 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('who was misled is told its tokens', 'scheduler/finish', 'if pending in self._misled: return\n    if not finite:', 'if not finite:'),
     ('who was misled begins anew in flight', 'scheduler/finish', 'home = [o for o in still if lengths.launched[o.table_idx] <= self.completed]', 'home = still'),
     ('who fails by what it found is told so', 'scheduler/finish', '    self._mislead(pending)\n    pending.trusting = False', '    pending.trusting = False'),
+    ('what is exchanged for another\'s does not count as borrowed', 'kv/prefix', 'if n: handle.borrowed = True', 'pass'),
+    ('what is found does not count as borrowed', 'kv/prefix', 'priority, borrowed=n > 0)', 'priority)'),
     ('who begins anew by itself finds the same', 'kv/cache', 'pending.scores.matchable(pending.n_tokens) if pending.trusting else 0', 'pending.scores.matchable(pending.n_tokens)'),
     ('who begins anew by itself shares', 'scheduler/finish', 'keep=pending.trusting and not pending.bad', 'keep=not pending.bad'),
     ('a retracted request goes to the end of the line', 'scheduler/finish', 'self.prefill.put_back(pending, at_head)', 'self.prefill.put_back(pending, False)'),

@@ -58,6 +58,7 @@ class Handle:
     priority: int = 0   # Of the request that holds it
     locks: int = 0      # Locks taken with this handle and not given back
     found: int | None = None   # Tokens it had matched before its first `extend`
+    borrowed: bool = False     # Whether others have computed some of its pages
 
     @property
     def removed(self) -> bool:
@@ -170,7 +171,8 @@ def match_prefix(
     "The longest prefix of `ids` in the tree, in whole pages"
     ids = np.asarray(ids, dtype=np.int32)
     path = [self.root, *self._walk(self.root, ids, extra_key)]
-    return Handle(path[-1], sum(len(node.key) for node in path), extra_key, priority)
+    n = sum(len(node.key) for node in path)
+    return Handle(path[-1], n, extra_key, priority, borrowed=n > 0)
 
 @patch
 def _walk(self: RadixCache, node: Node, ids: np.ndarray, extra_key: str | None) -> list[Node]:
@@ -254,6 +256,7 @@ def extend(
     for node in way if handle.found is not None else handle.path + way: node.hits += 1
     if handle.found is None: handle.found = handle.cached_len
     n, end = sum(len(node.key) for node in way), [handle.node, *way][-1]
+    if n: handle.borrowed = True
     if n < len(ids): way.append(self._grow(end, handle, ids[n:], pages[n // self.page_size:]))
     self._hold(way, handle.locks, handle.priority)
     handle.node, handle.cached_len = [handle.node, *way][-1], handle.cached_len + len(ids)

@@ -320,11 +320,10 @@ def _tell(self: Lifecycle, pendings: list[PendingReq], tokens: list[int]) -> Non
 @patch
 def _disown(self: Lifecycle, pending: PendingReq) -> None:
     "Let nobody build on what this request has computed"
-    pending.bad, handle = True, pending.handle
+    pending.bad = True
     begun = [o for o in self.alive.values() if o.table_idx is not None]
     for o in self.cache.disown(pending, begun): self._mislead(o)
-    found = handle.cached_len if handle.found is None else handle.found
-    if not found: return
+    if not pending.handle.borrowed: return
     self._suspect = self.launched
     self._mislead(pending)
     pending.trusting = False
