@@ -23,8 +23,9 @@ VOCAB = 50
 
 class Letters:
     "A tokenizer whose tokens are letters."
+    backend = None   # no grammars here
     def decode(self, ids, skip_special_tokens=True): return "".join(chr(65 + i) for i in ids)
-    def visible(self, token, skip_special_tokens=True): return True
+    def alone(self, token, skip_special_tokens=True): return 1
 
 
 def toy_driver(overlap, rows=3, pages=24, queued=4, delay=0.0):
