@@ -6,7 +6,7 @@ from statistics import median
 from typing import get_args
 import warnings
 
-from hypothesis import HealthCheck, seed, settings, strategies as st
+from hypothesis import HealthCheck, Phase, seed, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 import pytest
 
@@ -199,8 +199,9 @@ def run(examples: int, shard: int, tell, steps: int = 40) -> None:
     "So many random lives of a server, and what happened in them"
     seen, lives = Counter(), []
     machine = seed(shard)(serving(seen, lives))
+    phases = [Phase.generate] + [Phase.shrink]*(os.environ.get('TST_SHRINK') != '0')   # minutes, where only the failure counts
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None,
-                                                         suppress_health_check=list(HealthCheck)))
+                                                         phases=phases, suppress_health_check=list(HealthCheck)))
     shares = {o: seen[o] / len(lives) for o in ('hit', 'eviction', 'chunk', 'abort in flight', 'dedup', 'retraction', 'grammar')}
     tell('schedules', f'{len(lives)} lives, median {median(lives):.0f} steps; ' + ', '.join(f'{k} {v:.0%}' for k, v in shares.items()))
     if examples >= 500: assert median(lives) >= 30 and min(shares.values()) >= .05, shares
