@@ -215,3 +215,15 @@ def test_nothing_is_lost(shard, record_property): run(int(os.environ.get('TST_LI
 @pytest.mark.filterwarnings('ignore:policy=')
 @pytest.mark.parametrize('shard', range(4, 24))
 def test_nothing_is_lost_in_thousands_of_lives(shard, record_property): run(2500, shard, record_property, steps=32)
+
+def test_the_last_one_is_told_that_there_is_no_room():
+    "Pages have been lost, so even alone it cannot go on; to send it back would help nobody"
+    table = TableManager(2, MAX_SEQ_LEN, 1, dummy_page=6)
+    cache = CacheManager(6, table, make_prefix_cache('none', 1))
+    engine = ToyEngine(table.page_table, table.token_pool, 1, 6, VOCAB)
+    s, told = Scheduler(engine, cache, VOCAB, float, EngineConfig(page_size=1, admission='optimistic', overlap=False)), []
+    s.add('a', [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True, temperature=0))
+    told += s.step()
+    cache.allocate(2)   # by nobody
+    while s.has_work and len(told) < 9: told += s.step()
+    assert 'has no room for this request at 5 tokens' in told[-1].error and s.counts['retracted'] == 0
