@@ -227,3 +227,16 @@ def test_the_last_one_is_told_that_there_is_no_room():
     cache.allocate(2)   # by nobody
     while s.has_work and len(told) < 9: told += s.step()
     assert 'has no room for this request at 5 tokens' in told[-1].error and s.counts['retracted'] == 0
+
+def test_prefills_in_a_row_are_bounded_while_others_decode():
+    class Modes(Observer):
+        seen = ''
+        def launched(self, batch): self.seen += batch.mode.value[0]
+    for bound, modes in ((None, 'ppppppp'), (2, 'pppdppdppd')):
+        table = TableManager(2, MAX_SEQ_LEN, 1, dummy_page=30)
+        engine = ToyEngine(table.page_table, table.token_pool, 1, 30, VOCAB)
+        config = EngineConfig(page_size=1, max_prefill_tokens=1, max_prefill_streak=bound, overlap=False)
+        s = Scheduler(engine, CacheManager(30, table, make_prefix_cache('none', 1)), VOCAB, float, config, observer=Modes())
+        for prompt in ([1], [2]*6): s.add(str(len(prompt)), prompt, SamplingParams(max_tokens=9, ignore_eos=True, temperature=0))
+        while s.has_work: s.step()
+        assert s.observer.seen.startswith(modes), s.observer.seen
