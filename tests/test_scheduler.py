@@ -240,3 +240,19 @@ def test_prefills_in_a_row_are_bounded_while_others_decode():
         for prompt in ([1], [2]*6): s.add(str(len(prompt)), prompt, SamplingParams(max_tokens=9, ignore_eos=True, temperature=0))
         while s.has_work: s.step()
         assert s.observer.seen.startswith(modes), s.observer.seen
+
+@pytest.mark.parametrize('prompt', [[1], [1]*9])   # it decodes, or is in pieces
+def test_who_is_aborted_in_flight_is_not_launched_again(prompt):
+    class Launches(Observer):
+        def __init__(self): self.rids = []
+        def launched(self, batch): self.rids.append({o.rid for o in batch.reqs})
+    table = TableManager(2, MAX_SEQ_LEN, 1, dummy_page=40)
+    engine = ToyEngine(table.page_table, table.token_pool, 1, 40, VOCAB, stream=ManualStream())
+    s = Scheduler(engine, CacheManager(40, table, make_prefix_cache('none', 1)), VOCAB, float,
+                  EngineConfig(page_size=1, max_prefill_tokens=2, overlap=True), observer=Launches())
+    s.add('a', prompt, SamplingParams(max_tokens=9, ignore_eos=True, temperature=0))
+    for _ in range(2): s.step()
+    Control(s).abort('a')
+    n = len(s.observer.rids)
+    while s.has_work: s.step()
+    assert n == 2 and s.observer.rids[n:] == []
