@@ -7,7 +7,9 @@ __all__ = ['Form', 'packed', 'OneOf', 'Matcher', 'GrammarCompiler']
 
 # %% ../../nbs/45_engine.grammar.ipynb #e8f99a3a
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -103,7 +105,7 @@ class Matcher:
 
 # %% ../../nbs/45_engine.grammar.ipynb #509e24ea
 class GrammarCompiler:
-    """Gives each request its grammar; what many ask for is compiled once.
+    """Gives each request its grammar; what many ask for is compiled once, in a thread.
 
     Threads may share it. It needs the library only once somebody asks for something.
     """
@@ -112,12 +114,13 @@ class GrammarCompiler:
         tokenizer: tokenizers.Tokenizer,    # The model's
         vocab_size: int,                    # Scores that the model gives for a token
         eos_token_ids: Collection[int] = (),   # Tokens with which the model ends by itself
-        most: int = 64,                     # Compiled grammars to keep
+        most: int = 64,                     # Forms to keep, compiled or refused
     ):
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._tokenizer, self._vocab_size, self._most = tokenizer, vocab_size, most
         self._n_words = -(-vocab_size // 32)
         self._eos = [o for o in sorted(eos_token_ids) if o < vocab_size]
-        self._compiled = lru_cache(most)(self._compile)
+        self._thread, self._lock = ThreadPoolExecutor(1, 'grammar'), Lock()
+        self._forms: dict[Form, Future[LLMatcher | RequestError]] = {}   # used last, stands last
 
     @cached_property
     def _vocabulary(self) -> 'LLTokenizer':
@@ -126,6 +129,18 @@ class GrammarCompiler:
         source, eos = self._tokenizer.to_str(), self._eos or None
         try: return LLTokenizer(source, n_vocab=self._vocab_size, eos_token=eos)
         except ValueError as e: raise ValueError(f"of this model's tokenizer: {e}") from None
+
+    def prepare(self) -> bool:
+        "Learn the vocabulary now; whether forms can be followed at all"
+        try: return bool(self._vocabulary)
+        except (ImportError, ValueError): return False   # whoever asks will be told
+
+    def begin(
+        self,
+        params: SamplingParams,   # A caller's wishes
+    ) -> Future | None:           # `None`: they ask for no form
+        "Start to compile what is asked for, unless that has been done"
+        for name in params.grammars: return self._begin((name, getattr(params, name)))
 
     def check(
         self,
@@ -145,6 +160,26 @@ class GrammarCompiler:
         if not params.ignore_eos: ends.update(self._eos)
         state = self._compiled(form).deep_copy()
         return Matcher(state, form, self._n_words, ends, self._vocabulary.eos_tokens)
+
+# %% ../../nbs/45_engine.grammar.ipynb #6fd2d112
+@patch
+def _begin(self: GrammarCompiler, form: Form) -> Future:
+    with self._lock:
+        compiling = self._forms.pop(form, None) or self._thread.submit(self._outcome, form)
+        self._forms[form] = compiling
+        if len(self._forms) > self._most: del self._forms[next(iter(self._forms))]
+    return compiling
+
+@patch
+def _outcome(self: GrammarCompiler, form: Form) -> 'LLMatcher | RequestError':
+    try: return self._compile(form)
+    except RequestError as e: return e.with_traceback(None)
+
+@patch
+def _compiled(self: GrammarCompiler, form: Form) -> 'LLMatcher':
+    outcome = self._begin(form).result()
+    if isinstance(outcome, RequestError): raise RequestError(outcome.field, str(outcome))
+    return outcome
 
 # %% ../../nbs/45_engine.grammar.ipynb #827fa0ad
 @patch
