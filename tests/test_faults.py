@@ -14,7 +14,7 @@ from minisgl_lit.news import News, Reply
 from minisgl_lit.scheduler.control import Control
 from minisgl_lit.serving.messages import AbortMsg, ControlReply, ReadyMsg, RefusedMsg, StopMsg, UserMsg, decode, encode
 from minisgl_lit.serving.serve import ProcessClient
-from minisgl_lit.serving.workers import run
+from minisgl_lit.serving.workers import Anteroom, Orders, run
 from test_serve import SMALL, alive, engines, events, idle, info, post, until
 
 LONG = dict(sampling_params=dict(max_tokens=1800, ignore_eos=True, temperature=1))
@@ -237,7 +237,7 @@ def test_nobody_reads_the_news():
                 self.taken += 1
                 return News([f'{self.taken}'], [1])
         steps = Steps()
-        loop = threading.Thread(target=run, args=(there, steps, Control(steps)), daemon=True)
+        loop = threading.Thread(target=run, args=(there, Orders(Control(steps), Anteroom(steps))), daemon=True)
         loop.start()
         until(lambda: steps.taken >= 4)
         time.sleep(.2)
@@ -247,6 +247,42 @@ def test_nobody_reads_the_news():
         here.send(encode(StopMsg()))
         while loop.is_alive():
             here.poll(50) and here.recv()
+
+
+SLOW = """import time
+from pathlib import Path
+from minisgl_lit.engine.grammar import GrammarCompiler
+compile_ = GrammarCompiler._compile
+def slow(self, form):
+    while not Path(%r).exists(): time.sleep(.01)
+    return compile_(self, form)
+GrammarCompiler._compile = slow
+"""
+
+def test_slow_compiler(tmp_path, monkeypatch):
+    "While a form is compiled others go on; whoever leaves meanwhile ends once, and the rest is served or refused afterwards"
+    pytest.importorskip('llguidance')
+    import minisgl_lit.serving.serve as module
+    monkeypatch.setattr(module, '_code', SLOW % str(tmp_path/'go') + module._code.replace('; ', '\n'))
+    yes = dict(text='Well?', sampling_params=dict(regex='yes|no', max_tokens=9))
+    with serve(**SMALL, log_interval=0) as s, ThreadPoolExecutor(9) as pool:
+        ask = lambda form, **more: pool.submit(post, s, '/generate', text='Well?', sampling_params=dict(regex=form, max_tokens=9), **more)
+        served, refused, aborted = ask('yes|no'), ask('('), ask('maybe', rid='me')
+        leaves = connect(s, yes | dict(rid='leaves', stream=True))
+        until(lambda: info(s)['waiting'] == 4)
+        hurry = dict(text='The page', sampling_params=dict(max_tokens=20, ignore_eos=True))
+        assert len(post(s, '/generate', **hurry).json()['output_ids']) == 20
+        assert post(s, '/generate', **yes, rid='me').json()['error']['param'] == 'rid'
+        assert post(s, '/generate', **yes | dict(text='a '*9999)).status_code == 400   # too long: not compiled at all
+        assert post(s, '/abort_request', rid='me').json()['aborted'] == 1
+        assert aborted.result(10).json()['meta_info']['finish_reason'] == {'type': 'abort'}
+        leaves.close()
+        until(lambda: info(s)['waiting'] == 2)
+        assert [*events(s, '/generate', **hurry)][-1]['meta_info']['finish_reason'] and not served.done() and not refused.done()
+        (tmp_path/'go').touch()
+        assert served.result(10).json()['text'] in ('yes', 'no')
+        assert refused.result(10).status_code == 400 and refused.result().json()['error']['param'] == 'regex'
+        until(lambda: idle(s) and not s._client._open)
 
 
 # The client alone, with an engine that only listens
