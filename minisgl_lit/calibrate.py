@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .bench import Costs
 from .core import Batch, Engine, ForwardOutput
+from .limits import Costs
 from .sim import Clock, CostModel, Work
 
 # %% ../nbs/66_calibrate.ipynb #a6d50867

@@ -47,16 +47,25 @@ class Costs:
         "Weights in all layers that they read together, each once"
         return self.layer_weights + sum(m * (1 - (1 - share)**n) for m, share in self.experts)
 
+    def seen(
+        self,
+        end: np.ndarray,   # Tokens of a sequence, [n]; or one number
+    ) -> np.ndarray:       # The same shape
+        "How many of them the last one looks at, itself included: the mean of all layers"
+        if not self.windows: return end
+        return sum(np.minimum(end, w or end) for w in self.windows) / len(self.windows)
+
     def looks(
         self,
         start: np.ndarray,   # Tokens before those that are computed, [n]; or one number
         end: np.ndarray,     # and with them
     ) -> np.ndarray:         # The same shape
-        "How often these tokens look at one before them, or at themselves: the mean of all layers"
-        def upto(n: np.ndarray, seen: np.ndarray) -> np.ndarray:
-            full = np.minimum(n, seen)
+        "The sum of what each of these tokens looks at: the mean of all layers"
+        def upto(n: np.ndarray, window: np.ndarray) -> np.ndarray:
+            full = np.minimum(n, window)
             return full * (full + 1) / 2 + (n - full) * full
-        sees = [end if w is None else w for w in self.windows or (None,)]
+        if not self.windows: return (end * (end + 1) - start * (start + 1)) / 2
+        sees = [end if w is None else w for w in self.windows]
         return sum(upto(end, w) - upto(start, w) for w in sees) / len(sees)
 
 # %% ../nbs/57_limits.ipynb #9fce0759
@@ -172,9 +181,8 @@ class Limits:
 
     def decode(self, contexts: Sequence[int]) -> Least:
         "One more token for requests of these lengths, that token's place included"
-        ends = np.array(contexts)
-        looks = self.costs.looks(ends - 1, ends).sum()
-        return self.step(len(ends), len(ends), looks, looks)
+        n, seen = len(contexts), self.costs.seen(np.array(contexts)).sum()
+        return self.step(n, n, seen, seen)
 
 # %% ../nbs/57_limits.ipynb #6d9955d8
 def least(

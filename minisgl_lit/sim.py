@@ -19,13 +19,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from .bench import Costs, Figure, Report
 from .config import EngineConfig
 from .core import (
     Batch, FinishReason, ForwardMode, ForwardOutput, PendingReq, QueueFull, SamplingParams)
 from .kv.cache import CacheManager
 from .kv.prefix import make_prefix_cache
 from .kv.table import TableManager
+from .limits import Costs, Figure, Report
 from .news import News
 from .scheduler.finish import Observer
 from .scheduler.loop import Scheduler
@@ -70,8 +70,8 @@ class Work(NamedTuple):
     tokens: int   # Computed
     reqs: int     # In the batch
     new: int      # Of them, with a prompt
-    bytes: int    # Read
-    flops: int    # Computed with
+    bytes: float  # Read
+    flops: float  # Computed with
 
     @classmethod
     def of(
@@ -81,12 +81,11 @@ class Work(NamedTuple):
     ) -> 'Work':
         "Read off a batch"
         start, end, n = batch.cached_lens, batch.device_lens, len(batch.positions)
-        pairs = int((end * (end + 1) - start * (start + 1)).sum()) // 2   # token and seen token
-        weights = costs.layer_weights + costs.head_weights
-        scored = costs.layer_weights * n + costs.head_weights * len(batch.sampled)
+        weights, kv = costs.read(n) + costs.head_weights, float(costs.seen(end).sum())
+        scored = costs.used * n + costs.head_weights * len(batch.sampled)
         return cls(n, len(batch.reqs), 0 if batch.mode is ForwardMode.DECODE else len(batch.reqs),
-                   costs.itemsize * (weights + costs.token_kv * int(end.sum())),
-                   2 * scored + costs.pair_flops * pairs)
+                   costs.itemsize * (weights + costs.token_kv * kv),
+                   2 * scored + costs.pair_flops * float(costs.looks(start, end).sum()))
 
 # %% ../nbs/62_sim.ipynb #42baed60
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,17 @@
 """Random crowds on random simulated servers; what is left of those who have ended; traces that merge."""
 import gc
 import math
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from minisgl_lit.bench import Costs
 from minisgl_lit.calibrate import Recorder, error, fit
 from minisgl_lit.config import EngineConfig
+from minisgl_lit.limits import Costs
 from minisgl_lit.scheduler.control import Control
 from minisgl_lit.sim import (
     CostModel, bin_of, bins, goodput, quantile, replay, sim_scheduler, simulate)
@@ -125,3 +127,10 @@ def test_overlap_hides_the_host_and_nothing_else():
         one = (o for o in [Turn(0., np.array([1, 2]), 100)])
         return simulate(config, heavy, [one]).clock()
     assert seconds(overlap=False) == pytest.approx(.3) and seconds(overlap=True) == pytest.approx(.201)
+
+
+def test_a_simulation_needs_no_server():
+    "A day of requests without sockets, tokenizers, or a model"
+    code = ("import sys; import minisgl_lit.sim; "
+            "sys.exit([o for o in ('zmq', 'transformers', 'minisgl_lit.llm', 'minisgl_lit.bench') if o in sys.modules] or 0)")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
