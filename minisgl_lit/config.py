@@ -115,6 +115,7 @@ class EngineConfig:
     seed: int | None = setting(None, 'Start of all randomness; None draws one')
     max_queued_req: int = setting(4096, 'Requests that may wait; more are refused', low=1)
     threads: int | None = setting(None, 'Threads that compute on a CPU; None is one for each core this process may use', low=1, high=1024)
+    tp: int = setting(1, 'Processes that share the model, each on a GPU or on some cores of its own', low=1, high=64)
     dummy_weights: bool = setting(False, 'Random weights instead of those in the checkpoint, to measure speed without them')
 
     def __post_init__(self):
