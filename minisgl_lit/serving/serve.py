@@ -22,6 +22,7 @@ import minisgl_lit
 from ..config import EngineConfig, ServerConfig
 from ..core import FinishReason, QueueFull, RequestError
 from ..news import News, Reply
+from .door import log_to_stderr
 from .http import create_app
 from .messages import (
     AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, ReadyMsg, RefusedMsg, StopMsg,
@@ -141,7 +142,7 @@ async def close(self: EngineProcess) -> None:
     self.send(encode(StopMsg()))
     await asyncio.wait({self.exited}, timeout=1.5 if self.ready else .01)
     if not self.exited.done(): self.process.kill()
-    await self.exited
+    await asyncio.wait({self.exited})
     self.loop.remove_reader(self._leash)
     self._leash.close()
     self.socket.close(linger=0)
@@ -194,7 +195,8 @@ class ProcessClient:
                     yield reply
         finally:
             self.calls -= 1
-            for rid in left & self._open.keys():
+            for rid in left:
+                if self._open.get(rid) is not mailbox: continue   # ended unread; the name may be another's by now
                 self._open[rid] = None
                 self.process.send(encode(AbortMsg(rid)))
 
@@ -259,7 +261,7 @@ async def listen(self: ProcessClient) -> None:
         messages, start = await self.process.receive(), time.thread_time()
         for message in messages: self.tell(message)
         await asyncio.sleep(0)   # who has been woken runs now
-        if (busy := time.thread_time() - start) > .001: await asyncio.sleep(busy)
+        if (busy := time.thread_time() - start) > .001: await asyncio.sleep(2 * busy)
 
 # %% ../../nbs/56_serving.serve.ipynb #6ec197b7
 @contextmanager
@@ -291,6 +293,7 @@ class Server:
         self.url = url_of(self._listener)
         self._loop, self._ready = asyncio.new_event_loop(), Future()
         self._stopping, self._draining, self._error = asyncio.Event(), asyncio.Event(), None
+        self._process: EngineProcess | None = None   # the last that was started
         self._thread = threading.Thread(target=self._run, name=f'minisgl_lit {self.url}', daemon=True)
         self._thread.start()
         atexit.register(self.stop)
@@ -345,18 +348,15 @@ async def _unless_stopped(self: Server, *events: asyncio.Future, timeout: float 
 
 @patch
 async def _load(self: Server) -> tuple[EngineProcess, ReadyMsg]:
-    "A process that has started; raises what kept it from that"
-    process = EngineProcess(self._config)
-    start = asyncio.ensure_future(process.start())
+    "A process that has started; raises what kept it from that. It is closed at the end of all, if not before"
+    self._process = EngineProcess(self._config)
+    start = asyncio.ensure_future(self._process.start())
     try:
         while await self._unless_stopped(start, timeout=10) and not start.done():
             self._say(f'still loading {self._config.model}')
         if not start.done(): raise RuntimeError('stopped before the model was loaded')
-        return process, start.result()
-    except BaseException:
-        start.cancel()
-        await process.close()
-        raise
+        return self._process, start.result()
+    finally: start.cancel()
 
 # %% ../../nbs/56_serving.serve.ipynb #90385af1
 @patch
@@ -386,6 +386,7 @@ async def _live(self: Server, client: ProcessClient, answering: asyncio.Future) 
         client.closed, end = 'the server is about to end', self._loop.time() + self._config.drain_seconds
         while client.calls and self._loop.time() < end and not engine.done():
             if not await self._unless_stopped(engine, timeout=.05): return
+        if engine.done(): engine.result()
     finally:
         for task in (engine, draining): task.cancel()
         await asyncio.wait({engine, draining})
@@ -393,21 +394,25 @@ async def _live(self: Server, client: ProcessClient, answering: asyncio.Future) 
 # %% ../../nbs/56_serving.serve.ipynb #3e695167
 @patch
 async def _serve(self: Server) -> None:
-    config, (process, ready) = self._config, await self._load()
-    self._client = client = ProcessClient(process, self.model, config.max_running_req + config.max_queued_req + config.max_recv_per_step)
+    config = self._config
     try:
+        process, ready = await self._load()
+        client = ProcessClient(process, self.model, config.max_running_req + config.max_queued_req + config.max_recv_per_step)
         info = asdict(config) | {'max_seq_len': ready.max_seq_len, 'vocab_size': ready.vocab_size, 'api_key': None}
         app = create_app(client, Tokenizer(ready.model_path), info, config.api_key, config.protect_metrics,
                          config.cors, config.max_body_mb, config.log_json)
-        http = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan='off', timeout_graceful_shutdown=1))
-        answering = asyncio.ensure_future(http.serve([self._listener]))
+        http = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level='critical', access_log=False,
+                                             lifespan='off', timeout_graceful_shutdown=1))
+        answering, self._client = asyncio.ensure_future(http.serve([self._listener])), client
+        log_to_stderr()
         self._ready.set_result(None)
         try: await self._live(client, answering)
         finally:
             client.fail(client.failed or 'the server was stopped')
             http.should_exit = True
             await answering
-    finally: await client.process.close()
+    finally:
+        if self._process: await self._process.close()
 
 def serve(
     model: str | os.PathLike[str] | None = None,  # A folder, a name on the hub; `None`: the embedded model

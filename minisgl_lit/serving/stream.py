@@ -67,11 +67,13 @@ class EventStream(Response):
         self.first, self.rest = first, rest
 
     async def _send_all(self, send: Callable) -> None:
-        async def part(text: str, more: bool = True) -> None:
-            await send({'type': 'http.response.body', 'body': text.encode(), 'more_body': more})
+        def part(text: str, more: bool = True) -> Awaitable[None]:
+            return send({'type': 'http.response.body', 'body': text.encode(), 'more_body': more})
         await send({'type': 'http.response.start', 'status': 200, 'headers': self.raw_headers})
         await part(self.first)
-        async for event in self.rest: await part(event)
+        async for event in self.rest:
+            await asyncio.sleep(0)   # until all have made their events
+            await part(event)
         await part('', more=False)
 
     async def __call__(self, scope: Mapping, receive: Callable, send: Callable) -> None:
