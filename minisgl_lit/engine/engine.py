@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 
-from ..core import Batch, ForwardOutput, Reports, Scores
+from ..core import Batch, Event, ForwardOutput, Reports, Scores
 from ..device import Stream
 from .sampling import allow, edit, logprobs, sample
 from ..model.attention import AttentionBackend, to_device
@@ -37,7 +37,7 @@ class Engine:
         stream: Stream,               # Where all the work is done
     ):
         self.model, self.attention, self.stream = model, attention, stream
-        self.token_pool, self.device = token_pool, token_pool.device
+        self.token_pool, self.device, self.group = token_pool, token_pool.device, model.group
 
     def forward(
         self,
@@ -64,6 +64,15 @@ class Engine:
         self.stream.submit(partial(self._sample, batch, launched, mask, home))
         tokens, finite, *told = (o.numpy() for o in home)
         return ForwardOutput(tokens, finite, self.stream.record(), Scores(*told) if told else None)
+
+    def follow(
+        self,
+        batch: Batch,  # What rank 0 computes
+    ) -> Event:        # When it is done
+        "Enqueue what the other ranks of a group do of a batch: everything but the choice"
+        self.stream.submit(partial(self._forward, batch, Launched()))
+        self.stream.submit(partial(self._put, batch, None))
+        return self.stream.record()
 
     def _width(self, reports: Reports) -> int:
         "How many of the likeliest there are to name"
@@ -110,9 +119,17 @@ def _sample(self: Engine, batch: Batch, launched: Launched, mask: np.ndarray | N
     if batch.edits: edit(logits, batch.edits, places, self.token_pool)
     if mask is not None: allow(logits, mask)
     results = sample(logits, batch.sampling, places[1])
-    rows, positions = to_device(places, self.device)
-    self.token_pool[rows, positions] = results[0].int()
+    self._put(batch, results[0])
     if reports:
         told = logprobs(before, results[0][asked], self._width(reports))
         results += tuple(torch.cat(o) for o in zip(told, launched.prompts)) or tuple(told)
     for there, here in zip(home, results): there.copy_(here, non_blocking=True)
+
+@patch
+@torch.inference_mode()
+def _put(self: Engine, batch: Batch, tokens: torch.Tensor | None) -> None:
+    "On the stream: what rank 0 has chosen goes where every rank's next batch finds it"
+    places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
+    rows, positions = to_device(places, self.device)
+    if tokens is None: tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+    self.token_pool[rows, positions] = self.group.broadcast(tokens).int()

@@ -141,8 +141,9 @@ def available_cores(
 
 def set_threads(
     wanted: int | None,  # As many; `None`: as `OMP_NUM_THREADS` says, or one a core
+    ranks: int = 1,      # Processes that share the cores
 ) -> int:
     "Let torch, and our kernels with it, compute with so many threads from now on"
     if wanted is None and 'OMP_NUM_THREADS' in os.environ: return torch.get_num_threads()
-    torch.set_num_threads(wanted or available_cores())
+    torch.set_num_threads(wanted or max(available_cores() // ranks, 1))
     return torch.get_num_threads()

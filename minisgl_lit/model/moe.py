@@ -7,11 +7,11 @@ __all__ = ['route', 'grouped', 'MoeMlp']
 
 # %% ../../nbs/35_model.moe.ipynb #0ba88652
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from .decoder import DenseMlp, Weights
+from .decoder import DenseMlp, Weights, block
 from .layers import gated_mlp, linear
 
 # %% ../../nbs/35_model.moe.ipynb #37a86c43
@@ -77,3 +77,8 @@ class MoeMlp:
         if not self.shared_size: return out
         open = linear(x, w['mlp.shared_expert_gate.weight']).sigmoid()
         return out + open * mlp('shared_expert', x)
+
+    def share(self, size: int) -> 'MoeMlp':
+        "Every expert, each of them narrower; the router whole"
+        narrow, shared = (block(o, size) for o in (self.intermediate_size, self.shared_size))
+        return replace(self, intermediate_size=narrow, shared_size=shared)
