@@ -1,0 +1,222 @@
+"""FlashInfer's backend over its stand-in: plan arrays against the page table, random worlds against the reference, whole answers
+through `build`; and, where the package is installed, its signatures against those that the stand-in has."""
+import importlib.util, inspect
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl_lit import kernels
+from minisgl_lit.config import EngineConfig
+from minisgl_lit.core import Batch, ForwardMode, SamplingParams
+from minisgl_lit.device import HostEvent, ManualStream
+from minisgl_lit.engine import build as build_module
+from minisgl_lit.kernels import standin
+from minisgl_lit.kv.pool import KVPool, layouts
+from minisgl_lit.kv.table import TableManager
+from minisgl_lit.llm import LLM
+from minisgl_lit.model.attention import TorchAttention
+from minisgl_lit.model.attention_flashinfer import (
+    FlashInferAttention, PairAttention, choose_attention, graph_attention, kind_of, page_indices, plan_arrays, why_not)
+from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts
+
+lacks_package = importlib.util.find_spec('flashinfer') is None
+lacks_gpu = not torch.cuda.is_available()
+
+@st.composite
+def worlds(draw, most=6):
+    "What a batch may look like"
+    n, decode = draw(st.integers(1, most)), draw(st.booleans())
+    fresh = not decode and draw(st.booleans())
+    extend = [1 if decode or draw(st.booleans()) else draw(st.integers(1, 40)) for _ in range(n)]
+    return dict(cached=[0 if fresh else draw(st.integers(0, 70)) for _ in range(n)], extend=extend, padding=draw(st.integers(0, 3)) * decode,
+                page_size=draw(st.sampled_from([1, 3, 16, 32, 64])), num_kv_heads=draw(st.integers(1, 3)), family=draw(st.integers(1, 8)),
+                dim=draw(st.sampled_from([8, 64])), window=draw(st.one_of(st.none(), st.integers(1, 100))), seed=draw(st.integers(0, 99)),
+                dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])), layout=draw(st.sampled_from(list(layouts))))
+
+def make(cached, extend, padding, page_size, num_kv_heads, family, dim, window, seed, dtype, layout):
+    "Pages shuffled, NaN in every slot that is nobody's cached token; batch and queries"
+    g = torch.Generator().manual_seed(seed)
+    def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
+    n, lens = len(cached), np.add(cached, extend)
+    max_pages = 1 - (-lens.max() // page_size)
+    pool = KVPool(2, n * max_pages, page_size, num_kv_heads, dim, dtype, layout=layout)
+    pool.buffer.fill_(torch.nan)
+    table = TableManager(n + padding, max_pages * page_size, page_size, pool.dummy_page)
+    table.write(*np.indices((n, max_pages)).reshape(2, -1), torch.randperm(n * max_pages, generator=g).numpy())
+    for i, c in enumerate(cached):
+        pool.store_kv(1, some(c, num_kv_heads, dim), some(c, num_kv_heads, dim), torch.from_numpy(table.slots(np.full(c, i), np.arange(c))))
+    rows = np.r_[np.arange(n), [table.dummy_row]*padding].astype(np.int64)
+    before, new = (np.r_[o, [i]*padding].astype(np.int64) for i, o in enumerate((cached, extend)))
+    token_rows, positions = rows.repeat(new), np.concatenate([np.arange(c, c + e) for c, e in zip(before, new)])
+    batch = Batch([], ForwardMode.MIXED, 1, rows, before, before + new, token_rows, positions, table.slots(token_rows, positions), np.arange(n))
+    heads = num_kv_heads * family
+    qkv = some(len(positions), heads + 2 * num_kv_heads, dim).split([heads, num_kv_heads, num_kv_heads], dim=1)
+    return pool, table, batch, qkv, [None, window]
+
+@given(worlds())
+def test_plan_arrays_say_what_the_page_table_says(world):
+    "Whoever follows the arrays finds, for each token of each request, the slot that the host's table names, and the positions of the batch"
+    pool, table, batch, *_ = make(**world)
+    size, told = pool.page_size, plan_arrays(batch, pool.page_size)
+    pages = page_indices(table.page_table, batch.rows, told.kv_indptr).numpy()
+    assert told.qo_indptr[0] == told.kv_indptr[0] == 0 and told.qo_indptr[-1] == len(batch.positions) and told.kv_indptr[-1] == len(pages)
+    assert (1 <= told.last_page_len).all() and (told.last_page_len <= size).all() and pages.dtype == np.int32
+    for i, row in enumerate(batch.rows):
+        mine = pages[told.kv_indptr[i]:told.kv_indptr[i + 1]]
+        n = (len(mine) - 1) * size + told.last_page_len[i]
+        slots = (mine[:, None] * size + np.arange(size)).ravel()[:n]
+        assert n == batch.device_lens[i] and (slots == table.slots(np.full(n, row), np.arange(n))).all()
+        tokens = slice(told.qo_indptr[i], told.qo_indptr[i + 1])
+        assert (batch.positions[tokens] == np.arange(n)[n - len(batch.positions[tokens]):]).all()
+        assert (batch.out_loc[tokens] == slots[n - len(batch.positions[tokens]):]).all()
+
+@settings(max_examples=60)
+@given(worlds())
+def test_it_says_what_the_reference_says(world):
+    pool, table, batch, qkv, windows = make(**world)
+    n, heads = len(batch.sampled), qkv[0].shape[1]
+    if kind_of(batch) == 'decode' and heads // qkv[1].shape[1] in (5, 6, 7): assert FlashInferAttention(
+        pool, table.page_table, windows, num_heads=heads, library=standin).tensor_cores
+    ours = FlashInferAttention(pool, table.page_table, windows, num_heads=heads, library=standin)
+    got = ours.forward(*qkv, 1, ours.prepare(batch))
+    exact = KVPool(2, pool.num_pages, pool.page_size, qkv[1].shape[1], qkv[0].shape[2], torch.float32)
+    exact.buffer.copy_(pool.buffer)
+    reference = TorchAttention(exact, table.page_table, windows)
+    tokens = int(batch.extend_lens[:n].sum())
+    expected = reference.forward(*(o.float() for o in qkv), 1, reference.prepare(batch))[:tokens]
+    eps = 2e-5 if pool.buffer.dtype == torch.float32 else .02
+    assert got.dtype == qkv[0].dtype and got.shape == qkv[0].shape and got.isfinite().all()
+    torch.testing.assert_close(got[:tokens].float(), expected, rtol=eps, atol=eps)
+
+@settings(max_examples=30)
+@given(worlds(), st.integers(0, 9))
+def test_static_tensors_tell_of_the_last_batch(world, seed):
+    "Planned for one batch, updated for another of the same size: as if planned for that one, in the tensors of the first"
+    world |= dict(extend=[1] * len(world['cached']))
+    pool, table, batch, qkv, windows = make(**world)
+    pool.buffer.nan_to_num_(0.5)
+    rng = np.random.default_rng(seed)
+    lens = np.minimum(rng.integers(1, 60, len(batch.rows)), table.page_table.shape[1] * pool.page_size)
+    lens[batch.rows == table.dummy_row] = 1
+    other = replace(batch, cached_lens=lens - 1, device_lens=lens, positions=lens - 1, out_loc=table.slots(batch.rows, lens - 1))
+    ours = FlashInferAttention(pool, table.page_table, windows, num_heads=qkv[0].shape[1], library=standin)
+    out_loc = torch.from_numpy(batch.out_loc).clone()
+    static = ours.static(batch, out_loc)
+    before = [o.data_ptr() for o in (static.indptr, static.indices, static.last_page_len, static.out_loc)]
+    ours.update(static, other)
+    out_loc.copy_(torch.from_numpy(other.out_loc))
+    wrapper = static.wrappers[windows[1]]
+    assert [o.data_ptr() for o in (wrapper.indptr, wrapper.indices, wrapper.last, static.out_loc)] == before
+    n = len(batch.sampled)
+    got = ours.forward(*qkv, 1, static)[:n].clone()
+    assert torch.equal(got, ours.forward(*qkv, 1, ours.prepare(other))[:n])
+
+class CopiesLate(kernels.PlainDecode):
+    "A stand-in with the pinned buffer that FlashInfer's wrappers have: a plan writes there, a copy on the device's line reads it later"
+    line = ManualStream()
+    def _keep(self, *arrays):
+        self.pinned = [o.clone() for o in arrays] if not hasattr(self, 'pinned') else self.pinned
+        for here, o in zip(self.pinned, arrays): here.resize_(o.shape).copy_(o)
+        there = self.indptr, self.indices, self.last = [torch.full_like(o, -1) for o in arrays]
+        def copy():
+            for here, o in zip(there, self.pinned): here.copy_(o)
+        self.line.submit(copy)
+
+def late_answers(waits: bool, n: int = 6) -> list[bool]:
+    "Plan `n` steps ahead of a device that does nothing until told or waited for; whether each step then reads its own plan"
+    CopiesLate.line = line = ManualStream()
+    library = type(standin)(**vars(standin) | dict(BatchDecodeWithPagedKVCacheWrapper=CopiesLate))
+    pool, table, batch, qkv, windows = make([9, 3, 5], [1, 1, 1], 0, 4, 2, 2, 8, None, 0, torch.float32, 'layer_first')
+    ours = FlashInferAttention(pool, table.page_table, windows, num_heads=4, library=library)
+    ours.mark = line.record if waits else lambda: HostEvent(lambda event: None)
+    right = []
+    for step in range(n):
+        lens = batch.device_lens - step % 3
+        now = replace(batch, cached_lens=lens - 1, device_lens=lens)
+        planned, told = ours.prepare(now).wrappers[None], plan_arrays(now, 4)
+        line.submit(partial(lambda w, t: right.append(w[0].tolist() == t.kv_indptr.tolist() and w[1].tolist() == t.last_page_len.tolist()),
+                            (planned.indptr, planned.last), told))
+    line.run_all()
+    return right
+
+def test_no_plan_is_overwritten_before_it_is_copied():
+    assert late_answers(waits=True) == [True] * 6
+
+def test_the_race_would_be_seen():
+    assert not all(late_answers(waits=False))
+
+@pytest.fixture(scope='module', params=['Llama', 'Qwen3', 'Mistral'])
+def checkpoint(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(request.param, path, **dict(sliding_window=20) if request.param == 'Mistral' else {})
+    return path, [generate(path, o) for o in prompts()]
+
+def standing_in(pool, page_table, windows, halves):
+    make = partial(FlashInferAttention, pool, page_table, windows, num_heads=4, library=standin)
+    return PairAttention(TorchAttention(pool, page_table, windows), make()) if halves else make()
+
+@pytest.mark.parametrize('halves', [False, True])
+@pytest.mark.parametrize('page_size', [1, 16])
+def test_answers_are_those_of_transformers(checkpoint, page_size, halves, monkeypatch):
+    "Through `LLM` and `build`, with the stand-in as the backend of that name; twice, the second time from the cache"
+    (path, right), comparison = checkpoint, Comparison()
+    monkeypatch.setattr(build_module, 'choose_attention', lambda name, *args, **kw: standing_in(*args, halves), raising=False)
+    for o in ('torch', 'native'): monkeypatch.setitem(build_module.backends, o, partial(standing_in, halves=halves))
+    with LLM(path, device='cpu', attention='torch', page_size=page_size, num_pages=400 * 16 // page_size, max_prefill_tokens=24) as llm:
+        assert type(llm._driver.runtime.engine.attention) is (PairAttention if halves else FlashInferAttention)
+        for _ in range(2):
+            outs = llm.generate(prompts(), SamplingParams(max_tokens=MAX_NEW, temperature=0))
+            for prompt, out, reference in zip(prompts(), outs, right): comparison.check(path, prompt, out.token_ids, reference)
+        assert sum(o.cached_tokens for o in outs) > 0
+    comparison.done()
+
+def test_what_may_be_captured():
+    pool, table, *_ = make([3], [1], 0, 4, 1, 1, 8, None, 0, torch.float32, 'layer_first')
+    ours, torch_ = standing_in(pool, table.page_table, (), False), TorchAttention(pool, table.page_table)
+    assert graph_attention(ours) is ours and graph_attention(torch_) is None
+    assert graph_attention(PairAttention(torch_, ours)) is ours and graph_attention(PairAttention(ours, torch_)) is None
+    assert 'runs on cpu' in why_not(pool)
+    with pytest.raises(ValueError, match="attention cannot be 'flashinfer' here"):
+        choose_attention('flashinfer', pool, table.page_table, num_heads=1)
+
+@pytest.mark.skipif(lacks_package, reason='no package flashinfer')
+@pytest.mark.parametrize('name', list(vars(standin)))
+def test_flashinfer_takes_what_the_stand_in_takes(name):
+    "Every word of ours is theirs; what we pass by place stands in the same place"
+    ours, theirs = getattr(standin, name), getattr(importlib.import_module('flashinfer'), name)
+    methods = [o for o in ('__init__', 'plan', 'run', 'reset_workspace_buffer') if hasattr(ours, o)] if inspect.isclass(ours) else [None]
+    for method in methods:
+        mine, real = (list(inspect.signature(getattr(o, method) if method else o).parameters.values()) for o in (ours, theirs))
+        needed = [o.name for o in mine if o.default is o.empty]
+        assert [o.name for o in real][1:len(needed)] == needed[1:], (name, method)
+        assert {o.name for o in mine[1:]} <= {o.name for o in real}, (name, method)
+        assert all(o.default is not o.empty for o in real[len(needed):] if o.name not in ('args', 'kwargs')), (name, method)
+
+@pytest.mark.skipif(lacks_gpu, reason='no GPU')
+@pytest.mark.skipif(lacks_package, reason='no package flashinfer')
+@pytest.mark.parametrize('page_size', [1, 16, 32, 64])
+@pytest.mark.parametrize('heads,kv_heads,dim,window', [(16, 8, 128, None), (8, 1, 64, 100), (10, 2, 128, None), (4, 4, 256, 33)])
+def test_kernels_say_what_the_reference_says_on_a_gpu(page_size, heads, kv_heads, dim, window):
+    device, dtype = torch.device('cuda'), torch.bfloat16
+    torch.manual_seed(0)
+    pool = KVPool(2, 8 * -(-600 // page_size), page_size, kv_heads, dim, dtype, device)
+    pool.buffer.normal_()
+    table = TableManager(8, 600, page_size, pool.dummy_page, device)
+    every = np.indices(table.pages[:8].shape).reshape(2, -1)
+    table.write(*every, np.random.default_rng(0).permutation(pool.num_pages).astype(np.int32))
+    table.flush()
+    ours = choose_attention('flashinfer', pool, table.page_table, (None, window), num_heads=heads)
+    reference = TorchAttention(pool, table.page_table, (None, window))
+    for cached, lens in [([0, 0, 0], [300, 7, 1]), ([599, 5, 64], [600, 6, 65]), ([100, 0, 31], [350, 20, 32])]:
+        cached, lens, rows = np.array(cached), np.array(lens), np.arange(3)
+        owner, at = rows.repeat(lens - cached), np.concatenate([np.arange(*o) for o in zip(cached, lens)])
+        batch = Batch([], ForwardMode.MIXED, 1, rows, cached, lens, owner, at, table.slots(owner, at), rows)
+        for layer in (0, 1):
+            qkv = torch.randn(len(at), heads + 2*kv_heads, dim, device=device).to(dtype).split([heads, kv_heads, kv_heads], 1)
+            got = ours.forward(*qkv, layer, ours.prepare(batch))
+            torch.testing.assert_close(got, reference.forward(*qkv, layer, reference.prepare(batch)), rtol=.02, atol=.02)
