@@ -47,11 +47,11 @@ from .serving.workers import arrived
 # %% ../nbs/61_bench.ipynb #0031f757
 Name = Literal['even', 'single', 'batch16', 'prefix', 'long', 'bench256']
 
-def _check(**sizes: int) -> None:
+def _check(most: int = 1_000_000, **sizes: int) -> None:
     "`ValueError` at the first size that is none"
     for name, n in sizes.items():
-        if not (type(n) is int and 1 <= n <= 1_000_000):
-            raise ValueError(f'{name} must be a whole number from 1 to 1000000, not {n!r}')
+        if not (type(n) is int and 1 <= n <= most):
+            raise ValueError(f'{name} must be a whole number from 1 to {most}, not {n!r}')
 
 def _alike(
     requests: int, input_len: int, output_len: int, shared_len: int = 0,   # Tokens
@@ -265,12 +265,12 @@ def prefix(
 ) -> Report:
     "Requests with a common beginning, with the prefix cache and without"
     _check(requests=requests, shared_len=shared_len, own_len=own_len, output_len=output_len, repeat=repeat)
-    shape, runs = _alike(requests, own_len, output_len, shared_len), {}
-    for cache in ('none', 'radix'):
+    shape, found = _alike(requests, own_len, output_len, shared_len), []
+    for cache in ('radix', 'none'):
         with Subject(replace(config, cache=cache)) as subject:
             work = shape.draw(subject.model.vocab_size, seed)
-            runs[cache] = middle([subject.run(work) for _ in range(repeat)])
-    limits, run, plain = subject.limits(), runs['radix'], runs['none']
+            found.append((subject, middle([subject.run(work) for _ in range(repeat)])))
+    (subject, run), (_, plain), limits = *found, subject.limits()
     figures = [*speeds(run, work, limits, config.max_running_req),
                Figure('without cache', plain.seconds, 's'), Figure('ratio', plain.seconds / run.seconds, '×')]
     return _report('prefix', subject, run, work, limits, figures, shared_len=shared_len, repeat=repeat, seed=seed)
@@ -345,7 +345,6 @@ def _sized(
         def message(news): there.send(encode(news))
         return step_times(loaded(n, steps=steps, **sizes), steps, receive, message) * 1e6
 
-# %% ../nbs/61_bench.ipynb #7da35bc3
 def _steps(steps: int) -> dict[str, Callable[[], np.ndarray]]:
     "Decode steps of several sizes"
     sizes = {'64': {}, '64_page_1': dict(page_size=1), '64_long': dict(prompt_len=10_000),
@@ -359,7 +358,7 @@ def _beside(
     before, found = control_time(), work()
     return found, (before + control_time()) / 2
 
-# %% ../nbs/61_bench.ipynb #8fd44b12
+# %% ../nbs/61_bench.ipynb #7da35bc3
 def _pieces() -> dict[str, tuple[str, Callable[[], float]]]:
     "What else the scheduler does: its unit, and how it is measured"
     return {'lpm_128_ms': ('ms', lambda: order_time('lpm', 128) * 1e3),
@@ -373,7 +372,7 @@ def scheduler(
     steps: int = 300,    # Decode steps to time in each setting
 ) -> Report:
     "What a decode step costs the host, part by part; beside each figure a control"
-    _check(steps=steps)
+    _check(10_000, steps=steps)
     figures: list[Figure] = []
     def add(unit: str, **values: float) -> None: figures.extend(Figure(k, float(o), unit) for k, o in values.items())
     for k, work in _steps(steps).items():
