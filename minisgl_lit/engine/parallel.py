@@ -24,10 +24,10 @@ from typing import BinaryIO, TypeVar
 
 import numpy as np
 import torch
-from torch.distributed import Backend, FileStore, ProcessGroupGloo
+from torch.distributed import Backend, FileStore, ProcessGroupGloo, Work
 
 import minisgl_lit
-from ..core import Batch, Event, ForwardMode, ForwardOutput, Reports
+from ..core import Batch, Event, ForwardMode, Reports
 from ..device import Group, Stream
 from .engine import Engine, Launched
 from ..kv.table import TableManager
@@ -65,20 +65,26 @@ class TorchGroup(Group):
         group.all_reduce(torch.zeros(1, device=device))   # connects everybody
         return group
 
+    def _wait(self, work: Work) -> None:
+        "For the others; `ConnectionError` if one is gone"
+        try: work.wait()
+        except RuntimeError as e:
+            raise ConnectionError(f'rank {self.rank} of {self.size} has lost the others') from e
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         "Add up, in place"
-        self.backend.allreduce([x]).wait()
+        self._wait(self.backend.allreduce([x]))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         "Collect; parts of the same shape"
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self.backend.allgather([parts], [x]).wait()
+        self._wait(self.backend.allgather([parts], [x]))
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         "Tell all, in place"
-        self.backend.broadcast(x, 0).wait()
+        self._wait(self.backend.broadcast(x, 0))
         return x
 
 # %% ../../nbs/43_engine.parallel.ipynb #00a41ab7
