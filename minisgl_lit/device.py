@@ -250,16 +250,17 @@ class Turns(Generic[T]):
         things: Iterable[T],          # What is lent; two let the host be one step ahead
         mark: Callable[[], Event],    # Makes an event that comes when what was launched so far is done
     ):
-        self._mark, self._line = mark, deque[tuple[T, Event | None]]((o, None) for o in things)
+        self._mark = mark
+        self._line = deque((o, deque[Event](maxlen=1)) for o in things)   # and who reads it, if anyone
 
     @contextmanager
     def take(self) -> Iterator[T]:
         "Lend the one that was given back first, and when it is given back note who reads it"
-        thing, read = self._line.popleft()
-        try:
-            if read is not None: read.synchronize()
-            yield thing
-        finally: self._line.append((thing, self._mark()))
+        thing, readers = self._line[0]
+        self._line.rotate(-1)
+        if readers: readers.pop().synchronize()   # if that raises, its reading is over all the same
+        try: yield thing
+        finally: readers.append(self._mark())
 
 def mark(
     device: torch.device | str,  # Where this thread launches

@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit import kernels
-from minisgl_lit.config import EngineConfig
 from minisgl_lit.core import Batch, ForwardMode, SamplingParams
 from minisgl_lit.device import HostEvent, ManualStream
-from minisgl_lit.engine import build as build_module
 from minisgl_lit.kernels import standin
 from minisgl_lit.kv.pool import KVPool, layouts
 from minisgl_lit.kv.table import TableManager
@@ -25,7 +23,8 @@ from minisgl_lit.model.attention_flashinfer import (
 from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts
 
 lacks_package = importlib.util.find_spec('flashinfer') is None
-lacks_gpu = not torch.cuda.is_available()
+missing = ['a GPU'] * (not torch.cuda.is_available()) + ['the package flashinfer'] * lacks_package
+needs_gpu = pytest.mark.skipif(bool(missing), reason='needs ' + ' and '.join(missing))
 
 @st.composite
 def worlds(draw, most=6):
@@ -156,19 +155,19 @@ def checkpoint(request, tmp_path_factory):
     make_checkpoint(request.param, path, **dict(sliding_window=20) if request.param == 'Mistral' else {})
     return path, [generate(path, o) for o in prompts()]
 
-def standing_in(pool, page_table, windows, halves):
-    make = partial(FlashInferAttention, pool, page_table, windows, num_heads=4, library=standin)
+def standing_in(pool, page_table, windows, halves=False, num_heads=4):
+    make = partial(FlashInferAttention, pool, page_table, windows, num_heads=num_heads, library=standin)
     return PairAttention(TorchAttention(pool, page_table, windows), make()) if halves else make()
 
 @pytest.mark.parametrize('halves', [False, True])
 @pytest.mark.parametrize('page_size', [1, 16])
-def test_answers_are_those_of_transformers(checkpoint, page_size, halves, monkeypatch):
-    "Through `LLM` and `build`, with the stand-in as the backend of that name; twice, the second time from the cache"
+def test_answers_are_those_of_transformers(checkpoint, page_size, halves):
+    "Through `LLM` and `build`, with the stand-in as its attention; twice, the second time from the cache"
     (path, right), comparison = checkpoint, Comparison()
-    monkeypatch.setattr(build_module, 'choose_attention', lambda name, *args, **kw: standing_in(*args, halves), raising=False)
-    for o in ('torch', 'native'): monkeypatch.setitem(build_module.backends, o, partial(standing_in, halves=halves))
     with LLM(path, device='cpu', attention='torch', page_size=page_size, num_pages=400 * 16 // page_size, max_prefill_tokens=24) as llm:
-        assert type(llm._driver.runtime.engine.attention) is (PairAttention if halves else FlashInferAttention)
+        runtime = llm._driver.runtime
+        given = runtime.engine.attention
+        runtime.engine.attention = standing_in(given.pool, given.page_table, list(given.windows.values()), halves)
         for _ in range(2):
             outs = llm.generate(prompts(), SamplingParams(max_tokens=MAX_NEW, temperature=0))
             for prompt, out, reference in zip(prompts(), outs, right): comparison.check(path, prompt, out.token_ids, reference)
@@ -184,7 +183,7 @@ def test_what_may_be_captured():
     with pytest.raises(ValueError, match="attention cannot be 'flashinfer' here"):
         choose_attention('flashinfer', pool, table.page_table, num_heads=1)
 
-@pytest.mark.skipif(lacks_package, reason='no package flashinfer')
+@pytest.mark.skipif(lacks_package, reason='needs the package flashinfer')
 @pytest.mark.parametrize('name', list(vars(standin)))
 def test_flashinfer_takes_what_the_stand_in_takes(name):
     "Every word of ours is theirs; what we pass by place stands in the same place"
@@ -197,8 +196,7 @@ def test_flashinfer_takes_what_the_stand_in_takes(name):
         assert {o.name for o in mine[1:]} <= {o.name for o in real}, (name, method)
         assert all(o.default is not o.empty for o in real[len(needed):] if o.name not in ('args', 'kwargs')), (name, method)
 
-@pytest.mark.skipif(lacks_gpu, reason='no GPU')
-@pytest.mark.skipif(lacks_package, reason='no package flashinfer')
+@needs_gpu
 @pytest.mark.parametrize('page_size', [1, 16, 32, 64])
 @pytest.mark.parametrize('heads,kv_heads,dim,window', [(16, 8, 128, None), (8, 1, 64, 100), (10, 2, 128, None), (4, 4, 256, 33)])
 def test_kernels_say_what_the_reference_says_on_a_gpu(page_size, heads, kv_heads, dim, window):
