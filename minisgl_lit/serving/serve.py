@@ -317,8 +317,9 @@ class Server:
 
     def wait(self) -> None:
         "Block until the server has ended; `RuntimeError` if it failed. SIGTERM drains, a second one stops"
-        with on_sigterm(self.drain, lambda: self._set(self._stopping)): self._thread.join()
-        if self._error: raise RuntimeError(f'the server failed: {self._error}')
+        with on_sigterm(self.drain, lambda: self._set(self._stopping)):
+            self._thread.join()
+            if self._error: raise RuntimeError(f'the server failed: {self._error}')
 
     def __enter__(self) -> 'Server': return self
     def __exit__(self, *error: object) -> None: self.stop()
