@@ -1,0 +1,183 @@
+"""Ranks: parts that add up to the whole, whatever the shapes; the same tokens from two and four processes; and no process that stays."""
+import json, os, signal, subprocess, sys, time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+from safetensors.torch import load_file, save_file
+
+from minisgl_lit.config import EngineConfig
+from minisgl_lit.core import SamplingParams
+from minisgl_lit.device import Group
+from minisgl_lit.engine.build import build
+from minisgl_lit.engine.parallel import pack, unpack
+from minisgl_lit.llm import LLM
+from minisgl_lit.model.checkpoint import read_config
+from minisgl_lit.model.decoder import Decoder, DenseMlp, ModelConfig, kv_heads, share, weight_shapes
+from minisgl_lit.model.moe import MoeMlp
+from minisgl_lit.model.weights import dummy_weights, list_files, pieces
+from reference import MAX_NEW, VARIANTS, Comparison, generate, make_checkpoint, prompts
+
+GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0)
+
+@st.composite
+def models(draw) -> tuple[ModelConfig, int]:
+    "A small model of any shape, and into how many parts it shall be cut"
+    size, family, kv = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    heads = family * kv
+    if heads % size: heads, kv = heads * size, kv * draw(st.sampled_from([1, size]))
+    def some(most=9): return draw(st.integers(1, most))
+    dense = st.builds(DenseMlp, st.integers(1, 12), st.booleans())
+    routed = st.builds(MoeMlp, st.just(3), st.integers(1, 3), st.integers(1, 9), st.booleans(), st.integers(0, 5))
+    flags = {o: draw(st.booleans()) for o in ('qkv_bias', 'o_bias', 'mlp_bias', 'qk_norm', 'tie_word_embeddings')}
+    return ModelConfig(
+        architecture='x', vocab_size=some(20), hidden_size=some(), intermediate_size=some(12), num_layers=2, num_heads=heads,
+        num_kv_heads=kv, head_dim=2 * some(3), mlps=draw(st.just(()) | st.tuples(dense | routed, dense | routed)), **flags), size
+
+def attend(q, k, v, layer):
+    o = F.scaled_dot_product_attention(*(o.transpose(0, 1)[None] for o in (q, k, v)), is_causal=True, enable_gqa=True)
+    return o[0].transpose(0, 1)
+
+def loud(config: ModelConfig, group: Group) -> Decoder:
+    "Weights that matter"
+    weights = dummy_weights(config, torch.float32, group=group)
+    for name, o in weights.items():
+        if not name.endswith('norm.weight'): o *= 20
+    return Decoder(config, weights, group)
+
+@settings(max_examples=60)
+@given(models(), st.integers(0, 9))
+def test_parts_add_up(drawn, seed):
+    "A group that adds nothing up shows each rank's part"
+    config, size = drawn
+    whole, ranks = loud(config, Group()), [loud(config, Group(r, size)) for r in range(size)]
+    x = torch.randn(4, config.hidden_size, generator=torch.Generator().manual_seed(seed))
+    ids = torch.arange(4) % config.vocab_size
+    def same(part, join): torch.testing.assert_close(join([part(o) for o in ranks]), part(whole), rtol=1e-3, atol=1e-4)
+    same(lambda m: m._embed(ids), sum)
+    for i in range(2):
+        same(lambda m: m.attention(i, x, *m.angles(torch.arange(4), x.dtype), attend), sum)
+        same(lambda m: m.mlps[i].forward(x, m.layers[i]), sum)
+    same(lambda m: m.scores(x), lambda found: torch.cat(found, -1)[:, :config.vocab_size])
+
+@settings(max_examples=60)
+@given(models())
+def test_every_number_of_a_file_has_a_place(drawn):
+    "Cut tensors are taken once by one rank, key heads by whoever asks them, the rest by all; and in a weight nothing meets"
+    config, size = drawn
+    taken = {name: np.zeros(o.shape, dtype=int) for name, o in pieces(config).items()}
+    for group in (Group(r, size) for r in range(size)):
+        shapes = weight_shapes(share(config, size))
+        written = {name: np.zeros(shape, dtype=int) for name, shape in shapes.items()}
+        for name, place in pieces(config, group).items():
+            row = place.start
+            for cut in place.cuts:
+                taken[name][cut] += 1
+                n = len(part := taken[name][cut])
+                written[place.weight][row:row + n][..., :part.shape[-1]] += 1
+                row += n
+        assert max(o.max() for o in written.values()) <= 1
+    asked = np.bincount([h for r in range(size) for h in kv_heads(config, Group(r, size))], minlength=config.num_kv_heads)
+    for name, counts in taken.items():
+        module = name.split('.')[-2]
+        if module in ('k_proj', 'v_proj'): right = asked.repeat(config.head_dim).reshape(-1, *[1] * (counts.ndim - 1))
+        else: right = 1 if module in ('q_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj', 'embed_tokens', 'lm_head') else size
+        assert (counts == right).all(), name
+    assert asked.min() >= 1
+
+@given(st.lists(st.lists(st.integers(-2**63, 2**63 - 1)), min_size=1))
+def test_messages_arrive_whole(arrays): assert [o.tolist() for o in unpack(pack(arrays))] == arrays
+
+def gone(pids: list[int], seconds: float = 5) -> bool:
+    "Whether these processes end in time; zombies of somebody else have ended"
+    def alive(pid):
+        try:
+            with open(f'/proc/{pid}/stat') as f: return f.read().rsplit(')')[1].split()[0] != 'Z'
+        except OSError: return False
+    end = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < end: time.sleep(.05)
+    return not any(map(alive, pids))
+
+@pytest.mark.parametrize('variant, tp, overlap', [('odd sizes', 2, True), ('experts but in one layer, and a window', 4, False)])
+def test_parity(variant, tp, overlap, tmp_path):
+    "Odd vocabulary, families of heads that are split, fewer key heads than ranks: the tokens of `transformers`"
+    family, fields = VARIANTS[variant]
+    make_checkpoint(family, tmp_path, **fields)
+    comparison, asked = Comparison(), prompts(min(190, fields.get('vocab_size', 190)))
+    right = [generate(tmp_path, o) for o in asked]
+    runtime = build(EngineConfig.of(tmp_path, device='cpu', tp=tp, page_size=4, num_pages=200, max_prefill_tokens=16, overlap=overlap), audit=True)
+    try:
+        for again in range(2):
+            told = {str(i): [] for i in range(len(asked))}
+            for i, prompt in enumerate(asked): runtime.scheduler.add(str(i), prompt, GREEDY)
+            while runtime.scheduler.has_work:
+                for o in runtime.scheduler.step():
+                    assert o.error is None, o.error
+                    told[o.rid] += o.token_ids
+            for i, (prompt, o) in enumerate(zip(asked, right)): comparison.check(tmp_path, prompt, told[str(i)], o, (variant, again, i))
+        runtime.control.self_check()
+        assert runtime.scheduler.stats()['cached_tokens'] > 200
+    finally: runtime.close()
+    assert gone([p.pid for p in runtime.ranks.processes])
+    comparison.done()
+
+def test_llm_on_two_ranks_that_one_leaves(tmp_path):
+    "Llama, untied; sampled tokens and prompt scores as with one; then rank 1 is killed while it computes"
+    make_checkpoint('Llama', tmp_path)
+    wishes = [GREEDY, SamplingParams(max_tokens=9, seed=3, temperature=.7, top_k=20, repetition_penalty=1.2, logprobs=2, prompt_logprobs=1)]
+    def ask(llm): return [llm.generate(prompts(), o) for o in wishes]
+    with LLM(tmp_path, device='cpu', num_pages=100) as llm: right = ask(llm)
+    with LLM(tmp_path, device='cpu', num_pages=100, tp=2) as llm:
+        for ours, theirs in zip(ask(llm), right):
+            assert [o.token_ids for o in ours] == [o.token_ids for o in theirs]
+            for a, b in zip(ours, theirs):
+                one, two = ([t.logprob for t in o.logprobs or []] for o in (a, b))
+                assert one == pytest.approx(two, abs=1e-4)
+        pid = llm.runtime.ranks.processes[0].pid
+        pieces = llm.stream(prompts()[0], SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
+        next(pieces)
+        os.kill(pid, signal.SIGKILL)
+        sentence = 'rank 1 of 2 was killed by signal 9, and without it the model cannot compute'
+        *_, last = pieces
+        assert last.finish_reason == 'error'
+        after = llm.generate([1, 2, 3], GREEDY)
+        assert (after[0].finish_reason, after[0].error) == ('error', f'the engine failed: {sentence}')
+        assert llm.runtime.failure() == sentence and llm.stats()['running'] == 0
+    assert gone([pid])
+
+def test_a_flaw_in_the_part_of_another_rank(tmp_path):
+    "Only rank 1 reads the last columns of `down_proj`, and it says so"
+    make_checkpoint('Qwen3', tmp_path)
+    for file in list_files(tmp_path):
+        tensors = load_file(file)
+        if (name := 'model.layers.1.mlp.down_proj.weight') in tensors:
+            tensors[name][3, -1] = torch.nan
+            save_file(tensors, file)
+    with pytest.raises(ValueError, match=rf'^tensor {name} of the checkpoint holds NaN or infinity$'):
+        build(EngineConfig.of(tmp_path, device='cpu', tp=2, num_pages=20))
+
+ORPHANS = '''
+from minisgl_lit import LLM, SamplingParams
+llm = LLM(device='cpu', num_pages=50, tp=2)
+print(llm.runtime.ranks.processes[0].pid, flush=True)
+while True: llm.generate('Hello', SamplingParams(max_tokens=50, ignore_eos=True))
+'''
+
+def test_ranks_do_not_outlive_rank_0():
+    "Killed while it computes"
+    parent = subprocess.Popen([sys.executable, '-c', ORPHANS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    time.sleep(.3)
+    parent.kill()
+    told = parent.communicate(timeout=30)[1]
+    assert gone([pid]) and 'Traceback' not in told and told.strip() in ('', 'rank 1 of 2 has lost the others')
+
+def test_sizes_that_cannot_be(tmp_path):
+    make_checkpoint('Qwen3', tmp_path)
+    for tp in (3, 8):
+        with pytest.raises(ValueError, match=f'^tp={tp} does not divide the 4 query heads of this model; for it tp must be one of 1, 2, 4$'):
+            LLM(tmp_path, device='cpu', tp=tp)
+    with pytest.raises(ValueError, match='tp must be a whole number from 1 to 64, not 0'): LLM(tmp_path, tp=0)
+    assert read_config(tmp_path).num_heads == 4 and json.loads((tmp_path/'config.json').read_text())['num_attention_heads'] == 4
