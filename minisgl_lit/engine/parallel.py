@@ -24,6 +24,7 @@ from typing import BinaryIO, TypeVar
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch.distributed import Backend, FileStore, ProcessGroupGloo, Work
 
 import minisgl_lit
@@ -35,7 +36,9 @@ from ..model.attention import AttentionBackend
 from ..model.decoder import Decoder
 
 # %% ../../nbs/43_engine.parallel.ipynb #3e13e246
-def _backend(store: FileStore, rank: int, size: int, device: torch.device, patience: timedelta) -> Backend:
+def _backend(
+    store: FileStore, rank: int, size: int, device: torch.device, patience: timedelta,
+) -> Backend:
     "What sends; on a CPU between processes of this machine only"
     if device.type == 'cuda':
         from torch.distributed import ProcessGroupNCCL
@@ -45,6 +48,7 @@ def _backend(store: FileStore, rank: int, size: int, device: torch.device, patie
     options._timeout = patience
     return ProcessGroupGloo(store, rank, size, options)
 
+# %% ../../nbs/43_engine.parallel.ipynb #c8c09b20
 @dataclass(frozen=True)
 class TorchGroup(Group):
     "Ranks that talk through torch. Everybody calls the same, in the same order, or all wait."
@@ -60,8 +64,8 @@ class TorchGroup(Group):
         patience: float = 300,  # Seconds to wait for the others, here and later
     ) -> 'TorchGroup':
         "Wait until all are there"
-        store = FileStore(str(file), size)
-        group = cls(rank, size, backend=_backend(store, rank, size, device, timedelta(seconds=patience)))
+        store, patience = FileStore(str(file), size), timedelta(seconds=patience)
+        group = cls(rank, size, backend=_backend(store, rank, size, device, patience))
         group.all_reduce(torch.zeros(1, device=device))   # connects everybody
         return group
 
@@ -96,7 +100,8 @@ def rehearse(
 ) -> list[T]:                          # What came of it, by rank
     "Let threads of this process be the ranks: for tests, and to look at"
     def one(rank: int) -> T:
-        return work(TorchGroup.join(rank, size, Path(folder)/'meet', torch.device('cpu'), patience=30))
+        meet = Path(folder)/'meet'
+        return work(TorchGroup.join(rank, size, meet, torch.device('cpu'), patience=30))
     with TemporaryDirectory() as folder, ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))
 
@@ -167,10 +172,10 @@ class LeadTable(TableManager):
         "What has changed since the last time"
         none = np.zeros(0, dtype=np.int64)
         rows, cols = (np.concatenate(o) for o in zip((none, none), *self._places))
-        heads = [(row, start, len(ids)) for row, start, ids in self._prompts]
+        heads = [n for row, start, ids in self._prompts for n in (row, start, len(ids))]
         ids = np.concatenate([none, *(ids for _, _, ids in self._prompts)])
         self._places, self._prompts = [], []
-        return [rows, cols, self.pages[rows, cols], np.array(heads, dtype=np.int64).reshape(-1), ids]
+        return [rows, cols, self.pages[rows, cols], heads, ids]
 
 # %% ../../nbs/43_engine.parallel.ipynb #bc201c74
 def catch_up(
@@ -208,7 +213,7 @@ def follow(
         if sent != number: raise RuntimeError(f'message {number} of rank 0 has number {sent}')
         catch_up(table, arrays[-5:], engine.stream)
         if seen and seen != digest(batch, table.pages):
-            raise RuntimeError(f'message {number}: this rank would compute something else than rank 0')
+            raise RuntimeError(f'message {number}: this rank would compute something else')
         behind.append(engine.follow(batch))
         while behind and (behind[0].query() or len(behind) > 1): behind.popleft().synchronize()
 
@@ -254,11 +259,11 @@ class Ranks:
         size: int,   # All ranks; with one there is no process
         code: str,   # What each of them runs, in Python
     ):
-        self.size, self.ended = size, ''
-        command = [sys.executable, '-P', '-c', 'import sys; sys.path.append(sys.argv[1]); ' + code,
-                   str(Path(minisgl_lit.__file__).parents[1])]
+        self.size, self.ended, pipe = size, '', subprocess.PIPE
+        code = 'import sys; sys.path.append(sys.argv[1]); ' + code
+        command = [sys.executable, '-P', '-c', code, str(Path(minisgl_lit.__file__).parents[1])]
         self.processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
             for _ in range(1, size)]
 
     def send(self, message: bytes) -> None:
@@ -273,36 +278,6 @@ class Ranks:
             pipe.write(len(message).to_bytes(8, 'little') + message)
             pipe.flush()
 
-    def hear(self) -> list[object]:
-        "A line of each, by rank; `ValueError` with the sentence of one that cannot go on"
-        lines = [p.stdout.readline() for p in self.processes]
-        if not all(lines): raise RuntimeError(self.gone(wait=5) or 'a rank has closed its output')
-        told = [json.loads(o) for o in lines]
-        for o in told:
-            if isinstance(o, dict) and 'error' in o: raise ValueError(o['error'])
-        return told
-
-    def gone(self, wait: float = 0) -> str | None:
-        "Who has ended by itself, in a sentence; `None`: nobody, after so many seconds for each"
-        if self.ended: return self.ended
-        for p in self.processes:
-            try: p.wait(wait)
-            except subprocess.TimeoutExpired: pass
-        codes = [(p.returncode >= 0, rank, p.returncode)
-                 for rank, p in enumerate(self.processes, 1) if p.returncode is not None]
-        if not codes: return None
-        _, rank, code = min(codes)   # who was killed is the cause, not the consequence
-        how = f'was killed by signal {-code}' if code < 0 else f'has ended with code {code}'
-        return f'rank {rank} of {self.size} {how}, and without it the model cannot compute'
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        "What fails in here because a rank is gone says so"
-        try: yield
-        except Exception as e:
-            if sentence := self.gone(wait=.5): raise RuntimeError(sentence) from e
-            raise
-
     def end(self, why: str) -> None:
         "Kill them; a second time does nothing"
         if self.ended: return
@@ -312,6 +287,39 @@ class Ranks:
             p.wait()
             for pipe in (p.stdin, p.stdout):
                 with suppress(OSError): pipe.close()
+
+# %% ../../nbs/43_engine.parallel.ipynb #c9ad03d5
+@patch
+def hear(self: Ranks) -> list[object]:
+    "A line of each, by rank; `ValueError` with the sentence of one that cannot go on"
+    lines = [p.stdout.readline() for p in self.processes]
+    if not all(lines): raise RuntimeError(self.gone(wait=5) or 'a rank has closed its output')
+    told = [json.loads(o) for o in lines]
+    for o in told:
+        if isinstance(o, dict) and 'error' in o: raise ValueError(o['error'])
+    return told
+
+@patch
+def gone(self: Ranks, wait: float = 0) -> str | None:
+    "Who has ended by itself, in a sentence; `None`: nobody, after so many seconds for each"
+    if self.ended: return self.ended
+    for p in self.processes:
+        with suppress(subprocess.TimeoutExpired): p.wait(wait)
+    codes = [(p.returncode >= 0, rank, p.returncode)
+             for rank, p in enumerate(self.processes, 1) if p.returncode is not None]
+    if not codes: return None
+    _, rank, code = min(codes)   # who was killed is the cause, not the consequence
+    how = f'was killed by signal {-code}' if code < 0 else f'has ended with code {code}'
+    return f'rank {rank} of {self.size} {how}, and without it the model cannot compute'
+
+@patch
+@contextmanager
+def together(self: Ranks) -> Iterator[None]:
+    "What fails in here because a rank is gone says so"
+    try: yield
+    except Exception as e:
+        if sentence := self.gone(wait=.5): raise RuntimeError(sentence) from e
+        raise
 
 # %% ../../nbs/43_engine.parallel.ipynb #9a680b62
 def messages(
