@@ -207,8 +207,8 @@ def speeds(
     n_in, n_out, whole = sum(lengths), sum(work.answers), prefill.plus(decode)
     rates = [('output', n_out, run.seconds, whole), ('prefill', n_in, took['prefill'], prefill),
              ('decode', n_out - len(lengths), took['decode'], decode)]
-    return [*(Figure(name, n / t, 'tokens/s', n / best.seconds, best.bound) for name, n, t, best in rates if n * t),
-            Figure('whole run', run.seconds, 's', whole.seconds, whole.bound)]
+    return [*(Figure(name, n / t, 'tokens/s', n / best.seconds, best.by_memory) for name, n, t, best in rates if n * t),
+            Figure('whole run', run.seconds, 's', whole.seconds, whole.by_memory)]
 
 # %% ../nbs/61_bench.ipynb #2e1a0e8e
 def _report(
@@ -309,16 +309,17 @@ def limits(
     dtype = choose_dtype(config, model.dtype, device)
     threads = set_threads(config.threads)
     m = measure(model, dtype, device)
-    c, bend = m.costs, turning_point(m, context=512)
+    c, most = m.costs, 4096
+    bend = turning_point(m, 512, most) or most + 1
     setting = dict(model=config.model, device=str(device), dtype=str(dtype).removeprefix('torch.'),
-                   products=str(m.products).removeprefix('torch.'), threads=threads,
-                   arithmetic_from=f'{bend} requests' if bend else 'no number of requests')
+                   products=str(m.products).removeprefix('torch.'), threads=threads)
     work = {'prefill of 512': (512, m.prefill([512])), 'decode of 1': (1, m.decode([512])),
             'decode of 16': (16, m.decode([512] * 16))}
     return Report('limits', setting, [
         *machine(m), Figure('weights of a token', c.itemsize * (c.read(1) + c.head_weights) / 1e6, 'MB'),
         Figure('cache of a token', c.itemsize * c.token_kv / 1e3, 'kB'),
-        *(Figure(name, n / o.seconds, 'tokens/s', bound=o.bound) for name, (n, o) in work.items())])
+        *(Figure(name, n / o.seconds, 'tokens/s', by_memory=o.by_memory) for name, (n, o) in work.items()),
+        Figure('memory decides up to', bend - 1, 'requests')])
 
 # %% ../nbs/61_bench.ipynb #d68b9eb7
 def control_time() -> float:

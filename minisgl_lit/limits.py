@@ -150,9 +150,9 @@ class Least(NamedTuple):
         return self.reading + self.computing
 
     @property
-    def bound(self) -> str:
-        "What most of it waits for"
-        return 'memory' if self.reading > self.computing else 'arithmetic'
+    def by_memory(self) -> float:
+        "The share that waits for memory"
+        return self.reading / self.seconds if self.seconds else 0.
 
     def plus(self, other: 'Least') -> 'Least':
         "One after the other"
@@ -259,7 +259,7 @@ def turning_point(
     most: int = 4096, # Largest batch to look at
 ) -> int | None:      # `None`: not up to `most`
     "The smallest batch in which arithmetic, and not reading, decides how long a decode step takes"
-    def computes(n: int) -> bool: return limits.decode([context] * n).bound == 'arithmetic'
+    def computes(n: int) -> bool: return limits.decode([context] * n).computing > 0
     n = 1 + bisect_left(range(1, most + 1), True, key=computes)
     return n if n <= most else None
 
@@ -271,7 +271,7 @@ class Figure:
     value: float  # How much
     unit: str     # Of what kind: 's', 'ms' or 'µs' for times, something per second for rates
     limit: float | None = None  # The best that this machine could do, in the same unit
-    bound: str = ''   # What sets the limit: 'memory' or 'arithmetic'
+    by_memory: float | None = None  # Share of the limit that waits for memory; the rest for arithmetic
 
     @property
     def share(self) -> float | None:
@@ -300,10 +300,10 @@ class Report:
 
     def __str__(self) -> str:
         said = ', '.join(f'{k} {v}' for k, v in self.setting.items())
-        rows = [('', 'got', '', 'limit', 'share', 'set by')]
-        rows += [(f.name, _number(f.value), f.unit, _number(f.limit), _number(f.share), f.bound)
+        rows = [('', 'got', '', 'limit', 'share', 'by memory')]
+        rows += [(f.name, _number(f.value), f.unit, _number(f.limit), _number(f.share), _number(f.by_memory))
                  for f in self.figures]
         w = [max(map(len, column)) for column in zip(*rows)]
-        lines = [f'{a:{w[0]}}  {b:>{w[1]}} {c:{w[2]}}  {d:>{w[3]}}  {e:>{w[4]}}  {g}'.rstrip()
+        lines = [f'{a:{w[0]}}  {b:>{w[1]}} {c:{w[2]}}  {d:>{w[3]}}  {e:>{w[4]}}  {g:>{w[5]}}'.rstrip()
                  for a, b, c, d, e, g in rows]
         return '\n'.join([f'{self.name}: {said}', *lines])

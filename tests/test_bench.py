@@ -17,7 +17,7 @@ from minisgl_lit.model.decoder import ModelConfig
 from minisgl_lit.model.moe import MoeMlp
 from minisgl_lit.news import Reply
 
-tiny = EngineConfig(num_pages=60, threads=1)
+tiny = EngineConfig(num_pages=60, threads=1, device="cpu")
 qwen3 = ModelConfig(architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=1024, num_layers=28,
                     intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128, qk_norm=True, tie_word_embeddings=True)
 moe = replace(qwen3, architecture="Qwen3MoeForCausalLM", hidden_size=2048, num_layers=48, num_heads=32, num_kv_heads=4,
@@ -99,7 +99,7 @@ def test_least_serves_everybody_in_as_few_steps_as_there_is_room_for(requests, a
 def test_a_step_takes_the_longer_of_both(reading, computing):
     step = Least.step(reading, computing)
     assert step.seconds == max(reading, computing)
-    if reading != computing: assert step.bound == ("memory" if reading > computing else "arithmetic")
+    if step.seconds: assert step.by_memory == (reading > computing)
 
 
 def test_workloads_have_their_sizes():
@@ -152,7 +152,7 @@ expected = dict(
     offline=(dict(requests=2, input_len=5, output_len=3, repeat=1), phases | waits | ends),
     prefix=(dict(requests=3, shared_len=32, own_len=3, output_len=2), phases | waits | ends | {"without_cache", "ratio"}),
     latency=(dict(requests=2, input_len=4, output_len=3), {"output"} | waits | ends),
-    limits=({}, {"memory_read", "matrix_product", "weights_of_a_token", "cache_of_a_token", "prefill_of_512", "decode_of_1", "decode_of_16"}))
+    limits=({}, {"memory_read", "matrix_product", "weights_of_a_token", "cache_of_a_token", "prefill_of_512", "decode_of_1", "decode_of_16", "memory_decides_up_to"}))
 
 
 @pytest.mark.parametrize("name", expected)
@@ -167,7 +167,7 @@ def test_reports_of_a_model(name):
     assert set(told["shares"]) == {f.name for f in report.figures if f.limit is not None}
     table = str(report).splitlines()
     assert len(table) == 2 + len(report.figures) and table[0].startswith(f"{name}: model embedded")
-    if name in ("offline", "prefix"): assert {f.bound for f in report.figures if f.name in phases} <= {"memory", "arithmetic"}
+    if name in ("offline", "prefix"): assert all(0 <= f.by_memory <= 1 for f in report.figures if f.name in phases)
     if name == "prefix": assert told["cached_tokens"] == 2 * 32 and told["setting"]["cache"] == "radix" and told["ratio"] > 0
 
 
