@@ -1,0 +1,101 @@
+"""The parts of `gpu_check` that need no GPU: what it is asked, how time is shared, what it writes, and that it says when there is none."""
+import json, subprocess, time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gpu_check
+from minisgl_lit import limits
+from minisgl_lit.engine.graph import bucket_sizes
+from minisgl_lit.llm import LLM
+from gpu_check import LIMITS, STEPS, Step, busy, check_report, parse, report, run_all, sentence, shares
+from test_graph import fake_capture, record
+
+def test_arguments(capsys):
+    args = parse([])
+    assert (args.steps, args.seconds, args.out.name, args.wide) == (list(LIMITS), 540, 'gpu_check.json', False)
+    assert parse(['bench256', 'tests', '--wide', '--seconds', '60']).steps == ['bench256', 'tests']
+    for wrong, text in [(['nothing'], "not 'nothing'"), (['--seconds', '0'], 'must be above 0')]:
+        with pytest.raises(SystemExit): parse(wrong)
+        assert text in capsys.readouterr().err
+    assert list(STEPS) == list(LIMITS)
+
+@given(st.lists(st.sampled_from(list(LIMITS)), unique=True, min_size=1), st.floats(1, 540), st.floats(0, 1))
+def test_steps_never_take_more_than_there_is(names, left, used):
+    total = left
+    for i in range(len(names)):
+        seconds = shares(names[i:], left)
+        assert 0 <= seconds <= left + 1e-9
+        if sum(LIMITS[o] for o in names[i:]) <= left: assert seconds >= LIMITS[names[i]]
+        else: assert seconds <= LIMITS[names[i]]
+        left -= min(seconds, left) * used
+    assert 0 <= left <= total
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9))))
+def test_busy_counts_each_moment_once(spans):
+    assert busy((a, a + n) for a, n in spans) == len({t for a, n in spans for t in range(a, a + n)})
+
+def fake(name, seconds, args):
+    if name == 'profile': return Step(name, False, 1., 'the profiler saw no kernel')
+    return Step(name, True, 1., figures=dict(tokens_per_s=21e3))
+
+def test_a_failed_step_is_recorded_and_the_rest_goes_on(tmp_path, capsys):
+    args = parse(['--out', str(tmp_path/'told.json')])
+    told = run_all(args, fake)
+    check_report(told)
+    assert json.loads((tmp_path/'told.json').read_text()) == told and not told['ok']
+    assert [o for o, step in told['steps'].items() if not step['ok']] == ['profile'] and list(told['steps']) == list(LIMITS)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(LIMITS) and lines[4].startswith('FAIL profile') and 'tokens_per_s 2.1e+04' in lines[0]
+    assert run_all(parse(['machine', '--out', str(tmp_path/'told.json')]), fake)['ok']
+
+def test_who_comes_when_no_time_is_left(tmp_path):
+    def slow(name, seconds, args):
+        time.sleep(.2)
+        return Step(name, True, .2)
+    told = run_all(parse(['machine', 'tests', '--seconds', '1.1', '--out', str(tmp_path/'told.json')]), slow)
+    assert [o['error'] for o in told['steps'].values()] == ['no time was left', None]   # 40 : 150 of a second is too little
+
+def test_what_is_no_report_is_refused():
+    good = report([Step('machine', True), Step('tests', False, error='one failed')], 3)
+    check_report(good)
+    for wrong in (dict(ok=None), dict(steps=[]), dict(version='1'), dict(steps=dict(other={})), dict(steps=dict(machine=dict(ok=True))),
+                  dict(steps=dict(machine=dict(ok=True, seconds=1, error='but', figures={})))):
+        with pytest.raises(ValueError): check_report(good | wrong)
+    assert sentence(Step('machine', False, error='none')).startswith('FAIL machine')
+
+def test_a_step_apart_is_ended_when_its_time_is_over(tmp_path, monkeypatch):
+    script = tmp_path/'hangs.py'
+    script.write_text('import time; print("began", flush=True); time.sleep(60)')
+    monkeypatch.setattr(gpu_check, '__file__', str(script))
+    began = time.perf_counter()
+    step = gpu_check.run_apart('machine', 2., parse([]))
+    assert not step.ok and 'not done after 2 s' in step.error and time.perf_counter() - began < 20
+    script.write_text('raise SystemExit("no such card")')
+    assert gpu_check.run_apart('machine', 30., parse([])).error == 'no such card'
+    script.write_text('import sys; open(sys.argv[sys.argv.index("--out") + 1], "w").write("{\\"a\\": 1}")')
+    assert gpu_check.run_apart('machine', 30., parse(['--wide'])).figures == dict(a=1)
+
+def test_steps_run_on_a_cpu_over_the_stand_in(monkeypatch):
+    "Not what a GPU says, but that every word of these steps is understood: a tiny shape, few requests"
+    def make_llm(path, graphs, **settings):
+        small = dict(device='cpu', attention='torch', max_running_req=8, num_pages=200) | dict.fromkeys({'max_seq_len'} & set(settings), 400)
+        llm = LLM(str(path), **settings | small)
+        record(gpu_check.runtime_of(llm), bucket_sizes(8) if graphs else [], fake_capture([]))
+        return llm, False
+    monkeypatch.setattr(gpu_check, 'make_llm', make_llm)
+    monkeypatch.setattr(gpu_check, 'QWEN3_06B', gpu_check.QWEN3_06B | dict(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=32, vocab_size=500, num_attention_heads=2, num_key_value_heads=1, head_dim=16))
+    monkeypatch.setitem(limits.workloads, 'bench256', limits.Shape(9, (10, 40), (3, 9)))
+    told = gpu_check.equality(parse([]))
+    assert len(told) == 3 and min(told.values()) > .9
+    told = gpu_check.bench256(parse([]))
+    assert told['output_tokens'] > 20 and 0 < told['share_of_limit'] < 1 and told['normal_steps'] >= 9 and json.dumps(told)
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='this machine has a GPU')
+def test_without_a_gpu_it_says_so():
+    done = subprocess.run(['bash', str(Path(__file__).with_name('gpu_check')), 'machine'], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == '' and done.stderr.count('\n') == 1 and 'no GPU' in done.stderr
