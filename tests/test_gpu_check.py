@@ -79,8 +79,8 @@ def test_a_step_apart_is_ended_when_its_time_is_over(tmp_path, monkeypatch):
     script.write_text('import sys; open(sys.argv[sys.argv.index("--out") + 1], "w").write("{\\"a\\": 1}")')
     assert gpu_check.run_apart('machine', 30., parse(['--wide'])).figures == dict(a=1)
 
-def test_steps_run_on_a_cpu_over_the_stand_in(monkeypatch):
-    "Not what a GPU says, but that every word of these steps is understood: a tiny shape, few requests"
+def test_the_benchmark_runs_on_a_cpu_over_the_stand_in(monkeypatch):
+    "Not what a GPU says, but that every word is understood: a tiny shape, few requests"
     def make_llm(path, graphs, **settings):
         small = dict(device='cpu', attention='torch', max_running_req=8, num_pages=200) | dict.fromkeys({'max_seq_len'} & set(settings), 400)
         llm = LLM(str(path), **settings | small)
@@ -90,8 +90,6 @@ def test_steps_run_on_a_cpu_over_the_stand_in(monkeypatch):
     monkeypatch.setattr(gpu_check, 'QWEN3_06B', gpu_check.QWEN3_06B | dict(
         num_hidden_layers=1, hidden_size=32, intermediate_size=32, vocab_size=500, num_attention_heads=2, num_key_value_heads=1, head_dim=16))
     monkeypatch.setitem(limits.workloads, 'bench256', limits.Shape(9, (10, 40), (3, 9)))
-    told = gpu_check.equality(parse([]))
-    assert len(told) == 3 and min(told.values()) > .9
     told = gpu_check.bench256(parse([]))
     assert told['output_tokens'] > 20 and 0 < told['share_of_limit'] < 1 and told['normal_steps'] >= 9 and json.dumps(told)
 
