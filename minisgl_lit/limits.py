@@ -303,7 +303,9 @@ class Report:
         rows = [('', 'got', '', 'limit', 'share', 'by memory')]
         rows += [(f.name, _number(f.value), f.unit, _number(f.limit), _number(f.share), _number(f.by_memory))
                  for f in self.figures]
-        w = [max(map(len, column)) for column in zip(*rows)]
-        lines = [f'{a:{w[0]}}  {b:>{w[1]}} {c:{w[2]}}  {d:>{w[3]}}  {e:>{w[4]}}  {g:>{w[5]}}'.rstrip()
-                 for a, b, c, d, e, g in rows]
+        def padded(column: Sequence[str]) -> list[str]:
+            side, width = '>' if column[0] else '<', max(map(len, column))
+            return [f'{o:{side}{width}}' for o in column]
+        columns = [padded(o) for o in zip(*rows) if any(o[1:])]
+        lines = ['  '.join(o).rstrip() for o in zip(*columns)]
         return '\n'.join([f'{self.name}: {said}', *lines])
