@@ -18,8 +18,8 @@ from ..core import Batch
 from ..kv.pool import KVPool
 from . import attention
 from .attention import AttentionBackend, TorchAttention, TorchMetadata, to_device
-from .layers import dots
 from ..native import load, vectors
+from ..products import dots
 
 # %% ../../nbs/32_model.attention_cpu.ipynb #aa04dda3
 _power_c = r"""
@@ -98,9 +98,9 @@ INLINE void compare(int N, const char **q, i64 rows, i64 heads, const char **k, 
         const char *key[4];
         for (int b = 0; b < N; b++) key[b] = ahead(k + b, left - b, h * dim, dim, bf16);
         i64 end = r + rows;
-        for (; r + 4 <= end; r += 4) dots(4, N, 1, q + r, key, dim, bf16, s + r * B, B);
-        for (; r + 2 <= end; r += 2) dots(2, N, 1, q + r, key, dim, bf16, s + r * B, B);
-        for (; r < end; r++) dots(1, N, 1, q + r, key, dim, bf16, s + r * B, B);
+        for (; r + 4 <= end; r += 4) dots(4, N, q + r, key, dim, bf16, s + r * B, B);
+        for (; r + 2 <= end; r += 2) dots(2, N, q + r, key, dim, bf16, s + r * B, B);
+        for (; r < end; r++) dots(1, N, q + r, key, dim, bf16, s + r * B, B);
     }
 }
 INLINE void gather(int N, const char **v, i64 left, i64 rows, i64 heads, const float *p,
@@ -123,11 +123,13 @@ typedef struct {
     const void *q, *keys, *values;
     const int32_t *table;
 } shape;
-INLINE void start(const task *t, const shape *z, const char **q, float *state, int bf16) {
+INLINE i64 apart(i64 dim) { return (dim * 4 + 63) / 64 * 64; }   // bytes from query to query
+INLINE void start(const task *t, const shape *z, const char **q, char *to, float *state, int bf16) {
     i64 family = z->heads / z->kv_heads, rows = t->n * family, ld = z->dim + 2;
     for (i64 r = 0; r < rows * t->heads; r++) {
         i64 token = t->token + r % rows / family, head = (t->head + r / rows) * family + r % family;
-        q[r] = at(z->q, token * z->q_stride + head * z->dim, bf16);
+        q[r] = to + r * apart(z->dim);
+        spread(to + r * apart(z->dim), at(z->q, token * z->q_stride + head * z->dim, bf16), z->dim, bf16);
         memset(state + r * ld, 0, ld * sizeof(float));
         state[r * ld + z->dim] = -1e30f;
     }
@@ -148,7 +150,7 @@ INLINE void run(const task *t, const shape *z, const char **q, float *s, float *
             k[b] = at(z->keys, (slot * z->kv_heads + t->head) * dim, bf16);
             v[b] = at(z->values, (slot * z->kv_heads + t->head) * dim, bf16);
         }
-        for (b = 0; b + J <= n; b += J) compare(J, q, rows, t->heads, k + b, n - b, dim, s + b, bf16);
+        for (b = 0; b + COLS <= n; b += COLS) compare(COLS, q, rows, t->heads, k + b, n - b, dim, s + b, bf16);
         for (; b < n; b++) compare(1, q, rows, t->heads, k + b, n - b, dim, s + b, bf16);
         for (i64 r = 0; r < rows * t->heads; r++) {
             i64 end = t->pos + r % rows / family + 1 - p;      // first position it does not see
@@ -181,13 +183,15 @@ static void serve(const task *t, const shape *z, void *out, float *parts, int bf
     i64 dim = z->dim, ld = dim + 2;
     const char **q = malloc(all * (sizeof(char *) + (B + ld) * sizeof(float)));
     float *s = (float *)(q + all), *state = t->part < 0 ? s + all * B : parts + t->part * all * ld;
-    start(t, z, q, state, bf16);
+    char *room = aligned_alloc(64, all * apart(dim));
+    start(t, z, q, room, state, bf16);
     if (bf16) run(t, z, q, s, state, 1); else run(t, z, q, s, state, 0);
     if (t->part < 0) for (i64 r = 0; r < all; r++) {
         i64 token = t->token + r % rows / family, head = (t->head + r / rows) * family + r % family;
         const char *to = at(out, (token * z->heads + head) * dim, bf16);
         finish((void *)to, state + r * ld, 1, 0, dim, bf16);
     }
+    free(room);
     free(q);
 }
 """
