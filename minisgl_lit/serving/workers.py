@@ -262,13 +262,13 @@ def sentence(
 def keep_watch(
     parent: int,             # Its process id
     folder: str,             # What the parent would have removed
-    stuck: Callable[[], bool],  # Whether this process hangs
+    trouble: Callable[[], str | None],  # Why this process cannot go on, if it cannot
     seconds: float = .5,     # Between two beats
 ) -> None:
-    "Send beats through standard input; end this process at once when it hangs or the parent is gone"
+    "Send beats through standard input; end this process at once in trouble, or when the parent is gone"
     while os.getppid() == parent:
-        if stuck():
-            print('the engine hangs; this is where:', file=sys.stderr, flush=True)
+        if why := trouble():
+            print(f'{why}; this is where all are:', file=sys.stderr, flush=True)
             faulthandler.dump_traceback()
             os._exit(70)
         try: os.write(0, b'.')
@@ -306,9 +306,11 @@ def worker(
 ) -> None:
     "All that the scheduler's process does"
     for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
-    dogs: list[Watchdog] = []   # none while it loads
-    watch = (int(parent), folder, lambda: any(dog.stuck() for dog in dogs))
-    threading.Thread(target=keep_watch, args=watch, daemon=True).start()
+    watched: list[tuple[Runtime, Watchdog]] = []   # nothing while it loads
+    def trouble() -> str | None:
+        return next((why for o, dog in watched
+                     if (why := 'the engine hangs' if dog.stuck() else o.failure())), None)
+    threading.Thread(target=keep_watch, args=(int(parent), folder, trouble), daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.sndhwm, socket.rcvhwm = 64, 0   # messages; 0: no bound
         socket.connect(endpoint)
@@ -318,7 +320,8 @@ def worker(
         gc.collect()
         gc.freeze()                              # what is there now stays
         gc.set_threshold(50_000, 10, 10**9)      # a full collection only in `tidy`
-        dogs.append(Watchdog(s, config.watchdog_timeout, s.clock))
+        watched.append((runtime, Watchdog(s, config.watchdog_timeout, s.clock)))
         socket.send(encode(ReadyMsg(str(runtime.model_path), s.door.max_seq_len, s.door.vocab_size)))
         run(socket, Orders(runtime.control, Anteroom(s, s.grammar.begin)), config.max_recv_per_step)
+        watched.clear()   # to be closed is no trouble
         runtime.close()
