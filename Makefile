@@ -11,10 +11,10 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOCK := $(if $(shell command -v flock),flock .venv/.lock)
 PYTEST = $(BIN)/python -m pytest -n $(J) --dist worksteal
 need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=11_kv.table))
-.PHONY: help serve test test-long mutants docs nbs export edit done check embedded update readme cov install clean
+.PHONY: help serve test test-browser screenshot test-long mutants docs nbs export edit done check embedded update readme cov install clean
 
 help:            ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 14
 
 serve: .venv/.core       ## serve a model on PORT=1919 (MODEL=a checkpoint, default the embedded one; ARGS=more flags)
 	@exec $(BIN)/python -m minisgl_lit serve --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -22,6 +22,10 @@ test: .venv/.all         ## run every notebook and every test
 	$(PYTEST)
 test-long: .venv/.all    ## the same with the long tests and the slow cells (TST_FLAGS="slow gpu" for GPU cells too)
 	TST_LONG=1 TST_FLAGS="$(or $(TST_FLAGS),slow)" $(PYTEST)
+test-browser: .venv/.browser  ## use the page in Chromium as people do
+	TST_BROWSER=1 $(BIN)/python -m pytest -q tests/browser
+screenshot: .venv/.browser    ## a picture of the page for the docs: docs/images/page.png
+	TST_BROWSER=1 TST_SCREENSHOT=docs/images/page.png $(BIN)/python -m pytest -q tests/browser -k screenshot
 mutants: .venv/.all      ## break caches and scheduler one line at a time; some test must notice each
 	$(BIN)/python tests/mutants.py -j $(J)
 cov: .venv/.all          ## the tests run on the exported package, with coverage
@@ -63,3 +67,9 @@ clean:           ## remove what was built, .venv included
 .venv/.all: settings.ini setup.py | .venv/bin/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev$(EXTRA:%=,%)]'
 	@touch .venv/.core $@
+.venv/.browser: .venv/.all
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; } || \
+	  { echo 'make test-browser needs chromium and chromedriver on the PATH (Debian: apt-get install chromium chromium-driver)'; exit 1; }
+	$(BIN)/python -m pip install -q --disable-pip-version-check selenium
+	@touch $@

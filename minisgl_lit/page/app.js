@@ -276,6 +276,7 @@ function unlock() {
   locked = true
   open(true)
   $('key-part').hidden = false
+  if (theKey()) $('key-note').textContent = 'That is not the key of this server.'
   $('key').focus()
 }
 
