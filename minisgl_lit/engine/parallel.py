@@ -41,12 +41,13 @@ def _backend(
 ) -> Backend:
     "What sends; on a CPU between processes of this machine only"
     if device.type == 'cuda':
-        from torch.distributed import ProcessGroupNCCL
-        return ProcessGroupNCCL(store, rank, size, patience)
-    options = ProcessGroupGloo._Options()
-    options._devices = [ProcessGroupGloo.create_device(hostname='127.0.0.1')]
+        from torch.distributed import ProcessGroupNCCL as kind   # not in every build of torch
+        options = kind.Options()
+    else:
+        kind, options = ProcessGroupGloo, ProcessGroupGloo._Options()
+        options._devices = [kind.create_device(hostname='127.0.0.1')]
     options._timeout = patience
-    return ProcessGroupGloo(store, rank, size, options)
+    return kind(store, rank, size, options)
 
 # %% ../../nbs/43_engine.parallel.ipynb #c8c09b20
 @dataclass(frozen=True)
@@ -301,14 +302,15 @@ def hear(self: Ranks) -> list[object]:
 
 @patch
 def gone(self: Ranks, wait: float = 0) -> str | None:
-    "Who has ended by itself, in a sentence; `None`: nobody, after so many seconds for each"
+    "Who has ended by itself, in a sentence; `None`: nobody, after so many seconds a rank"
+    def ended() -> list[tuple[bool, int, int]]:
+        codes = {rank: p.poll() for rank, p in enumerate(self.processes, 1)}
+        return [(code >= 0, rank, code) for rank, code in codes.items() if code is not None]
     if self.ended: return self.ended
     for p in self.processes:
-        with suppress(subprocess.TimeoutExpired): p.wait(wait)
-    codes = [(p.returncode >= 0, rank, p.returncode)
-             for rank, p in enumerate(self.processes, 1) if p.returncode is not None]
-    if not codes: return None
-    _, rank, code = min(codes)   # who was killed is the cause, not the consequence
+        with suppress(subprocess.TimeoutExpired): ended() or p.wait(wait)
+    if not ended(): return None
+    _, rank, code = min(ended())
     how = f'was killed by signal {-code}' if code < 0 else f'has ended with code {code}'
     return f'rank {rank} of {self.size} {how}, and without it the model cannot compute'
 
