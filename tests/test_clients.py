@@ -1,0 +1,97 @@
+"Clients that others have written, and one that sends whatever the schema of the server allows."
+import json
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from minisgl_lit import LLM, SamplingParams, serve
+from test_serve import SMALL, idle, post, until, web
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serve(**SMALL, max_seq_len=256, log_interval=0) as s: yield s
+
+@pytest.fixture(scope="module")
+def fields(server): return dict(base_url=server.url + "/v1", api_key="none", model=server.model, max_retries=0)
+
+PERSON = dict(type="object", additionalProperties=False, required=["name", "age"], properties=dict(
+    name=dict(type="string", maxLength=9), age=dict(type="integer", minimum=1, maximum=99)))
+ELSEWHERE = {"/pause_generation", "/start_profile", "/stop_profile"}   # they change what comes after them
+
+
+def test_whatever_the_schema_allows(server):
+    "schemathesis makes requests out of /openapi.json: none is an error of ours, and nothing is left of them"
+    schemathesis = pytest.importorskip("schemathesis", reason="not installed: pip install schemathesis")
+    schema = schemathesis.openapi.from_url(server.url + "/openapi.json")
+    operations = [o.ok() for o in schema.get_all_operations()]
+    seen = {o.path for o in operations}
+    assert {"/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/v1/models/{name}"} <= seen
+    cases = st.one_of([o.as_strategy() for o in operations if o.path not in ELSEWHERE])
+    told = []
+
+    @settings(max_examples=100, deadline=None)
+    @given(cases)
+    def ask(case):
+        r = case.call()
+        told.append(r.status_code)
+        assert r.status_code < 500, (case.method, case.path, case.body, r.text)
+        if r.status_code >= 400: assert {"message", "type", "param", "code"} <= r.json()["error"].keys()
+
+    ask()
+    assert len(told) >= 60 and {200, 400} <= {*told}
+    until(lambda: idle(server))
+
+
+def test_langchain(fields):
+    "A chat, a stream, a tool that must be called, an answer with a form"
+    openai = pytest.importorskip("langchain_openai", reason="not installed: pip install langchain-openai")
+    chat = openai.ChatOpenAI(**fields, max_tokens=100, temperature=0)
+    whole = chat.invoke("What is a page?")
+    assert whole.content and whole.usage_metadata["output_tokens"] <= 100
+    assert "".join(o.content for o in chat.stream("What is a page?")) == whole.content
+    pytest.importorskip("llguidance")
+    called = chat.bind_tools([dict(name="look", description="Look somewhere", parameters=PERSON)], tool_choice="look").invoke("Look.")
+    (call,) = called.tool_calls
+    assert call["name"] == "look" and {*call["args"]} == {"name", "age"}
+    told = chat.with_structured_output(PERSON | dict(title="Person"), method="json_schema").invoke("Who is Ada?")
+    assert {*told} == {"name", "age"} and 1 <= told["age"] <= 99
+
+
+def test_instructor(server, fields):
+    "An answer as an object of a class"
+    instructor = pytest.importorskip("instructor", reason="not installed: pip install instructor")
+    pytest.importorskip("llguidance")
+    import openai
+    from pydantic import BaseModel, ConfigDict, Field
+
+    class Person(BaseModel):
+        model_config = ConfigDict(extra="forbid")   # else a model as small as ours adds fields without end
+        name: str = Field(max_length=9)
+        age: int = Field(ge=1, le=99)
+
+    plain = openai.OpenAI(base_url=fields["base_url"], api_key="none", max_retries=0)
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        client = instructor.from_openai(plain, mode=mode)
+        told = client.chat.completions.create(model=server.model, response_model=Person, max_retries=0, max_tokens=120, temperature=0,
+                                              messages=[dict(role="user", content="Who is Ada?")])
+        assert isinstance(told, Person)
+
+
+def test_as_offline(server):
+    "Text, tokens, reason and usage over HTTP are those of `LLM`, hot or greedy, many at once, whole or in pieces"
+    wishes = [SamplingParams(temperature=t, seed=i, max_tokens=5 + 9*i, stop=["e t"]*(i % 2)) for i, t in enumerate((0, 1., 1., 1.5))]
+    prompts = ["The page", "What is a row?", "A tree of pages", "Hello"]
+    with LLM(num_pages=512, max_running_req=16, max_seq_len=256, device="cpu") as llm: want = llm.generate(prompts, wishes)
+    names = ("temperature", "seed", "max_tokens", "stop")
+    for stream in (False, True):
+        for prompt, p, o in zip(prompts, wishes, want):
+            body = dict(text=prompt, sampling_params={k: getattr(p, k) for k in names})
+            if not stream: told = [post(server, "/generate", **body).json()]
+            else:
+                r = web.post(server.url + "/generate", json=body | dict(stream=True))
+                told = [json.loads(line[6:]) for line in r.text.splitlines() if line.startswith("data: {")]
+            assert "".join(t["text"] for t in told) == o.text
+            assert [i for t in told for i in t["output_ids"]] == o.token_ids
+            assert told[-1]["meta_info"]["finish_reason"]["type"] == o.finish_reason
+            if not stream: assert told[0]["meta_info"]["completion_tokens"] == len(o.token_ids)
