@@ -39,7 +39,8 @@ def _on_host(*arrays: torch.Tensor) -> None:
 # %% ../nbs/14_kernels.ipynb #2abafcba
 class PlainRagged:
     "Stands in for `BatchPrefillWithRaggedKVCacheWrapper`: keys and values come with the queries."
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = 'NHD'):
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = 'NHD',
+                 backend: str = 'auto'):
         if kv_layout != 'NHD': raise ValueError(f'kv_layout must be NHD, not {kv_layout}')
 
     def plan(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int,
@@ -61,7 +62,8 @@ class PlainRagged:
 # %% ../nbs/14_kernels.ipynb #6bfa7abd
 class PlainPaged:
     "What stand-ins with pages share: `run` reads the tensors that `plan` has filled."
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = 'NHD'):
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = 'NHD',
+                 backend: str = 'auto'):
         if kv_layout != 'NHD': raise ValueError(f'kv_layout must be NHD, not {kv_layout}')
 
     def _plan(self, qo: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor,

@@ -19,7 +19,7 @@ class Step:
     error: str | None = None    # why it failed, in one line
     figures: dict = field(default_factory=dict)
 
-LIMITS = dict(machine=40, parity=150, equality=120, bench256=150, profile=90, sanitizer=90, tests=150)   # seconds; in order of weight
+LIMITS = dict(machine=30, kernels=180, parity=60, equality=50, bench256=100, profile=70, sanitizer=60, tests=90)   # seconds; in order of weight
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser('tests/gpu_check', description=__doc__)
@@ -134,6 +134,51 @@ def machine(args) -> dict:
     told |= dict(memory_gib=total / 2**30, free_gib=free / 2**30)
     import flashinfer
     return told | dict(flashinfer=flashinfer.__version__)
+
+def kernels(args) -> dict:
+    "Compile what the later steps use, on first use; then the host's part of a plan, and a layer of decoding against the bytes it reads"
+    import numpy as np
+    import torch
+    from minisgl_lit.core import Batch, ForwardMode
+    from minisgl_lit.kv.pool import KVPool
+    from minisgl_lit.kv.table import TableManager
+    from minisgl_lit.limits import best_time, read_rate
+    from minisgl_lit.model.attention import TorchAttention
+    from minisgl_lit.model.attention_flashinfer import choose_attention, kind_of
+    n, length, told = 256, 1024, {}
+    pool = KVPool(1, n * length // 16, 16, 8, 128, torch.bfloat16, 'cuda')
+    pool.buffer.normal_()
+    table = TableManager(n, length, 16, pool.dummy_page, 'cuda')
+    table.write(*np.indices((n, length // 16)).reshape(2, -1), np.random.default_rng(0).permutation(pool.num_pages).astype(np.int32))
+    table.flush()
+    ours = choose_attention('flashinfer', pool, table.page_table, num_heads=16)
+    reference = TorchAttention(pool, table.page_table)
+    def batch(cached, lens):
+        cached, lens = np.array(cached), np.array(lens)
+        rows = np.arange(len(lens))
+        owner, at = rows.repeat(lens - cached), np.concatenate([np.arange(*o) for o in zip(cached, lens)])
+        return Batch([], ForwardMode.MIXED, 1, rows, cached, lens, owner, at, table.slots(owner, at), rows)
+    def qkv(b): return torch.randn(len(b.positions), 32, 128, device='cuda').bfloat16().split([16, 8, 8], 1)
+    for b in (batch([99, 7, 1023], [100, 8, 1024]), batch([0, 64, 1000], [300, 70, 1024]), batch([0, 0], [300, 17])):
+        began, x = time.perf_counter(), qkv(b)
+        got = ours.forward(*x, 0, ours.prepare(b))
+        torch.cuda.synchronize()
+        told[f'{kind_of(b)}_first_s'] = time.perf_counter() - began
+        torch.testing.assert_close(got, reference.forward(*x, 0, reference.prepare(b)), rtol=.02, atol=.02)
+    full = batch([length - 1] * n, [length] * n)
+    x, planned = qkv(full), ours.prepare(full)
+    static = ours.static(full, planned.out_loc)
+    def host_us(f):   # without waiting for the device
+        times = []
+        for _ in range(30):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            f()
+            times.append(time.perf_counter() - began)
+        return sorted(times)[len(times) // 2] * 1e6
+    n_bytes, seconds = 2 * n * length * 8 * 128 * 2, best_time(lambda: ours.forward(*x, 0, planned), 'cuda')
+    return told | dict(plan_us=host_us(lambda: ours.prepare(full)), update_us=host_us(lambda: ours.update(static, full)),
+                       decode_layer_us=seconds * 1e6, decode_layer_share_of_bandwidth=n_bytes / seconds / read_rate(2**30, 'cuda'))
 
 def small_checkpoint(folder: str, dtype: str):
     from reference import make_checkpoint
@@ -277,14 +322,14 @@ def sanitizer(args) -> dict:
 
 def tests(args) -> dict:
     "The GPU tests of the project; of the kernels' shapes those that are timed above, unless all are wanted"
-    chosen = 'on_a_gpu' if args.wide else 'on_a_gpu and not (64-100 or 256-33) or takes_what'
+    chosen = 'on_a_gpu or takes_what' if args.wide else 'on_a_gpu and not (64-100 or 256-33 or float16) or takes_what'
     files = ['tests/test_flashinfer.py', 'tests/test_graph.py', 'tests/test_streams.py']
     done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', *files, '-k', chosen], cwd=ROOT, capture_output=True, text=True)
     if done.returncode: raise AssertionError(done.stdout[-1500:] + done.stderr[-500:])
     return dict(pytest=done.stdout.strip().splitlines()[-1])
 
 STEPS: dict[str, Callable[[argparse.Namespace], dict]] = dict(
-    machine=machine, parity=parity, equality=equality, bench256=bench256, profile=profile, sanitizer=sanitizer, tests=tests)
+    machine=machine, kernels=kernels, parity=parity, equality=equality, bench256=bench256, profile=profile, sanitizer=sanitizer, tests=tests)
 
 # ---- running them ----------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from minisgl_lit.kv.table import TableManager
 from minisgl_lit.llm import LLM
 from minisgl_lit.model.attention import TorchAttention
 from minisgl_lit.model.attention_flashinfer import (
-    FlashInferAttention, PairAttention, choose_attention, graph_attention, kind_of, page_indices, plan_arrays, why_not)
+    FlashInferAttention, PairAttention, add_norm, choose_attention, graph_attention, kind_of, page_indices, plan_arrays, silu_mul,
+    turn, turn_table, why_not)
 from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts
 
 lacks_package = importlib.util.find_spec('flashinfer') is None
@@ -218,3 +219,18 @@ def test_kernels_say_what_the_reference_says_on_a_gpu(page_size, heads, kv_heads
             qkv = torch.randn(len(at), heads + 2*kv_heads, dim, device=device).to(dtype).split([heads, kv_heads, kv_heads], 1)
             got = ours.forward(*qkv, layer, ours.prepare(batch))
             torch.testing.assert_close(got, reference.forward(*qkv, layer, reference.prepare(batch)), rtol=.02, atol=.02)
+
+@needs_gpu
+def test_small_kernels_say_what_torch_says_on_a_gpu():
+    library, g = importlib.import_module('flashinfer'), torch.Generator('cuda').manual_seed(0)
+    def some(*shape): return torch.randn(*shape, generator=g, device='cuda').bfloat16()
+    x, residual, weight = some(37, 1024), some(37, 1024), some(1024)
+    for a, b in zip(add_norm(x, residual, weight, 1e-6), add_norm(x.clone(), residual.clone(), weight, 1e-6, library)):
+        torch.testing.assert_close(a, b, rtol=.02, atol=.02)
+    gate_up = some(37, 512)
+    torch.testing.assert_close(silu_mul(gate_up), silu_mul(gate_up, library), rtol=.02, atol=.02)
+    angle = torch.arange(500., device='cuda')[:, None, None] / 10000 ** (torch.arange(64, device='cuda') / 64)
+    spins, at = turn_table(angle.cos(), angle.sin()), torch.randint(0, 500, (37,), device='cuda')
+    qkv = some(37, 8, 128)
+    expected = turn(qkv[:, :4], qkv[:, 4:6], at, spins)
+    for a, b in zip(expected, turn(qkv[:, :4], qkv[:, 4:6], at, spins, library)): torch.testing.assert_close(a, b, rtol=.02, atol=.05)

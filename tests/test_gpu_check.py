@@ -49,7 +49,7 @@ def test_a_failed_step_is_recorded_and_the_rest_goes_on(tmp_path, capsys):
     assert json.loads((tmp_path/'told.json').read_text()) == told and not told['ok']
     assert [o for o, step in told['steps'].items() if not step['ok']] == ['profile'] and list(told['steps']) == list(LIMITS)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(LIMITS) and lines[4].startswith('FAIL profile') and 'tokens_per_s 2.1e+04' in lines[0]
+    assert len(lines) == len(LIMITS) and lines[5].startswith('FAIL profile') and 'tokens_per_s 2.1e+04' in lines[0]
     assert run_all(parse(['machine', '--out', str(tmp_path/'told.json')]), fake)['ok']
 
 def test_who_comes_when_no_time_is_left(tmp_path):
@@ -57,7 +57,7 @@ def test_who_comes_when_no_time_is_left(tmp_path):
         time.sleep(.2)
         return Step(name, True, .2)
     told = run_all(parse(['machine', 'tests', '--seconds', '1.1', '--out', str(tmp_path/'told.json')]), slow)
-    assert [o['error'] for o in told['steps'].values()] == ['no time was left', None]   # 40 : 150 of a second is too little
+    assert [o['error'] for o in told['steps'].values()] == ['no time was left', None]   # 30 : 90 of a second is too little
 
 def test_what_is_no_report_is_refused():
     good = report([Step('machine', True), Step('tests', False, error='one failed')], 3)

@@ -143,7 +143,7 @@ class Graphs:
     ) -> bool:
         "Whether there is a recording for it"
         if batch.mode is not ForwardMode.DECODE or not self.recordings: return False
-        return len(batch.rows) <= self.sizes[-1]
+        return len(batch.sampled) == len(batch.rows) <= self.sizes[-1]
 
     def hidden(
         self,
@@ -177,4 +177,4 @@ class GraphEngine(Engine):
     @torch.inference_mode()
     def _forward(self, batch: Batch, launched: Launched) -> None:
         if not self.graphs.serves(batch): return super()._forward(batch, launched)
-        launched.logits = self.model.scores(self.graphs.hidden(batch)[batch.sampled])
+        launched.logits = self.model.scores(self.graphs.hidden(batch))

@@ -153,8 +153,9 @@ class FlashInferAttention:
         library, work = self.library, self.workspace
         decode = partial(library.BatchDecodeWithPagedKVCacheWrapper, work,
                          use_tensor_cores=self.tensor_cores)
-        kinds = dict(ragged=partial(library.BatchPrefillWithRaggedKVCacheWrapper, work),
-                     prefill=partial(library.BatchPrefillWithPagedKVCacheWrapper, work), decode=decode)
+        ragged = partial(library.BatchPrefillWithRaggedKVCacheWrapper, work, backend='fa2')
+        prefill = partial(library.BatchPrefillWithPagedKVCacheWrapper, work, backend='fa2')
+        kinds = dict(ragged=ragged, prefill=prefill, decode=decode)
         return Desk(self.host(), {kind: self.by_window(make) for kind, make in kinds.items()})
 
 # %% ../../nbs/33_model.attention_flashinfer.ipynb #33deee57
