@@ -1,5 +1,8 @@
 """Ranks: parts that add up to the whole, whatever the shapes; the same tokens from two and four processes; and no process that stays."""
 import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from minisgl_lit.device import Group
 from minisgl_lit.engine.build import build
 from minisgl_lit.engine.parallel import pack, unpack
 from minisgl_lit.llm import LLM
+from minisgl_lit.serving.serve import serve
 from minisgl_lit.model.checkpoint import read_config
 from minisgl_lit.model.decoder import Decoder, DenseMlp, ModelConfig, kv_heads, share, weight_shapes
 from minisgl_lit.model.moe import MoeMlp
@@ -100,23 +104,21 @@ def gone(pids: list[int], seconds: float = 5) -> bool:
     while any(map(alive, pids)) and time.monotonic() < end: time.sleep(.05)
     return not any(map(alive, pids))
 
-@pytest.mark.parametrize('variant, tp, overlap', [('odd sizes', 2, True), ('experts but in one layer, and a window', 4, False)])
-def test_parity(variant, tp, overlap, tmp_path):
-    "Odd vocabulary, families of heads that are split, fewer key heads than ranks: the tokens of `transformers`"
-    family, fields = VARIANTS[variant]
+def test_parity_of_four_processes(tmp_path):
+    "Experts, a window, and fewer key heads than ranks: the tokens of `transformers`, and every batch audited"
+    family, fields = VARIANTS['experts but in one layer, and a window']
     make_checkpoint(family, tmp_path, **fields)
-    comparison, asked = Comparison(), prompts(min(190, fields.get('vocab_size', 190)))
-    right = [generate(tmp_path, o) for o in asked]
-    runtime = build(EngineConfig.of(tmp_path, device='cpu', tp=tp, page_size=4, num_pages=200, max_prefill_tokens=16, overlap=overlap), audit=True)
+    comparison, right = Comparison(), [generate(tmp_path, o) for o in prompts()]
+    runtime = build(EngineConfig.of(tmp_path, device='cpu', tp=4, page_size=4, num_pages=200, max_prefill_tokens=16), audit=True)
     try:
         for again in range(2):
-            told = {str(i): [] for i in range(len(asked))}
-            for i, prompt in enumerate(asked): runtime.scheduler.add(str(i), prompt, GREEDY)
+            told = {str(i): [] for i in range(len(right))}
+            for i, prompt in enumerate(prompts()): runtime.scheduler.add(str(i), prompt, GREEDY)
             while runtime.scheduler.has_work:
                 for o in runtime.scheduler.step():
                     assert o.error is None, o.error
                     told[o.rid] += o.token_ids
-            for i, (prompt, o) in enumerate(zip(asked, right)): comparison.check(tmp_path, prompt, told[str(i)], o, (variant, again, i))
+            for i, (prompt, o) in enumerate(zip(prompts(), right)): comparison.check(tmp_path, prompt, told[str(i)], o, (again, i))
         runtime.control.self_check()
         assert runtime.scheduler.stats()['cached_tokens'] > 200
     finally: runtime.close()
@@ -124,19 +126,21 @@ def test_parity(variant, tp, overlap, tmp_path):
     comparison.done()
 
 def test_llm_on_two_ranks_that_one_leaves(tmp_path):
-    "Llama, untied; sampled tokens and prompt scores as with one; then rank 1 is killed while it computes"
-    make_checkpoint('Llama', tmp_path)
-    wishes = [GREEDY, SamplingParams(max_tokens=9, seed=3, temperature=.7, top_k=20, repetition_penalty=1.2, logprobs=2, prompt_logprobs=1)]
-    def ask(llm): return [llm.generate(prompts(), o) for o in wishes]
-    with LLM(tmp_path, device='cpu', num_pages=100) as llm: right = ask(llm)
-    with LLM(tmp_path, device='cpu', num_pages=100, tp=2) as llm:
-        for ours, theirs in zip(ask(llm), right):
-            assert [o.token_ids for o in ours] == [o.token_ids for o in theirs]
-            for a, b in zip(ours, theirs):
-                one, two = ([t.logprob for t in o.logprobs or []] for o in (a, b))
-                assert one == pytest.approx(two, abs=1e-4)
+    "An odd vocabulary, families of heads that are split, overlap; sampled as with one rank; then rank 1 is killed while it computes"
+    family, fields = VARIANTS['odd sizes']
+    make_checkpoint(family, tmp_path, **fields)
+    wish = SamplingParams(max_tokens=9, seed=3, temperature=.7, top_k=20, repetition_penalty=1.2, logprobs=2, prompt_logprobs=1)
+    asked, comparison, how = prompts(fields['vocab_size']), Comparison(), dict(device='cpu', page_size=4, num_pages=200, max_prefill_tokens=16)
+    with LLM(tmp_path, **how) as llm: right = llm.generate(asked, wish)
+    with LLM(tmp_path, **how, tp=2, overlap=True) as llm:
+        for prompt, o in zip(asked, llm.generate(asked, GREEDY)): comparison.check(tmp_path, prompt, o.token_ids, generate(tmp_path, prompt))
+        comparison.done()
+        for a, b in zip(llm.generate(asked, wish), right):
+            assert a.token_ids == b.token_ids
+            one, two = ([t.logprob for t in (*o.logprobs, *o.prompt_logprobs[1:])] for o in (a, b))
+            assert one == pytest.approx(two, abs=1e-4)
         pid = llm.runtime.ranks.processes[0].pid
-        pieces = llm.stream(prompts()[0], SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
+        pieces = llm.stream(asked[0], SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
         next(pieces)
         os.kill(pid, signal.SIGKILL)
         sentence = 'rank 1 of 2 was killed by signal 9, and without it the model cannot compute'
@@ -146,6 +150,26 @@ def test_llm_on_two_ranks_that_one_leaves(tmp_path):
         assert (after[0].finish_reason, after[0].error) == ('error', f'the engine failed: {sentence}')
         assert llm.runtime.failure() == sentence and llm.stats()['running'] == 0
     assert gone([pid])
+
+def test_serve_on_two_ranks_that_one_leaves(tmp_path):
+    "Llama, with constants, and one key head for both ranks; when a rank is killed, the server knows before anybody asks"
+    family, fields = VARIANTS['constants']
+    make_checkpoint(family, tmp_path, **fields)
+    def post(url, **body): return json.load(urlopen(Request(url, json.dumps(body).encode(), {'Content-Type': 'application/json'}), timeout=60))
+    def children(pid): return [int(o) for f in Path('/proc').glob(f'{pid}/task/*/children') for o in f.read_text().split()]
+    def ranks(): return [o for pid in children(os.getpid()) for o in children(pid) if 'other_rank' in Path(f'/proc/{o}/cmdline').read_text()]
+    with serve(tmp_path, port=0, tp=2, device='cpu', dtype='float32', num_pages=100) as s:
+        told = post(f'{s.url}/generate', input_ids=prompts()[0], sampling_params=dict(max_new_tokens=MAX_NEW, temperature=0))
+        assert told['output_ids'] == generate(tmp_path, prompts()[0])
+        rank, = ranks()
+        os.kill(rank, signal.SIGKILL)
+        end = time.monotonic() + 20
+        with pytest.raises(HTTPError) as e:
+            while time.monotonic() < end:
+                urlopen(f'{s.url}/health').close()
+                time.sleep(.1)
+        assert e.value.code == 503 and 'ended with code 70' in e.value.read().decode()
+    assert gone([rank])
 
 def test_a_flaw_in_the_part_of_another_rank(tmp_path):
     "Only rank 1 reads the last columns of `down_proj`, and it says so"
