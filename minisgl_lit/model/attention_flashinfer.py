@@ -165,6 +165,7 @@ def _words(self: FlashInferAttention, window: int | None) -> dict[str, int | tor
     left, dtype = -1 if window is None else window - 1, self.pool.buffer.dtype
     return dict(window_left=left, q_data_type=dtype, kv_data_type=dtype)
 
+# %% ../../nbs/33_model.attention_flashinfer.ipynb #3eabcaf7
 @patch
 def prepare(
     self: FlashInferAttention,
