@@ -56,7 +56,7 @@ def test_every_name_is_there():
     assert set(re.findall(r"\$\('([\w-]+)'\)", js)) <= ids and shown <= ids
     assert set(re.findall(r'aria-(?:labelledby|describedby|controls)="([\w-]+)"', html)) <= ids
     numbers = set(re.findall(r'<dd id="(\w+)"', html))
-    assert numbers == shown - {"brief", "steps", "total"}
+    assert numbers == shown - {"brief", "speed", "steps", "total"}
 
 def test_the_live_view_tells_the_truth(web):
     "When nothing runs it says what `/get_server_info` says; while something runs, the four kinds of pages add up"

@@ -99,7 +99,7 @@ function bill(reason, usage, started, first, ended) {
   if (first) parts.push(`first after ${number(first - started)} ms`)
   if (reason === 'length') parts.push('ended at the token limit')
   if (reason === 'stopped') parts.push('stopped')
-  return parts.join(' · ')
+  return parts.map(o => o.replaceAll(' ', '\u00a0')).join(' · ')
 }
 
 async function send() {
@@ -196,7 +196,7 @@ function show(now) {
     held: number(held), protected: number(now.pages.protected), evictable: number(evictable), free: number(free),
     tree: `${number(inTree)} pages, ${number(inTree * pageSize)} tokens`, hits: `${number(now.hit_rate * 100)} %`,
     evicted: number(now.evicted_pages), retracted: number(now.retracted), steps: `${number(lately('steps'))} steps/s`,
-    brief: now.running || now.waiting ? `${number(now.running)} running, ${number(rate)} tok/s` : 'engine idle'}
+    brief: now.running || now.waiting ? `${number(now.running)} running` : 'engine idle', speed: rate ? `, ${number(rate)} tok/s` : ''}
   for (const [id, text] of Object.entries(texts)) $(id).textContent = text
   for (const part of $('pages').children) part.style.flexGrow = now.pages[part.className]
   document.body.classList.add('on')
@@ -258,6 +258,7 @@ async function watch() {
     document.body.classList.remove('on')
     $('live').classList.add('lost')
     $('brief').textContent = locked ? 'locked' : 'not connected'
+    $('speed').textContent = ''
     await pause(locked || document.hidden ? 0 : 2000)
   }
 }
@@ -265,6 +266,8 @@ async function watch() {
 document.addEventListener('visibilitychange', () => document.hidden ? looking.abort() : wake())
 
 // ---- what stands beside the chat
+
+const wide = () => matchMedia('(min-width: 56.01rem)').matches   // room for both: as in style.css
 
 function open(wanted) {
   $('side').hidden = !wanted
@@ -287,8 +290,9 @@ $('key-part').addEventListener('submit', e => {
   locked = false
   $('key-part').hidden = true
   $('trouble').textContent = ''
+  open(wide())
   $('text').focus()
   wake()
 })
-open(matchMedia('(min-width: 56.01rem)').matches)
+open(wide())
 watch()

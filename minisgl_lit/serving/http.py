@@ -7,10 +7,7 @@ __all__ = ['EngineClient', 'Job', 'events', 'NativeAnswer', 'Live', 'Api', 'Toke
            'PauseRequest', 'as_api_error', 'tell', 'create_app']
 
 # %% ../../nbs/55_serving.http.ipynb #be20014d
-import asyncio
-import json
-import time
-import uuid
+import asyncio, json, time, uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
