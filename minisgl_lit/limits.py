@@ -230,15 +230,14 @@ def least(
     at_once: int = 256,     # How many of them may run together
 ) -> tuple[Least, Least]:   # Of prefill, of decode
     "The least time for these requests"
-    lengths = [len(o) for o in work.prompts]
-    ends, last = np.array(lengths), np.array(lengths) + np.array(work.answers)
-    places = np.arange(len(ends)) < at_once
-    decode, ends = Least(), ends + 1   # prefill has made the first token
-    while (running := places & (ends < last)).any() or not places.all():
-        if running.any(): decode = decode.plus(limits.decode(ends[running]))
-        ends = ends + running
-        free = at_once - int((places & (ends < last)).sum())
-        places[np.flatnonzero(~places)[:free]] = True
+    lengths, decode = [len(o) for o in work.prompts], Least()
+    steps = [(n + 1, m - 1) for n, m in zip(lengths, work.answers) if m > 1]   # one token is there
+    left = np.array(steps, dtype=int).reshape(-1, 2)   # next context, and steps, of who is not done
+    while len(left):
+        running = left[:at_once]
+        decode = decode.plus(limits.decode(running[:, 0]))
+        running += [1, -1]
+        left = left[left[:, 1] > 0]
     return limits.prefill(lengths, work.shared), decode
 
 # %% ../nbs/57_limits.ipynb #f88bc62a
