@@ -130,18 +130,6 @@ class GrammarCompiler:
         try: return LLTokenizer(source, n_vocab=self._vocab_size, eos_token=eos)
         except ValueError as e: raise ValueError(f"of this model's tokenizer: {e}") from None
 
-    def prepare(self) -> bool:
-        "Learn the vocabulary now; whether forms can be followed at all"
-        try: return bool(self._vocabulary)
-        except (ImportError, ValueError): return False   # whoever asks will be told
-
-    def begin(
-        self,
-        params: SamplingParams,   # A caller's wishes
-    ) -> Future | None:           # `None`: they ask for no form
-        "Start to compile what is asked for, unless that has been done"
-        for name in params.grammars: return self._begin((name, getattr(params, name)))
-
     def check(
         self,
         params: SamplingParams,   # A caller's wishes
@@ -162,6 +150,20 @@ class GrammarCompiler:
         return Matcher(state, form, self._n_words, ends, self._vocabulary.eos_tokens)
 
 # %% ../../nbs/45_engine.grammar.ipynb #6fd2d112
+@patch
+def prepare(self: GrammarCompiler) -> bool:
+    "Learn the vocabulary now; whether forms can be followed at all"
+    try: return bool(self._vocabulary)
+    except (ImportError, ValueError): return False   # whoever asks will be told
+
+@patch
+def begin(
+    self: GrammarCompiler,
+    params: SamplingParams,   # A caller's wishes
+) -> Future | None:           # `None`: they ask for no form
+    "Start to compile what is asked for, unless that has been done"
+    for name in params.grammars: return self._begin((name, getattr(params, name)))
+
 @patch
 def _begin(self: GrammarCompiler, form: Form) -> Future:
     with self._lock:
