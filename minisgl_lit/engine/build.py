@@ -207,7 +207,7 @@ def start(
     with TemporaryDirectory() as folder:
         meet = Path(folder)/'meet'
         ranks.send(json.dumps([memory.num_pages, str(meet)]).encode())
-        group = TorchGroup.join(0, tp, meet, setup.device)
+        group = TorchGroup.join(0, tp, meet, setup.device, gone=partial(ranks.gone, .5))
     return Decoder(setup.model, weights, group), memory
 
 # %% ../../nbs/44_engine.build.ipynb #033d354b
@@ -215,15 +215,13 @@ def make_engine(
     setup: Setup,   # Of rank 0
     ranks: Ranks,   # The others
     overlap: bool,  # Whether the host goes on while the device computes
-    audit: bool = False,   # Whether ranks check that they compute the same
 ) -> tuple[Engine, TableManager, MemoryPlan]:
     "The engine of rank 0, the table that it reads, and what that takes"
     size = check_weights(setup.mine, setup.dtype, setup.free())
     decoder, memory = start(setup, ranks, size)
-    alone, stream = ranks.size == 1, make_stream(setup.device, overlap)
-    table, attention = make_tables(setup, memory.num_pages, TableManager if alone else LeadTable)
-    if alone: return Engine(decoder, attention, table.token_pool, stream), table, memory
-    return LeadEngine(decoder, attention, table, stream, ranks, audit), table, memory
+    table, attention = make_tables(setup, memory.num_pages, LeadTable if ranks.size > 1 else TableManager)
+    stream = make_stream(setup.device, overlap)
+    return Engine(decoder, attention, table.token_pool, stream), table, memory
 
 # %% ../../nbs/44_engine.build.ipynb #10c46f8d
 def build(
@@ -241,10 +239,11 @@ def build(
     share(model, config.tp)   # or say why not, before anybody is started
     ranks = Ranks(config.tp, 'from minisgl_lit.engine.build import other_rank; other_rank()')
     try:
-        engine, table, memory = make_engine(setup, ranks, overlap, audit)
+        engine, table, memory = make_engine(setup, ranks, overlap)
+        lead = engine if ranks.size == 1 else LeadEngine(engine, table, ranks, audit)
         prefix = make_prefix_cache(config.cache, config.page_size, config.eviction)
         scheduler = Scheduler(
-            engine, CacheManager(memory.num_pages, table, prefix), model.vocab_size, clock,
+            lead, CacheManager(memory.num_pages, table, prefix), model.vocab_size, clock,
             replace(config, overlap=overlap), frozenset(model.eos_token_ids), model.generation,
             text_stop, observer)
         scheduler.idle_step()

@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -28,12 +28,10 @@ from fastcore.basics import patch
 from torch.distributed import Backend, FileStore, ProcessGroupGloo, Work
 
 import minisgl_lit
-from ..core import Batch, Event, ForwardMode, Reports
+from ..core import Batch, Event, ForwardMode, ForwardOutput, Reports
 from ..device import Group, Stream
 from .engine import Engine, Launched
 from ..kv.table import TableManager
-from ..model.attention import AttentionBackend
-from ..model.decoder import Decoder
 
 # %% ../../nbs/43_engine.parallel.ipynb #3e13e246
 def _backend(
@@ -53,7 +51,8 @@ def _backend(
 @dataclass(frozen=True)
 class TorchGroup(Group):
     "Ranks that talk through torch. Everybody calls the same, in the same order, or all wait."
-    backend: Backend = field(kw_only=True)
+    backend: Backend = field(kw_only=True)   # Sends
+    gone: Callable[[], str | None] = field(kw_only=True)   # Who has ended, in a sentence
 
     @classmethod
     def join(
@@ -63,10 +62,12 @@ class TorchGroup(Group):
         file: Path,    # Where they meet; not there yet
         device: torch.device,   # Where the tensors are
         patience: float = 300,  # Seconds to wait for the others, here and later
+        gone: Callable[[], str | None] = lambda: None,   # Who has ended, if somebody knows
     ) -> 'TorchGroup':
         "Wait until all are there"
         store, patience = FileStore(str(file), size), timedelta(seconds=patience)
-        group = cls(rank, size, backend=_backend(store, rank, size, device, patience))
+        backend = _backend(store, rank, size, device, patience)
+        group = cls(rank, size, backend=backend, gone=gone)
         group.all_reduce(torch.zeros(1, device=device))   # connects everybody
         return group
 
@@ -74,7 +75,8 @@ class TorchGroup(Group):
         "For the others; `ConnectionError` if one is gone"
         try: work.wait()
         except RuntimeError as e:
-            raise ConnectionError(f'rank {self.rank} of {self.size} has lost the others') from e
+            known = self.gone() or f'rank {self.rank} of {self.size} has lost the others'
+            raise ConnectionError(known) from e
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         "Add up, in place"
@@ -219,37 +221,35 @@ def follow(
         while behind and (behind[0].query() or len(behind) > 1): behind.popleft().synchronize()
 
 # %% ../../nbs/43_engine.parallel.ipynb #f8f06d0d
-class LeadEngine(Engine):
-    "The engine of rank 0: what it computes, the others have been told."
+class LeadEngine:
+    "The engine of rank 0, and all others with it: the `Engine` protocol of the core."
     def __init__(
         self,
-        model: Decoder,               # Rank 0's part
-        attention: AttentionBackend,  # Over its keys and values
-        table: LeadTable,             # Notes what the others have to know
-        stream: Stream,               # Where all the work is done, sending included
-        ranks: 'Ranks',               # The others
-        audit: bool = False,          # Whether they check that they do the same
+        engine: Engine,       # Computes rank 0's part
+        table: LeadTable,     # Notes what the others have to know
+        ranks: 'Ranks',       # The others
+        audit: bool = False,  # Whether they check that they do the same
     ):
-        super().__init__(model, attention, table.token_pool, stream)
-        self.table, self.ranks, self.audit, self._sent = table, ranks, audit, 0
+        self.engine, self.table, self.ranks, self.audit = engine, table, ranks, audit
+        self._sent = 0
 
     def forward(self, batch: Batch) -> Launched:
         "Enqueue a message to the others, then our part"
         self._sent += 1
         seen = digest(batch, self.table.pages) if self.audit else 0
         message = pack([[self._sent, seen], *batch_arrays(batch), *self.table.take()])
-        self.stream.submit(partial(self.ranks.send, message))
-        return super().forward(batch)
+        self.engine.stream.submit(partial(self.ranks.send, message))
+        return self.engine.forward(batch)
 
-    def _forward(self, batch: Batch, launched: Launched) -> None:
-        with self.ranks.together(): super()._forward(batch, launched)
-
-    def _sample(self, *work: object) -> None:
-        with self.ranks.together(): super()._sample(*work)
+    def sample(
+        self, batch: Batch, launched: Launched, mask: np.ndarray | None = None,
+    ) -> ForwardOutput:
+        "Enqueue the choice, which the others will be told"
+        return self.engine.sample(batch, launched, mask)
 
     def reset(self) -> None:
         "Forget the failure; the others are ended, and nothing can be computed any more"
-        super().reset()
+        self.engine.reset()
         self.ranks.end('the ranks have been ended after a failure')
 
 # %% ../../nbs/43_engine.parallel.ipynb #b5d61541
@@ -268,16 +268,18 @@ class Ranks:
             for _ in range(1, size)]
 
     def send(self, message: bytes) -> None:
-        "Tell all of them; `RuntimeError` if one is gone"
+        "Tell all of them; `ConnectionError` if one is gone"
         for rank in range(1, self.size): self.tell(rank, message)
 
     def tell(self, rank: int, message: bytes) -> None:
         "Tell one of them"
-        if self.ended: raise RuntimeError(self.ended)
-        with self.together():
-            pipe = self.processes[rank - 1].stdin
+        if self.ended: raise ConnectionError(self.ended)
+        pipe = self.processes[rank - 1].stdin
+        try:
             pipe.write(len(message).to_bytes(8, 'little') + message)
             pipe.flush()
+        except OSError as e:
+            raise ConnectionError(self.gone(wait=.5) or f'rank {rank} does not listen') from e
 
     def end(self, why: str) -> None:
         "Kill them; a second time does nothing"
@@ -294,7 +296,7 @@ class Ranks:
 def hear(self: Ranks) -> list[object]:
     "A line of each, by rank; `ValueError` with the sentence of one that cannot go on"
     lines = [p.stdout.readline() for p in self.processes]
-    if not all(lines): raise RuntimeError(self.gone(wait=5) or 'a rank has closed its output')
+    if not all(lines): raise ConnectionError(self.gone(wait=5) or 'a rank has closed its output')
     told = [json.loads(o) for o in lines]
     for o in told:
         if isinstance(o, dict) and 'error' in o: raise ValueError(o['error'])
@@ -313,15 +315,6 @@ def gone(self: Ranks, wait: float = 0) -> str | None:
     _, rank, code = min(ended())
     how = f'was killed by signal {-code}' if code < 0 else f'has ended with code {code}'
     return f'rank {rank} of {self.size} {how}, and without it the model cannot compute'
-
-@patch
-@contextmanager
-def together(self: Ranks) -> Iterator[None]:
-    "What fails in here because a rank is gone says so"
-    try: yield
-    except Exception as e:
-        if sentence := self.gone(wait=.5): raise RuntimeError(sentence) from e
-        raise
 
 # %% ../../nbs/43_engine.parallel.ipynb #9a680b62
 def messages(
