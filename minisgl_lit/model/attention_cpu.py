@@ -19,23 +19,11 @@ from ..kv.pool import KVPool
 from . import attention
 from .attention import AttentionBackend, TorchAttention, TorchMetadata, to_device
 from ..native import load, vectors
+from .layers import power_c
 from ..products import dots
 
 # %% ../../nbs/32_model.attention_cpu.ipynb #aa04dda3
-_power_c = r"""
-INLINE vf power(vf x) {
-    vf low = (vf){0} - 87.f;
-    vu dead = (vu)(x < low);          // all bits of a lane, or none; a NaN is not below
-    x = (vf)((dead & (vu)low) | (~dead & (vu)x));
-    vf t = x * 1.44269504f + 12582912.f, n = t - 12582912.f;
-    vf f = x - n * .693145752f - n * 1.42860677e-6f;
-    vf y = 1 + f * (1 + f * (1/2.f + f * (1/6.f + f * (1/24.f + f * (1/120.f + f / 720.f)))));
-    return (vf)(~dead & ((vu)y + ((vu)t << 23)));
-}
-"""
-
-# %% ../../nbs/32_model.attention_cpu.ipynb #325e9e47
-_soften_c = _power_c + r"""
+_soften_c = power_c + r"""
 enum { B = 48 };      // positions in a block: whole registers, whole tiles
 static void soften(float *s, i64 from, i64 to, float scale, float *state, i64 dim) {
     float *largest = state + dim, *weights = largest + 1, top = *largest;

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 
 from ..device import Group
 from .layers import (
-    Llama3Scaling, embed, gated_mlp, inverse_frequencies, linear, rms_norm, rotary, rotate)
+    Llama3Scaling, embed, gated_mlp, heads, inverse_frequencies, linear, rms_norm, rotary)
 
 # %% ../../nbs/34_model.decoder.ipynb #7df841db
 @dataclass(frozen=True, kw_only=True)
@@ -339,14 +339,10 @@ def attention(
 ) -> torch.Tensor:     # [n_tokens, hidden_size]
     "Ask, be asked, and gather what is found, with the heads that are ours"
     c, w = self.mine, self.layers[i]
-    qkv = linear(x, w['self_attn.qkv_proj.weight'], w.get('self_attn.qkv_proj.bias'))
-    heads = [c.num_heads, c.num_kv_heads, c.num_kv_heads]
-    q, k, v = qkv.view(len(x), -1, c.head_dim).split(heads, dim=1)
-    if c.qk_norm:
-        q = rms_norm(q, w['self_attn.q_norm.weight'], c.rms_norm_eps)
-        k = rms_norm(k, w['self_attn.k_norm.weight'], c.rms_norm_eps)
-    o = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, i)
-    o = o.reshape(len(x), -1)
+    norms = tuple(w[f'self_attn.{o}_norm.weight'] for o in 'qk') if c.qk_norm else None
+    q, k, v = heads(x, w['self_attn.qkv_proj.weight'], w.get('self_attn.qkv_proj.bias'),
+                    norms, c.rms_norm_eps, cos, sin, c.num_kv_heads)
+    o = attend(q, k, v, i).reshape(len(x), -1)
     return linear(o, w['self_attn.o_proj.weight'], w.get('self_attn.o_proj.bias'))
 
 # %% ../../nbs/34_model.decoder.ipynb #fc14df79
