@@ -257,7 +257,8 @@ Dialog = Sequence[Mapping[str, str]]   # messages, each with a role and a conten
 Params = SamplingParams | Sequence[SamplingParams] | None   # for all, or one for each
 
 class LLM(Loaded):
-    """A model in this process. It has no server and no threads: whoever waits makes it move.
+    """A model in this process. It has no server and no threads: whoever waits makes it move. (With `tp=2`
+    another process computes half of it, and ends with `close` or with this one.)
 
     Callers, threads and streams may share one, and several may live in one process. Its settings are
     the fields of `EngineConfig`. What `SamplingParams` leaves open, the checkpoint decides."""
