@@ -238,6 +238,18 @@ def test_step_that_hangs(tmp_path):
             assert 'the engine hangs' in said and 'step_that_never_ends' in said
 
 
+def test_idle(server, record_property):
+    "A server that nobody asks leaves the processor to others"
+    until(lambda: idle(server))
+    pid = server._process.process.pid
+    def seconds(): return sum(map(int, open(f'/proc/{pid}/stat').read().rsplit(')', 1)[1].split()[11:13])) / os.sysconf('SC_CLK_TCK') + time.process_time()
+    before = seconds()
+    time.sleep(2)
+    share = (seconds() - before) / 2
+    record_property('an idle server', f'{share:.1%} of a core')
+    assert share < .05   # 0.5 % on a quiet machine
+
+
 def test_nobody_reads_the_news():
     "The engine waits for a parent that does not read, and goes on when it does"
     with zmq.Context() as context, context.socket(zmq.PAIR) as here, context.socket(zmq.PAIR) as there:

@@ -262,6 +262,9 @@ def test_in_a_script(tmp_path, way, end):
         if way == 'stdin': p.stdin.write(script)
         p.stdin.close()
         url = re.search(r'(http://127.0.0.1:\d+)\n$', p.stdout.readline())[1]
+        with socket.create_connection(('127.0.0.1', int(url.rsplit(':', 1)[1]))) as s:
+            s.sendall(b'this is no HTTP\r\n\r\n')
+            assert b'400' in s.recv(99)
         assert web.post(url + '/v1/completions', json=dict(prompt='Hello', max_tokens=3)).status_code == 200
         (engine, folder), = engines(p.pid).items()
         assert folder.is_dir()
