@@ -65,7 +65,13 @@ def test_the_faster_format_computes_and_is_named(monkeypatch):
     rates[torch.bfloat16] = 9.
     assert limits.compute_rate(torch.bfloat16, "cpu") == (9., torch.bfloat16)
     assert limits.compute_rate(torch.float32, "cpu") == (5., torch.float32)
-    assert limits.measure(qwen3, torch.bfloat16, "cpu").products == torch.bfloat16
+
+
+def test_a_measurement_reads_as_much_as_a_token_does(monkeypatch):
+    monkeypatch.setattr(limits, "read_rate", lambda n_bytes, device: n_bytes)
+    monkeypatch.setattr(limits, "compute_rate", lambda dtype, device: (3., torch.float32))
+    found, c = limits.measure(moe, torch.bfloat16, "cpu"), Costs.of(moe, torch.bfloat16)
+    assert found == Limits(c, 2 * (c.used + c.head_weights), 3., torch.float32)
 
 
 def test_a_gigabyte_is_enough(monkeypatch):
