@@ -182,6 +182,7 @@ def _compute(orders: Iterator[bytes], tell: Callable[[object], None]) -> None:
     set_threads(config.threads, config.tp)
     try:
         setup = Setup.of(config, rank)
+        if setup.device.type == 'cuda': torch.cuda.set_device(setup.device)
         weights = setup.weights()
     except ValueError as e: return tell({'error': str(e)})
     tell(setup.free())
