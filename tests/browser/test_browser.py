@@ -1,5 +1,5 @@
 "The page at `/` in Chromium, as people use it: type, read along, stop, watch, on a desk and on a phone."
-import base64, os, re, shutil, time
+import base64, json, os, re, shutil, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -89,6 +89,24 @@ def test_an_answer_grows(page):
     assert "cached" in page.all(".bill")[1].text
     page("reset").click()
     assert not page.all(".turn") and page("empty").is_displayed()
+    page.quiet()
+
+
+def test_what_comes_is_text(page):
+    "Whatever a model writes stays text: no elements of its own, only code and bold; and a stream that breaks off says so"
+    piece = lambda text, reason=None: "data: " + json.dumps(dict(choices=[dict(delta=dict(content=text), finish_reason=reason)])) + "\n\n"
+    def told(stream):
+        page.driver.execute_script("window.plain ??= fetch; window.fetch = (url, o) => o?.body ? Promise.resolve(new Response(arguments[0])) : plain(url, o)", stream)
+        page.type("<b>Hello</b>", Keys.ENTER)
+        page.until(page("send").is_displayed)
+    told(piece("<img src=x onerror=alert(1)> is **bo") + piece("ld** and `a < b`:\n```py\nx = '<i>'\n``` fin", "stop") + "data: [DONE]\n\n")
+    assert not page.all(".said img, .said i") and page.all(".user .said")[0].text == "<b>Hello</b>"
+    assert [o.text for o in page.all(".assistant b, .assistant code")] == ["bold", "a < b", "x = '<i>'"]
+    assert page.last().startswith("<img src=x onerror=alert(1)> is bold and") and page.last().endswith(" fin")
+    told(piece("half an ans"))
+    assert page("trouble").text == "The answer broke off." and page.last() == "half an ans"
+    told(piece("so far") + 'data: {"error": {"message": "the engine broke"}}\n\n')
+    assert page("trouble").text == "the engine broke" and page.last() == "so far"
     page.quiet()
 
 
