@@ -79,6 +79,14 @@ def _names(body):
         elif isinstance(n, (ast.If, ast.Try, ast.With)): yield from _names([*n.body, *getattr(n, "orelse", []), *(s for h in getattr(n, "handlers", []) for s in h.body)])
         elif hasattr(n, "name") and not any(ast.unparse(d).startswith("patch") for d in n.decorator_list): yield n.name
 
+def _joined(outputs):
+    "One output for what was printed in a row, however it arrived."
+    res = []
+    for o in outputs:
+        if res and o.output_type == res[-1].output_type == "stream": res[-1].text += o.text
+        else: res.append(o)
+    return res
+
 def execute(nb, path, timeout):
     "Run `nb` in a kernel of its own; return an error message or ''."
     client = NotebookClient(nb, kernel_name="python3", timeout=timeout, startup_timeout=300,
@@ -89,7 +97,7 @@ def execute(nb, path, timeout):
         where = f"{path.name}, cell {bad} (id {nb.cells[bad].id})" if bad is not None else path.name
         return f"{where}\n{_ansi.sub('', str(e))}"
     for c in nb.cells:
-        if c.cell_type == "code": c.outputs = [o for o in c.outputs if o.get("name") != "stderr"]
+        if c.cell_type == "code": c.outputs = _joined(o for o in c.outputs if o.get("name") != "stderr")
     return ""
 
 def store(nb, path):
