@@ -254,6 +254,20 @@ def test_the_cache_is_empty_at_the_beginning_of_a_run():
     assert all(isinstance(o.meter, Meter) and o.seconds >= sum(o.meter.seconds.values()) * .99 for o in runs)
 
 
+wrong = [("offline", dict(output_len=10**9)), ("offline", dict(repeat=0)), ("offline", dict(requests=True)),
+         ("offline", dict(requests=2.)), ("prefix", dict(shared_len=0)), ("prefix", dict(own_len=10**7)),
+         ("latency", dict(input_len=0)), ("scheduler", dict(steps=10_001))]
+
+
+@pytest.mark.parametrize("name, sizes", wrong)
+def test_sizes_are_looked_at_before_anything_is_loaded(name, sizes, monkeypatch):
+    monkeypatch.delattr(bench, "Subject")
+    (field, value), = sizes.items()
+    needs = [tiny] if "config" in inspect.signature(benchmarks[name]).parameters else []
+    with pytest.raises(ValueError, match=f"^{field} must be a whole number from 1 to 10*, not {value!r}$"):
+        benchmarks[name](*needs, **sizes)
+
+
 absurd = [("offline --requests 0", "requests"), ("offline --requests 99999999999", "requests"),
           ("offline --input-len 0", "input_len"), ("offline --output-len -1", "output_len"),
           ("offline --requests 1000000 --input-len 1000000", "tokens"), ("offline --input-len 4000", "max_seq_len"),
