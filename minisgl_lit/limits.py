@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['workloads', 'Costs', 'best_time', 'read_rate', 'product_rate', 'compute_rate', 'Least', 'Limits', 'Workload', 'Shape',
-           'least', 'measure', 'turning_point', 'Figure', 'Report']
+           'least', 'measure', 'turning_point', 'Figure', 'Report', 'percentiles', 'machine']
 
 # %% ../nbs/57_limits.ipynb #54fe631f
 import json
@@ -34,7 +34,7 @@ class Costs:
     pair_flops: int      # Operations for one token that looks at one other, in all layers
     itemsize: int        # Bytes of a weight or of a cached number
     experts: tuple[tuple[int, float], ...] = ()   # By layer: weights to choose from, share chosen
-    windows: tuple[int | None, ...] = ()   # By layer: tokens it sees back; `None`, or none given: all
+    windows: tuple[int | None, ...] = ()   # By layer: tokens it sees back; `None`: all
 
     @property
     def used(self) -> float:
@@ -168,7 +168,7 @@ class Limits:
     products: torch.dtype = torch.float32   # The format that they are done in
 
     def step(self, n: int, sampled: int, looks: float, kv: float) -> Least:
-        "`n` tokens, some of them sampled, that look so often and read keys and values of `kv` tokens"
+        "`n` tokens, some of them sampled, that look so often and read `kv` tokens of the cache"
         c = self.costs
         numbers = c.read(n) + c.head_weights + c.token_kv * kv
         flops = 2 * (c.used * n + c.head_weights * sampled) + c.pair_flops * looks
@@ -220,8 +220,8 @@ class Shape:
         return Workload(prompts, [rng.randint(*self.output_len) for _ in prompts], self.shared)
 
 workloads = dict(single=Shape(1, (128, 128), (128, 128)), batch16=Shape(16, (64, 256), (32, 96)),
-                 prefix=Shape(32, (32, 32), (16, 16), shared=512), long=Shape(2, (4096, 4096), (32, 32)),
-                 bench256=Shape(256, (100, 1024), (100, 1024)))
+                 prefix=Shape(32, (32, 32), (16, 16), shared=512),
+                 long=Shape(2, (4096, 4096), (32, 32)), bench256=Shape(256, (100, 1024), (100, 1024)))
 
 # %% ../nbs/57_limits.ipynb #6d9955d8
 def least(
@@ -270,13 +270,14 @@ class Figure:
     value: float  # How much
     unit: str     # Of what kind: 's', 'ms' or 'µs' for times, something per second for rates
     limit: float | None = None  # The best that this machine could do, in the same unit
-    by_memory: float | None = None  # Share of the limit that waits for memory; the rest for arithmetic
+    by_memory: float | None = None  # Share of the limit that waits for memory
 
     @property
     def share(self) -> float | None:
         "How much of the possible was reached; 1 is all of it"
         if self.limit is None: return None
-        return self.limit / self.value if self.unit in ('s', 'ms', 'µs') else self.value / self.limit
+        shorter = self.unit in ('s', 'ms', 'µs')
+        return self.limit / self.value if shorter else self.value / self.limit
 
 
 
@@ -300,7 +301,7 @@ class Report:
     def __str__(self) -> str:
         said = ', '.join(f'{k} {v}' for k, v in self.setting.items())
         rows = [('', 'got', '', 'limit', 'share', 'by memory')]
-        rows += [(f.name, _number(f.value), f.unit, _number(f.limit), _number(f.share), _number(f.by_memory))
+        rows += [(f.name, _number(f.value), f.unit, *map(_number, (f.limit, f.share, f.by_memory)))
                  for f in self.figures]
         def padded(column: Sequence[str]) -> list[str]:
             side, width = '>' if column[0] else '<', max(map(len, column))
@@ -308,3 +309,22 @@ class Report:
         columns = [padded(o) for o in zip(*rows) if any(o[1:])]
         lines = ['  '.join(o).rstrip() for o in zip(*columns)]
         return '\n'.join([f'{self.name}: {said}', *lines])
+
+# %% ../nbs/57_limits.ipynb #4b222314
+def percentiles(
+    name: str,                  # Of the wait
+    seconds: Sequence[float],   # Of each
+    limit: float | None = None, # The shortest that is possible, in seconds
+) -> list[Figure]:
+    "Median, 90th and 99th percentile in milliseconds; nothing of nobody"
+    if not len(seconds): return []
+    best = None if limit is None else limit * 1e3
+    found = zip((50, 90, 99), np.percentile(seconds, (50, 90, 99)).tolist())
+    return [Figure(f'{name} p{q}', o * 1e3, 'ms', best) for q, o in found]
+
+def machine(
+    limits: Limits,   # As measured
+) -> list[Figure]:
+    "What the machine can do"
+    return [Figure('memory read', limits.read / 1e9, 'GB/s'),
+            Figure('matrix product', limits.compute / 1e9, 'GFLOP/s')]
