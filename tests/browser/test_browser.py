@@ -125,6 +125,9 @@ def test_stop(page, server, how):
     else: assert "stopped" in page.all(".bill")[0].text and len(page.last()) > 20
     ask(page, "Hello")
     page.until(lambda: page.all(".bill") and "tokens" in page.all(".bill")[-1].text)
+    alone = httpx.post(server.url + "/tokenize", json=dict(messages=[dict(role="user", content="Hello")])).json()["count"]
+    prompt = int(re.search(r"prompt of (\d+)", page.all(".bill")[-1].text)[1])
+    assert prompt == alone if how == "reset" else prompt > alone   # a new chat knows nothing of what was said before
     page.quiet()
 
 
