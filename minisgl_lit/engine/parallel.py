@@ -282,8 +282,7 @@ class Ranks:
             raise ConnectionError(self.gone(wait=.5) or f'rank {rank} does not listen') from e
 
     def end(self, why: str) -> None:
-        "Kill them; a second time does nothing"
-        if self.ended: return
+        "Kill them; what has been said about their end stays"
         self.ended = self.gone() or why
         for p in self.processes:
             p.kill()
