@@ -217,11 +217,11 @@ def _report(
     tokens = {'prompt tokens': sum(o.prompt_tokens for o in asked),
               'cached tokens': sum(o.cached_tokens for o in asked)}
     return Report(name, where | setting, [
-        *figures, *percentiles('ttft', [o.times[1] for o in asked], first),
+        *percentiles('ttft', [o.times[1] for o in asked], first),
         *percentiles('itl', run.meter.gaps, others),
         *(Figure(k, n / 1e6, 'MB') for k, n in memory.items()),
         *(Figure(k, n, 'tokens') for k, n in tokens.items()),
-        *machine(limits)])
+        *machine(limits), *figures])
 
 # %% ../nbs/61_bench.ipynb #ef980821
 def offline(

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from minisgl_lit import bench, cli, limits
 from minisgl_lit.bench import Meter, Subject, benchmarks, percentiles
 from minisgl_lit.config import EngineConfig
+from minisgl_lit.core import SamplingParams
 from minisgl_lit.limits import Costs, Least, Limits, Shape, Workload, least, workloads
 from minisgl_lit.model.decoder import ModelConfig
 from minisgl_lit.model.moe import MoeMlp
@@ -202,6 +203,11 @@ def test_reports_of_a_model(name):
     assert len(table) == 2 + len(report.figures) and table[0].startswith(f"{name}: model embedded")
     if name in ("offline", "prefix"): assert all(0 <= f.by_memory <= 1 for f in report.figures if f.name in phases)
     if name == "prefix": assert told["cached_tokens"] == 2 * 32 and told["setting"]["cache"] == "radix" and told["ratio"] > 0
+
+
+def test_every_answer_runs_to_its_end():
+    wishes = bench._wishes(Workload([[1], [2]], [7, 8]))
+    assert wishes == [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (7, 8)]
 
 
 def test_answers_of_one_token_have_no_decode():
