@@ -32,7 +32,9 @@ from ..kv.pool import KVPool, page_bytes
 from ..kv.prefix import make_prefix_cache
 from ..kv.table import TableManager
 from ..model.attention import AttentionBackend
-from ..model.attention_cpu import backends
+from ..model.attention_flashinfer import choose_attention, graph_attention
+from ..scheduler.prepare import idle_batch
+from .graph import CudaCapture, GraphEngine, Graphs, graph_sizes, scratch_bytes
 from ..model.decoder import Decoder, ModelConfig, dtypes, share
 from ..model.embedded import embedded_path
 from ..model.checkpoint import read_config, resolve_model
@@ -127,6 +129,25 @@ class Setup:
         free = free_memory(self.device, self.config.memory_ratio)
         return free if self.device.type == 'cuda' else free // self.config.tp
 
+    def recorded(
+        self,
+        free: int,     # Bytes that weights have left
+    ) -> list[int]:
+        "Batch sizes whose decode steps are recorded: none but on a GPU that computes alone"
+        if self.device.type != 'cuda' or self.config.tp > 1: return []
+        most = self.config.cuda_graph_max_bs
+        return graph_sizes(self.mine, self.config.max_running_req, free, None if most == 'auto' else most)
+
+    def scratch(
+        self,
+        free: int,     # Bytes that weights have left
+    ) -> int:
+        "Bytes to keep from the pages: what a GPU needs beside them"
+        if self.device.type != 'cuda': return 0
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return scratch_bytes(self.mine, self.recorded(free), self.config.max_running_req, processors,
+                             len({*self.mine.windows, None}))
+
     def weights(self) -> dict[str, torch.Tensor]:
         "This rank's share of them"
         make = dummy_weights if self.config.dummy_weights else partial(load_weights, self.path)
@@ -141,6 +162,7 @@ def plan_memory(
 ) -> MemoryPlan:
     "As many pages as were asked for, or as fit and can be used; in each rank"
     config, mine = setup.config, setup.mine
+    free -= setup.scratch(free)
     shape = config.page_size, mine.num_kv_heads, mine.head_dim, setup.dtype
     usable = config.max_running_req * -(-setup.max_seq_len // config.page_size)
     return MemoryPlan.make(config.num_pages, config.page_size, page_bytes(mine.num_layers, *shape),
@@ -157,8 +179,8 @@ def make_tables(
                   setup.dtype, setup.device)
     table = kind(config.max_running_req, setup.max_seq_len, config.page_size, pool.dummy_page,
                  setup.device)
-    backend = backends['native' if config.attention == 'auto' else config.attention]
-    return table, backend(pool, table.page_table, mine.windows)
+    return table, choose_attention(config.attention, pool, table.page_table, mine.windows,
+                                   num_heads=mine.num_heads)
 
 # %% ../../nbs/44_engine.build.ipynb #a4ba72d1
 def other_rank() -> None:
@@ -222,7 +244,11 @@ def make_engine(
     decoder, memory = start(setup, ranks, size)
     table, attention = make_tables(setup, memory.num_pages, LeadTable if ranks.size > 1 else TableManager)
     stream = make_stream(setup.device, overlap)
-    return Engine(decoder, attention, table.token_pool, stream), table, memory
+    parts, able = (decoder, attention, table.token_pool, stream), graph_attention(attention)
+    if able and (sizes := setup.recorded(memory.free)):
+        graphs = Graphs(decoder, able, table.token_pool, idle_batch(table, 0), sizes, CudaCapture())
+        return GraphEngine(*parts, graphs), table, memory
+    return Engine(*parts), table, memory
 
 # %% ../../nbs/44_engine.build.ipynb #10c46f8d
 def build(

@@ -61,9 +61,11 @@ class Engine:
             size = len(r.sampled) + len(r.tokens), self._width(r)
             kinds += [(size[:1], torch.float32), (size, torch.int64), (size, torch.float32)]
         home = [torch.empty(shape, dtype=o, pin_memory=on_gpu) for shape, o in kinds]
-        self.stream.submit(partial(self._sample, batch, launched, mask, home))
+        results: list[torch.Tensor] = []
+        self.stream.submit(partial(self._sample, batch, launched, mask, results))
+        arrived = self.stream.fetch(lambda: zip(home, results))
         tokens, finite, *told = (o.numpy() for o in home)
-        return ForwardOutput(tokens, finite, self.stream.record(), Scores(*told) if told else None)
+        return ForwardOutput(tokens, finite, arrived, Scores(*told) if told else None)
 
     def follow(
         self,
@@ -109,8 +111,8 @@ def _read_prompts(self: Engine, x: torch.Tensor, reports: Reports) -> list[torch
 @patch
 @torch.inference_mode()
 def _sample(self: Engine, batch: Batch, launched: Launched, mask: np.ndarray | None,
-            home: list[torch.Tensor]) -> None:
-    "On the stream: choose, put the tokens where the next batch finds them, send them home"
+            chosen: list[torch.Tensor]) -> None:
+    "On the stream: choose, put the tokens where the next batch finds them; what goes home to `chosen`"
     places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
     logits, reports = launched.logits, batch.reports
     if reports:
@@ -123,7 +125,7 @@ def _sample(self: Engine, batch: Batch, launched: Launched, mask: np.ndarray | N
     if reports:
         told = logprobs(before, results[0][asked], self._width(reports))
         results += tuple(torch.cat(o) for o in zip(told, launched.prompts)) or tuple(told)
-    for there, here in zip(home, results): there.copy_(here, non_blocking=True)
+    chosen.extend(results)
 
 @patch
 @torch.inference_mode()
