@@ -205,6 +205,22 @@ def test_reports_of_a_model(name):
     if name == "prefix": assert told["cached_tokens"] == 2 * 32 and told["setting"]["cache"] == "radix" and told["ratio"] > 0
 
 
+def test_figures_of_a_machine_with_known_rates(monkeypatch):
+    known = Limits(Costs(40, 10, 6_000, 0, 1), read=100., compute=1e9)   # a token reads 50 weights
+    monkeypatch.setattr(bench, "measure", lambda model, dtype, device: known)
+    def told(name, config=tiny, **sizes): return json.loads(benchmarks[name](config, **sizes).json())
+    c = told("limits")
+    assert (c["memory_read"], c["matrix_product"], c["weights_of_a_token"], c["cache_of_a_token"]) == (1e-7, 1., 5e-5, 6.)
+    assert c["decode_of_1"] == pytest.approx(100 / (50 + 6_000 * 512))
+    assert c["decode_of_16"] == pytest.approx(1600 / (50 + 6_000 * 512 * 16))
+    c = told("latency", requests=2, rate=10., input_len=4, output_len=4)
+    best = {f["name"]: f["limit"] for f in c["figures"]}
+    assert (best["ttft p50"], best["itl p99"]) == pytest.approx((500., (50 + 6_000 * 6) * 10.))
+    assert c["output"] <= 8 / .1 and 7 < c["weights"] < 9 and 100 < c["peak_memory"] < 20_000
+    c = told("prefix", replace(tiny, cache="none"), requests=2, shared_len=32, own_len=3, output_len=2)
+    assert c["cached_tokens"] == 32 and c["ratio"] == c["without_cache"] / c["whole_run"]
+
+
 def test_every_answer_runs_to_its_end():
     wishes = bench._wishes(Workload([[1], [2]], [7, 8]))
     assert wishes == [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (7, 8)]
