@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['vectors', 'find_compiler', 'flags', 'run_compiler', 'cache_folder', 'compile_c', 'Pointer', 'signatures', 'tell',
-           'load']
+           'load', 'large_pages']
 
 # %% ../nbs/04_native.ipynb #41eec962
 import ctypes
 import hashlib
+import mmap
 import os
 import platform
 import re
@@ -175,3 +176,14 @@ INLINE float sum(vf v) {
     return (u.quarter[0][0] + u.quarter[0][1]) + (u.quarter[0][2] + u.quarter[0][3]);
 }
 '''
+
+# %% ../nbs/04_native.ipynb #1bc585df
+def large_pages(
+    tensor: torch.Tensor,  # New, and not written to yet
+) -> torch.Tensor:         # The same
+    "Ask for large pages under a tensor on the CPU; where nobody knows them, nothing happens"
+    if tensor.device.type != 'cpu' or not hasattr(mmap, 'MADV_HUGEPAGE'): return tensor
+    size, first = 1 << 21, tensor.data_ptr()
+    begin, end = -(-first // size) * size, (first + tensor.nbytes) // size * size
+    if begin < end: ctypes.CDLL(None).madvise(*map(ctypes.c_size_t, (begin, end - begin)), mmap.MADV_HUGEPAGE)
+    return tensor

@@ -106,6 +106,7 @@ INLINE void tile(int R, int N, const product *p, const block *b, i64 r, i64 o, i
 
 # %% ../nbs/06_products.ipynb #ceaa046a
 linear_c += r"""
+enum { FAR = 1 << 14 };      // bytes
 INLINE void band(int R, const product *p, const block *b, i64 r, int bf16) {
     i64 size = bf16 ? 2 : 4, bytes = b->n * size, o = 0;
     i64 from = bytes * r / p->rows, to = bytes * (r + R) / p->rows;
@@ -114,7 +115,11 @@ INLINE void band(int R, const product *p, const block *b, i64 r, int bf16) {
             __builtin_prefetch(b->next + (o + j) * p->n_in * size + i, 0, 2);
         tile(R, COLS, p, b, r, o, bf16);
     }
-    for (; o < b->width; o++) tile(R, 1, p, b, r, o, bf16);
+    for (; o < b->width; o++) {
+        const char *ahead = at(p->w, (b->o + o) * p->n_in + b->k, bf16) + FAR;
+        for (i64 i = 0; R < 3 && i < bytes; i += 64) __builtin_prefetch(ahead + i);
+        tile(R, 1, p, b, r, o, bf16);
+    }
 }
 INLINE void bands(const product *p, const block *b, int bf16) {
     for (i64 r = 0, R; r < p->rows; r += R) {

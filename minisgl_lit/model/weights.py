@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from ..device import Group
 from .decoder import ModelConfig, block, kv_heads, share, weight_shapes
+from ..native import large_pages
 
 # %% ../../nbs/36_model.weights.ipynb #9af08dff
 class Place(NamedTuple):
@@ -237,9 +238,10 @@ def _room(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | str, group: Group,
 ) -> dict[str, torch.Tensor]:
     "Weights to be filled; zeros where a rank gets nothing"
-    make = torch.empty if group.size == 1 else torch.zeros
-    return {name: make(shape, dtype=dtype, device=device)
-            for name, shape in weight_shapes(share(config, group.size)).items()}
+    def new(shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = large_pages(torch.empty(shape, dtype=dtype, device=device))
+        return tensor if group.size == 1 else tensor.zero_()
+    return {name: new(shape) for name, shape in weight_shapes(share(config, group.size)).items()}
 
 # %% ../../nbs/36_model.weights.ipynb #8ea8a4f7
 def dummy_weights(
