@@ -6,7 +6,11 @@
 __all__ = []
 
 # %% ../nbs/64_main.ipynb #42ebee5c
+import signal
 import sys
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)   # while we import, Ctrl-C just ends us
 
 from .cli import main
 
