@@ -53,28 +53,41 @@ INLINE vf mac(vf sum, vu x, vu w, int bf16) {
 
 # %% ../nbs/06_products.ipynb #a0365d27
 dots += r"""
-#if defined(__AVX__) && !defined(__AVX512F__)
-enum { ROWS = 5, COLS = 2 };
-#else
-enum { ROWS = 4, COLS = 4 };
-#endif
-INLINE void dots(int R, int N, const char **x, const char **w, i64 n, int bf16,
-                 float *out, i64 ld) {
-    int C = N == 1 ? 2 : 1, each = bf16 && WIDE == 2 ? 2 * W : W, step = each * (bf16 ? 2 : 4);
-    i64 i = 0, end = bf16 && WIDE == 4 ? n / (2 * W) * 2 : n / each;
-    vf acc[5][4][2];
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < N; j++)
-        UNROLL for (int c = 0; c < C; c++) acc[r][j][c] = (vf){0};
-    for (; i + 2 <= end; i += 2) UNROLL for (int u = 0; u < 2; u++) {
+INLINE void step(int R, int N, int U, int C, vf acc[5][4][4], const char **x, const char **w,
+                 i64 i, int bytes, int bf16) {
+    UNROLL for (int u = 0; u < U; u++) {
         vu row[4];
-        UNROLL for (int j = 0; j < N; j++) row[j] = piece(w[j] + i * step, u, bf16);
+        UNROLL for (int j = 0; j < N; j++) row[j] = piece(w[j] + i * bytes, u, bf16);
         UNROLL for (int r = 0; r < R; r++) {
             vu v = raw(x[r] + (i + u) * 4 * W);
             UNROLL for (int j = 0; j < N; j++) acc[r][j][u % C] = mac(acc[r][j][u % C], v, row[j], bf16);
         }
     }
+}
+"""
+
+# %% ../nbs/06_products.ipynb #bb9005a5
+dots += r"""
+#if defined(__AVX__) && !defined(__AVX512F__)
+enum { ROWS = 5, COLS = 2 };
+#else
+enum { ROWS = 4, COLS = 4 };
+#endif
+enum { AHEAD = 1024 };      // bytes
+INLINE void dots(int R, int N, const char **x, const char **w, i64 n, int bf16,
+                 float *out, i64 ld) {
+    int C = N == 1 && R < 3 ? 4 : 1, each = bf16 && WIDE == 2 ? 2 * W : W, bytes = each * (bf16 ? 2 : 4);
+    i64 i = 0, end = bf16 && WIDE == 4 ? n / (2 * W) * 2 : n / each;
+    vf acc[5][4][4];
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < N; j++)
+        UNROLL for (int c = 0; c < C; c++) acc[r][j][c] = (vf){0};
+    for (; C == 4 && i + 4 <= end; i += 4) {
+        __builtin_prefetch(w[0] + i * bytes + AHEAD);
+        step(R, N, 4, C, acc, x, w, i, bytes, bf16);
+    }
+    for (; i + 2 <= end; i += 2) step(R, N, 2, C, acc, x, w, i, bytes, bf16);
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < N; j++) {
-        if (C == 2) acc[r][j][0] += acc[r][j][1];
+        UNROLL for (int c = 1; c < C; c++) acc[r][j][0] += acc[r][j][c];
         float s = sum(acc[r][j][0]);
         for (i64 k = i * each; k < n; k++) s += get(x[r], k, bf16 && WIDE == 2) * get(w[j], k, bf16);
         out[r * ld + j] = s;
@@ -106,7 +119,6 @@ INLINE void tile(int R, int N, const product *p, const block *b, i64 r, i64 o, i
 
 # %% ../nbs/06_products.ipynb #ceaa046a
 linear_c += r"""
-enum { FAR = 1 << 14 };      // bytes
 INLINE void band(int R, const product *p, const block *b, i64 r, int bf16) {
     i64 size = bf16 ? 2 : 4, bytes = b->n * size, o = 0;
     i64 from = bytes * r / p->rows, to = bytes * (r + R) / p->rows;
@@ -115,11 +127,7 @@ INLINE void band(int R, const product *p, const block *b, i64 r, int bf16) {
             __builtin_prefetch(b->next + (o + j) * p->n_in * size + i, 0, 2);
         tile(R, COLS, p, b, r, o, bf16);
     }
-    for (; o < b->width; o++) {
-        const char *ahead = at(p->w, (b->o + o) * p->n_in + b->k, bf16) + FAR;
-        for (i64 i = 0; R < 3 && i < bytes; i += 64) __builtin_prefetch(ahead + i);
-        tile(R, 1, p, b, r, o, bf16);
-    }
+    for (; o < b->width; o++) tile(R, 1, p, b, r, o, bf16);
 }
 INLINE void bands(const product *p, const block *b, int bf16) {
     for (i64 r = 0, R; r < p->rows; r += R) {

@@ -171,7 +171,8 @@ class ControlReply:
     "Answer to a `ControlMsg`."
     id: int                     # The number that was asked with
     result: dict[str, object]   # What came of it; empty if there is nothing to say
-    error: str | None = None    # One sentence, if it was refused
+    error: str | None = None    # One sentence, if it was not done
+    refused: bool = True        # Then: whether the asker can mend it
 
 # %% ../../nbs/50_serving.messages.ipynb #aa3362cf
 @dataclass(frozen=True)

@@ -207,13 +207,13 @@ async def control(
     command: str,        # One of `Orders.names`
     argument: str = '',  # What it is about
 ) -> dict[str, object]:
-    "What came of it; `RequestError` if it was refused, `RuntimeError` if nobody can do it"
+    "What came of it; `RequestError` if it was refused, `RuntimeError` if it could not be done"
     if self.failed: raise RuntimeError(self.failed)
     number = max(self._asked, default=0) + 1
     self._asked[number] = asyncio.get_running_loop().create_future()
     self.process.send(encode(ControlMsg(number, command, argument)))
     reply = await self._asked[number]
-    if reply.error: raise RequestError(command, reply.error)
+    if reply.error: raise RequestError(command, reply.error) if reply.refused else RuntimeError(reply.error)
     return reply.result
 
 @patch

@@ -172,9 +172,8 @@ def obey(
         case AbortMsg(): orders.abort(message.rid)
         case ControlMsg():
             try: return ControlReply(message.id, orders.obey(message.command, message.argument))
-            except Exception as e:
-                told = str(e) if isinstance(e, RequestError) else f'{message.command}: {e!r}'
-                return ControlReply(message.id, {}, told)
+            except RequestError as e: return ControlReply(message.id, {}, str(e))
+            except Exception as e: return ControlReply(message.id, {}, f'{message.command}: {e!r}', False)
 
 # %% ../../nbs/53_serving.workers.ipynb #90ba1445
 def arrived(
@@ -201,7 +200,8 @@ def run(
         idle = not (scheduler.has_work or anteroom)
         wait = 1. if idle else .002 * (not scheduler.has_work)
         for message in chain(anteroom.ready(), arrived(socket, wait, max_recv)):
-            idle = tidied = False
+            idle = False
+            tidied &= isinstance(message, ControlMsg)   # whoever watches leaves no work behind
             if isinstance(message, StopMsg): return
             if answer := obey(message, orders): socket.send(encode(answer))
         if idle and not tidied:
