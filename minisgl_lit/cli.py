@@ -55,9 +55,7 @@ class Parser(ArgumentParser):
         self.commands = self.add_subparsers(**kwargs)
         self.names = self.commands.choices
 
-    def parse_known_args(
-        self, args: list[str], namespace: Namespace | None = None,
-    ) -> tuple[Namespace, list[str]]:
+    def parse_known_args(self, args: list[str], namespace: Namespace | None = None) -> tuple:
         "What `args` say, and those that nobody understands"
         fill, self.fill = self.fill, None
         if fill: fill(self)
@@ -238,8 +236,7 @@ def chat(
     _interruptible()
     with LLM(**_engine(config)) as llm:
         if not llm.tokenizer.chat_template:
-            raise ValueError(f'model={config.model!r} has no chat template; '
-                             'use minisgl-lit generate')
+            raise ValueError(f'{config.model} has no chat template; use minisgl-lit generate')
         print(llm.runtime.memory, f'{config.model}: {keys}', sep='\n', file=sys.stderr)
         talk(local(llm, params), args.system)
     return 0
@@ -293,11 +290,6 @@ def _failed(outs: Iterable['Output | Piece']) -> int:
     for error in (errors := [o.error for o in outs if o.error]): print(error, file=sys.stderr)
     return int(bool(errors))
 
-def _tokens(llm: 'LLM', asked: dict[str, object]) -> str | Iterable[int]:
-    "What the model continues"
-    if 'messages' in asked: return llm.tokenizer.chat(asked['messages'])
-    return asked['prompt'] if 'prompt' in asked else asked['input_ids']
-
 def generate(
     args: Namespace,  # With the fields of `EngineConfig`, wishes, `prompts`, `file`, `json`
 ) -> int:
@@ -316,7 +308,9 @@ def generate(
                 for piece in pieces: print(piece.text, end='', flush=True)
             print()
             return _failed([piece])
-        outs = llm.generate([_tokens(llm, o) for o, _ in asked], [o for _, o in asked])
+        def prompt(messages=None, prompt=None, input_ids=None, id=None) -> str | Iterable[int]:
+            return llm.tokenizer.chat(messages) if messages else input_ids or prompt
+        outs = llm.generate([prompt(**o) for o, _ in asked], [o for _, o in asked])
     for told, out in zip([o for o, p in asked for _ in range(p.n)], outs):
         print(json.dumps(told | asdict(out), ensure_ascii=False) if as_json else out.text)
     return _failed(outs)
@@ -362,8 +356,8 @@ def serving(
     for error, n in load.errors(traffic).items(): print(f'{n} times: {error}', file=sys.stderr)
     hidden = {*_engine(config), 'url', 'api_key', 'served_name'}
     told = {k: v for k, v in asdict(config).items() if k not in hidden and v is not None}
-    figures = [Figure(*o) for o in load.figures(traffic)]
-    return Report('serving', dict(model=model, url=url) | told, figures)
+    return Report('serving', dict(model=model, url=url) | told,
+                  [Figure(*o) for o in load.figures(traffic)])
 
 def _fill_bench(parser: Parser) -> None:
     "Flags of the benchmark with which its name ends; only now that is imported"
@@ -391,8 +385,7 @@ examples = dict(
     serve=['--port 8000', '--model path/to/checkpoint --num-pages 4096'],
     chat=['', '--temperature 0 --system "Answer in one sentence."', '--url http://127.0.0.1:1919'],
     generate=['"Once upon a time" --max-tokens 50', '--file questions.jsonl > answers.jsonl'],
-    bench=['offline --workload bench256', 'serving --rate 4 --first-limit 200 --json',
-           'scheduler --json'])
+    bench=['offline --workload bench256', 'serving --rate 4 --first-limit 200', 'start --json'])
 
 def _add_command(
     parent: Parser, run: Callable[[Namespace], int], config: type[EngineConfig] | None,
@@ -420,10 +413,8 @@ def make_parser() -> Parser:
     completing = _add_command(parser, generate, EngineConfig)
     talking.add_argument('--system', metavar='TEXT', help='what the model should know about itself')
     completing.add_argument('prompts', nargs='*', metavar='PROMPT', help='text to continue')
-    completing.add_argument('--file', help='take prompts from here, one a line; '
-                                           'JSON if its name ends in .jsonl')
-    completing.add_argument('--jsonl', action='store_true',
-                            help='read lines of JSON, and print such lines')
+    completing.add_argument('--file', help='prompts, one a line; JSON if its name ends in .jsonl')
+    completing.add_argument('--jsonl', action='store_true', help='read and print lines of JSON')
     completing.add_argument('--json', action='store_true', help='print JSON, one object a line')
     for o in (talking, completing): add_wishes(o)
     measuring = _add_command(parser, bench, None)
