@@ -81,7 +81,7 @@ def check_weights(
     if needed <= free: return needed
     half = f"; dtype='bfloat16' would need {gib(needed // 2)}" if dtype.itemsize == 4 else ''
     raise ValueError(f'the weights of this model need {gib(needed)} as {str(dtype)[6:]}, '
-                     f'but only {gib(free)} may be filled{half}')
+                     f'but only {gib(free)} may be filled, by memory_ratio{half}')
 
 # %% ../../nbs/39_engine.resources.ipynb #4b91b285
 @dataclass(frozen=True)

@@ -303,7 +303,7 @@ class NativeAttention:
         pool: KVPool,              # Where keys and values lie
         page_table: torch.Tensor,  # On the CPU, int32, [n_rows, max_pages]
         windows: Sequence[int | None] = (),  # Of each layer, in tokens; `None` or none given: all
-        longest: int = 256,        # New tokens of a request up to which the kernel serves it
+        longest: int = 512,        # New tokens of a request up to which the kernel serves it
     ):
         self.pool, self.page_table, self.longest = pool, page_table, longest
         self.windows, self.lib = dict(enumerate(windows)), load(attention_c)
