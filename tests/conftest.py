@@ -1,5 +1,6 @@
 """Settings of the test run: one thread per worker, the `long` marker, two profiles of hypothesis."""
-import os
+import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)   # whoever started us in the background may have Ctrl-C ignored
 os.environ.setdefault("OMP_NUM_THREADS", "1")   # two busy workers on two cores: before torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")    # no test may need the network
 

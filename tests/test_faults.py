@@ -85,7 +85,8 @@ def test_engine_is_killed_under_16_streams(capfd):
         assert whole.result().status_code == 500
         until(lambda: health(s.url) == 200)
         assert post(s, '/generate', text='x', rid='s3', sampling_params=dict(max_tokens=2)).status_code == 200
-        assert not folder.exists() and idle(s)
+        until(lambda: idle(s))
+        assert not folder.exists()
     assert engines() == before
     assert capfd.readouterr().err.count('starting another') == 1
 
