@@ -24,7 +24,6 @@ class FinishReason(StrEnum):
     ABORT = 'abort'    # the caller went away or changed its mind
     ERROR = 'error'    # the engine failed on it
 
-# %% ../nbs/00_core.ipynb #2746b346
 class RequestError(ValueError):
     "A request that cannot be served as asked; refused at once, and nobody else is touched."
     def __init__(
@@ -162,9 +161,13 @@ class SamplingParams:
         told = (self.logprobs, self.prompt_logprobs) != (None, None)
         return bool(changed or told or self.presence_penalty or self.frequency_penalty)
 
-# %% ../nbs/00_core.ipynb #abcd1e29
+# %% ../nbs/00_core.ipynb #a3326305
 class Lengths:
-    "How far each running request has come, in tokens: arrays, indexed by table row."
+    """How far each running request has come: arrays, indexed by table row.
+
+    `cached_len`, `device_len` and `max_device_len` count tokens. `launched` is the number of the
+    last batch with that row; `watched`, whether each of its tokens needs a second look.
+    """
     def __init__(
         self,
         n_rows: int,  # Rows of the table, the dummy row included
