@@ -138,7 +138,8 @@ class Tokenizer:
         self.chat_template = named.get('default')
         self.tool_template = named.get('tool_use', self.chat_template)   # for conversations with tools
         self._bos = self.backend.token_to_id(self.special.get('bos_token', ''))
-        self._alone: dict[tuple[int, bool], int | None] = {}   # what `alone` has found out
+        self._alone: dict[tuple[int, bool], str | None] = {}   # what `alone` has found out
+        self.bytewise = isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel)   # texts just follow each other
         self._hidden = {i for i, t in self.backend.get_added_tokens_decoder().items() if t.special}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
@@ -168,11 +169,11 @@ class Tokenizer:
         if skip_special_tokens and token in self._hidden: return False
         return self.backend.id_to_token(token) is not None
 
-    def alone(self, token: int, skip_special_tokens: bool = True) -> int | None:
-        "Length of the text of a token that stands first, in characters; `None` if it is no text. Remembered"
+    def alone(self, token: int, skip_special_tokens: bool = True) -> str | None:
+        "The text of a token that stands first; `None` if it is no text. Remembered"
         key = token, skip_special_tokens
         if key not in self._alone:
-            self._alone[key] = len(self.decode([token], skip_special_tokens)) if self.visible(*key) else None
+            self._alone[key] = self.decode([token], skip_special_tokens) if self.visible(*key) else None
         return self._alone[key]
 
     def spell(self, token: int) -> str:
@@ -194,24 +195,28 @@ class TextDecoder:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids: list[int] = []            # the context, then the tokens whose text is held back
         self._context, self._shown = 0, 0    # tokens of context; characters that have left
+        self._broken = False                 # the last character is not complete
 
     def _decode(self, ids: list[int]) -> str: return self._tokenizer.decode(ids, self._skip)
 
     def push(self, token_ids: Sequence[int]) -> str:
         "Take some tokens, and give the text that is now certain"
         alone, skip = self._tokenizer.alone, self._skip
-        ids = [i for i in token_ids if alone(i, skip) is not None]
+        texts = [alone(i, skip) for i in token_ids]
+        if self._tokenizer.bytewise and not self._broken:
+            if '\ufffd' not in (text := ''.join(filter(None, texts))): return text
+        ids = [i for i, o in zip(token_ids, texts) if o is not None]
         text = self._decode(self._ids + ids)
         broken = text.endswith('\ufffd')
         if broken and len(ids) > 1: return ''.join(self.push([i]) for i in ids)
-        self._ids += ids
+        self._ids, self._broken = self._ids + ids, broken
         if broken and len(self._ids) - self._context <= 4: return ''
         piece = text[self._shown:len(text) - broken]
         if piece:
             self._ids = self._ids[-4:] if broken else self._ids[self._context:]
             self._context = len(self._ids)
-            first = alone(self._ids[0], skip) if self._context == 1 else len(self._decode(self._ids))
-            self._shown = first - broken
+            first = alone(self._ids[0], skip) if self._context == 1 else self._decode(self._ids)
+            self._shown = len(first) - broken
         return piece
 
     def finish(self) -> str:
