@@ -77,8 +77,6 @@ def flush(self: TableManager) -> None:
     sent = torch.from_numpy(np.stack([rows, cols, self.pages[rows, cols]])).to(self.page_table.device)
     self.page_table[sent[0], sent[1]] = sent[2].int()
 
-
-
 @patch
 def write_tokens(
     self: TableManager,
