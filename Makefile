@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOCK := $(if $(shell command -v flock),flock .venv/.lock)
 PYTEST = $(BIN)/python -m pytest -n $(J) --dist worksteal
 need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=11_kv.table))
-.PHONY: help serve test test-browser screenshot test-long mutants docs nbs export edit done check embedded update readme cov install clean
+.PHONY: help serve test test-browser screenshot test-long mutants docs wheel nbs export edit done check embedded update readme cov install clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 14
@@ -35,6 +35,10 @@ check: .venv/.all        ## lint; package, notebooks, README and settings agree;
 	$(BIN)/python -m pytest -q tests/test_project.py
 docs: .venv/.all         ## build the book into docs/_build/html; any warning is an error
 	$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
+wheel: .venv/.all        ## wheel and sdist into dist/, the wheel used in an empty environment
+	@rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	$(BIN)/python tests/wheel_check.py dist
 edit: .venv/.all         ## edit NB=11_kv.table: write the chapter as text, nbs/11_kv.table.py
 	$(need_nb)@test ! -e nbs/$(NB).py || { echo 'nbs/$(NB).py is there already: make done NB=$(NB), or remove it'; exit 1; }
 	@$(BIN)/jupytext --quiet --to py:percent nbs/$(NB).ipynb -o nbs/$(NB).py && echo 'edit nbs/$(NB).py, then: make done NB=$(NB)'

@@ -1,7 +1,7 @@
 """Packaging. All metadata is in settings.ini; nothing to edit here."""
 from configparser import ConfigParser
 from pathlib import Path
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 
 root = Path(__file__).resolve().parent
 ini = ConfigParser(delimiters=["="])
@@ -18,7 +18,9 @@ setup(
     long_description_content_type="text/markdown",
     author=cfg["author"], license=cfg["license"], keywords=cfg["keywords"].split(),
     python_requires=f">={cfg['min_python']}",
-    packages=find_packages(include=[cfg["lib_path"], cfg["lib_path"] + ".*"]), include_package_data=True,
+    packages=find_namespace_packages(include=[cfg["lib_path"], cfg["lib_path"] + ".*"],   # folders of data, too
+                                     exclude=["*.__pycache__"]),
+    include_package_data=True,
     install_requires=lines("requirements"), extras_require=extras,
     entry_points={"console_scripts": lines("console_scripts")},
     zip_safe=False,
