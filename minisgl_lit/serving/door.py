@@ -23,6 +23,7 @@ from fastcore.basics import patch
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from .stream import DIRECT
 from .wishes import ApiError
 
 # %% ../../nbs/49_serving.door.ipynb #aedad87b
@@ -91,7 +92,7 @@ class Door:
         "One call"
         if scope['type'] != 'http': return await self.app(scope, receive, send)
         start, status, headers = perf_counter(), 0, dict(scope['headers'])
-        request_id = self._name(headers)
+        request_id, scope['extensions'] = self._name(headers), {**scope.get('extensions', {}), DIRECT: send}
         def told(message: Message) -> Awaitable[None]:
             nonlocal status
             if message['type'] == 'http.response.start':

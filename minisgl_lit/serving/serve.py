@@ -261,7 +261,7 @@ async def listen(self: ProcessClient) -> None:
         messages, start = await self.process.receive(), time.thread_time()
         for message in messages: self.tell(message)
         for _ in range(2): await asyncio.sleep(0)   # who has been woken makes an event; and sends it
-        if (busy := time.thread_time() - start) > .001: await asyncio.sleep(4 * busy)
+        if (busy := time.thread_time() - start) > .001: await asyncio.sleep(9 * busy)
 
 # %% ../../nbs/56_serving.serve.ipynb #6ec197b7
 @contextmanager
