@@ -4,10 +4,14 @@
 
 # %% auto #0
 __all__ = ['Wrapper', 'standin', 'PlainRagged', 'PlainPaged', 'PlainPrefill', 'PlainDecode', 'PlainGraphDecode',
-           'fast_decode_plan', 'fused_add_rmsnorm', 'silu_and_mul', 'apply_rope_with_cos_sin_cache_inplace', 'Library']
+           'fast_decode_plan', 'rmsnorm', 'fused_add_rmsnorm', 'silu_and_mul', 'apply_rope_with_cos_sin_cache_inplace',
+           'Library', 'find_library', 'gpu_kernels']
 
 # %% ../nbs/14_kernels.ipynb #fd2c3148
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from subprocess import SubprocessError
 from types import SimpleNamespace
 from typing import Protocol
 
@@ -150,15 +154,24 @@ def fast_decode_plan(wrapper: PlainGraphDecode, indptr: torch.Tensor, indices: t
     if len(last_page_len) != len(wrapper.last): raise ValueError('another number of requests')
 
 # %% ../nbs/14_kernels.ipynb #a26d46b0
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if not len(x): raise ValueError('a grid of no blocks')
+    return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+def rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    "Stands in for the function of that name: `input` at mean square 1, times `weight`; 2 or 3 dimensions"
+    return _norm(input.float(), weight, eps).to(input.dtype)
+
 def fused_add_rmsnorm(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
                       eps: float = 1e-6) -> None:
     "Stands in for the function of that name: `residual += input`; `input` = its norm times `weight`"
-    residual += input
-    x = residual.float()
-    input.copy_(x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight)
+    total = residual.float() + input
+    residual.copy_(total)
+    input.copy_(_norm(total, weight, eps))
 
 def silu_and_mul(input: torch.Tensor) -> torch.Tensor:
     "Stands in for the function of that name: the left half opens or closes the right one"
+    if input.shape[-1] * input.dtype.itemsize % 32: raise ValueError('halves must be multiples of 16 bytes')
     left, right = input.float().chunk(2, dim=-1)
     return (left / (1 + (-left).exp()) * right).to(input.dtype)
 
@@ -167,6 +180,7 @@ def apply_rope_with_cos_sin_cache_inplace(positions: torch.Tensor, query: torch.
                                           cos_sin_cache: torch.Tensor) -> None:
     "Stands in for the function of that name: turns `query` and `key`, [n_tokens, n_heads * head_size]"
     if cos_sin_cache.dtype != torch.float32: raise ValueError('cos_sin_cache should be float32')
+    if head_size not in (64, 128, 256): raise ValueError(f'Unsupported head_dim: {head_size}')
     for o in query, key:
         a, b = o.view(len(o), -1, head_size).float().chunk(2, dim=-1)
         cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
@@ -182,6 +196,7 @@ class Library(Protocol):
     BatchDecodeWithPagedKVCacheWrapper: type[PlainDecode]
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper: type[PlainGraphDecode]
     fast_decode_plan: Callable[..., None]
+    rmsnorm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     fused_add_rmsnorm: Callable[..., None]
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     apply_rope_with_cos_sin_cache_inplace: Callable[..., None]
@@ -191,5 +206,35 @@ standin: Library = SimpleNamespace(
     BatchPrefillWithPagedKVCacheWrapper=PlainPrefill,
     BatchDecodeWithPagedKVCacheWrapper=PlainDecode,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper=PlainGraphDecode,
-    fast_decode_plan=fast_decode_plan, fused_add_rmsnorm=fused_add_rmsnorm, silu_and_mul=silu_and_mul,
+    fast_decode_plan=fast_decode_plan, rmsnorm=rmsnorm, fused_add_rmsnorm=fused_add_rmsnorm, silu_and_mul=silu_and_mul,
     apply_rope_with_cos_sin_cache_inplace=apply_rope_with_cos_sin_cache_inplace)
+
+# %% ../nbs/14_kernels.ipynb #49030cda
+@cache
+def find_library(
+    device: torch.device,  # A GPU
+) -> Library | str:        # Or why it cannot serve, in a sentence
+    "FlashInfer, ready for this card; the first time ever it may have to compile for a minute"
+    card = torch.cuda.get_device_capability(device)
+    if card < (8, 0):
+        return 'FlashInfer needs a card of compute capability 8.0 or more, not {}.{}'.format(*card)
+    try:
+        library = import_module('flashinfer')
+        library.silu_and_mul(torch.ones(1, 16, dtype=torch.float16, device=device))
+    except (ImportError, OSError, RuntimeError, SubprocessError) as e:
+        return f'the package flashinfer-python cannot serve: {e}'
+    return library
+
+# %% ../nbs/14_kernels.ipynb #150efb8a
+def gpu_kernels(
+    *tensors: torch.Tensor,  # What a kernel would be given: tokens first
+) -> Library | None:         # `None`: torch shall compute
+    "FlashInfer, if it can serve these tensors"
+    x = tensors[0]
+    if x.device.type != 'cuda' or not x.numel(): return None
+    if x.dtype not in (torch.bfloat16, torch.float16): return None
+    grad = torch.is_grad_enabled()
+    for o in tensors:
+        if o.dtype != x.dtype or o.stride(-1) != 1 or grad and o.requires_grad: return None
+    found = find_library(x.device)
+    return None if isinstance(found, str) else found

@@ -2,6 +2,7 @@
 recorded and the others go on. Writes one JSON; `tests/gpu_check` starts it."""
 import argparse, json, os, platform, shutil, signal, subprocess, sys, tempfile, time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -82,28 +83,18 @@ def shape_of_qwen3():
         yield folder
 
 def make_llm(path, graphs: bool, **settings):
-    "An `LLM` on the GPU with FlashInfer; by its settings if it has them, else with its engine exchanged by hand"
-    from minisgl_lit.config import EngineConfig
+    "An `LLM` on the GPU with FlashInfer, with recorded decode steps or without"
     from minisgl_lit.llm import LLM
-    settings = dict(device='cuda') | settings
-    if 'cuda_graph_max_bs' in {f.name for f in fields(EngineConfig)}:
-        return LLM(str(path), attention='flashinfer', **settings | ({} if graphs else dict(cuda_graph_max_bs=0))), True
-    llm = LLM(str(path), attention='torch', **settings)
-    exchange(runtime_of(llm), graphs)
-    return llm, False
+    return LLM(str(path), **dict(device='cuda', attention='flashinfer', cuda_graph_max_bs='auto' if graphs else 0) | settings)
 
 def runtime_of(llm): return llm.runtime if hasattr(llm, 'runtime') else llm._driver.runtime
 
-def exchange(runtime, graphs: bool) -> None:
-    "Give a runtime FlashInfer, and recorded decode steps"
-    from minisgl_lit.engine.graph import CudaCapture, GraphEngine, Graphs, bucket_sizes
-    from minisgl_lit.model.attention_flashinfer import choose_attention
-    from minisgl_lit.scheduler.prepare import idle_batch
-    old, s, model = runtime.engine, runtime.scheduler, runtime.model_config
-    attention = choose_attention('flashinfer', old.attention.pool, s.table.page_table, model.windows, num_heads=model.num_heads)
-    sizes = bucket_sizes(runtime.config.max_running_req) if graphs else []
-    recorded = Graphs(old.model, attention, old.token_pool, idle_batch(s.table, 0), sizes, CudaCapture())
-    s.engine = runtime.engine = GraphEngine(old.model, attention, old.token_pool, old.stream, recorded)
+def give_back() -> None:
+    "The next engine shall find the memory that this one had"
+    import gc
+    import torch
+    gc.collect()
+    torch.cuda.empty_cache()
 
 def timed(scheduler) -> dict:
     "Count a scheduler's steps from now on, the seconds they take, and how many of these wait for the device"
@@ -136,7 +127,7 @@ def machine(args) -> dict:
     return told | dict(flashinfer=flashinfer.__version__)
 
 def kernels(args) -> dict:
-    "Compile what the later steps use, on first use; then the host's part of a plan, and a layer of decoding against the bytes it reads"
+    "Compile what the later steps use, all at once; then the host's part of a plan, and a layer of decoding against the bytes it reads"
     import numpy as np
     import torch
     from minisgl_lit.core import Batch, ForwardMode
@@ -145,13 +136,15 @@ def kernels(args) -> dict:
     from minisgl_lit.limits import best_time, read_rate
     from minisgl_lit.model.attention import TorchAttention
     from minisgl_lit.model.attention_flashinfer import choose_attention, kind_of
+    from minisgl_lit.model.layers import add_norm, rotary, rotate
     n, length, told = 256, 1024, {}
     pool = KVPool(1, n * length // 16, 16, 8, 128, torch.bfloat16, 'cuda')
     pool.buffer.normal_()
     table = TableManager(n, length, 16, pool.dummy_page, 'cuda')
     table.write(*np.indices((n, length // 16)).reshape(2, -1), np.random.default_rng(0).permutation(pool.num_pages).astype(np.int32))
     table.flush()
-    ours = choose_attention('flashinfer', pool, table.page_table, num_heads=16)
+    def fresh(): return choose_attention('flashinfer', pool, table.page_table, num_heads=16)
+    ours = fresh()
     reference = TorchAttention(pool, table.page_table)
     def batch(cached, lens):
         cached, lens = np.array(cached), np.array(lens)
@@ -159,6 +152,16 @@ def kernels(args) -> dict:
         owner, at = rows.repeat(lens - cached), np.concatenate([np.arange(*o) for o in zip(cached, lens)])
         return Batch([], ForwardMode.MIXED, 1, rows, cached, lens, owner, at, table.slots(owner, at), rows)
     def qkv(b): return torch.randn(len(b.positions), 32, 128, device='cuda').bfloat16().split([16, 8, 8], 1)
+    x = torch.randn(3, 8, 128, device='cuda').bfloat16()
+    table_of, flat, weight = rotary(torch.arange(3, device='cuda'), torch.rand(64, device='cuda'), x), x.flatten(1), torch.ones(1024, device='cuda').bfloat16()
+    def first(work):
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    once = dict(norm=lambda: add_norm(flat.clone(), flat.clone(), weight, 1e-6), rope=lambda: rotate(x.clone(), x.clone(), table_of),
+                decode=lambda: fresh().prepare(batch([9], [10])), prefill=lambda: fresh().prepare(batch([0], [10])))
+    with ThreadPoolExecutor(len(once)) as pool:   # each compiles in processes of its own
+        told |= {f'{name}_compile_s': seconds for name, seconds in zip(once, pool.map(first, once.values()))}
     for b in (batch([99, 7, 1023], [100, 8, 1024]), batch([0, 64, 1000], [300, 70, 1024]), batch([0, 0], [300, 17])):
         began, x = time.perf_counter(), qkv(b)
         got = ours.forward(*x, 0, ours.prepare(b))
@@ -202,14 +205,13 @@ def parity(args) -> dict:
                         comparison.check(Path(folder), prompt, out.token_ids, o, f'overlap={overlap}')
         comparison.done()
         told |= dict(float32_tokens=comparison.tokens, float32_near_ties=comparison.excused)
-        llm, wired = make_llm(folder, graphs=True, dtype='bfloat16', page_size=16, num_pages=200, max_running_req=8)
-        with llm: ours = [o.token_ids for o in llm.generate(prompts(), greedy)]
+        with make_llm(folder, graphs=True, dtype='bfloat16', page_size=16, num_pages=200, max_running_req=8) as llm: ours = [o.token_ids for o in llm.generate(prompts(), greedy)]
         theirs = load(Path(folder), torch.bfloat16)
         def same(answer): return sum(a == b for got, want in zip(answer, right) for a, b in zip(got, want)) / sum(map(len, right))
         with torch.inference_mode():
             reference = [theirs.generate(torch.tensor([o]), attention_mask=torch.ones(1, len(o), dtype=torch.long), max_new_tokens=MAX_NEW,
                                          do_sample=False, pad_token_id=0)[0, len(o):].tolist() for o in prompts()]
-        told |= dict(wired=wired, bfloat16_same=same(ours), transformers_bfloat16_same=same(reference))
+        told |= dict(bfloat16_same=same(ours), transformers_bfloat16_same=same(reference))
     if told['bfloat16_same'] < told['transformers_bfloat16_same'] - .15:
         raise AssertionError(f'bfloat16 answers are further from float32 than those of transformers: {told}')
     return told
@@ -223,8 +225,7 @@ def equality(args) -> dict:
         small_checkpoint(folder, 'bfloat16')
         for graphs in (False, True):
             for overlap in (False, True):
-                llm, _ = make_llm(folder, graphs, overlap=overlap, page_size=16, num_pages=200, max_running_req=8)
-                with llm: outs = llm.generate(prompts() * 2, SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
+                with make_llm(folder, graphs, overlap=overlap, page_size=16, num_pages=200, max_running_req=8) as llm: outs = llm.generate(prompts() * 2, SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
                 if errors := [o.error for o in outs if o.error]: raise AssertionError(errors[0])
                 answers[graphs, overlap] = [o.token_ids for o in outs]
     def same(a, b): return sum(x == y for x, y in zip(a, b)) / len(a)
@@ -240,8 +241,7 @@ def bench256(args) -> dict:
     told = {}
     with shape_of_qwen3() as folder:
         for overlap in (True, False):
-            llm, wired = make_llm(folder, True, dummy_weights=True, overlap=overlap, max_running_req=256, max_seq_len=2560, page_size=16)
-            with llm:
+            with make_llm(folder, True, dummy_weights=True, overlap=overlap, max_running_req=256, max_seq_len=2560, page_size=16) as llm:
                 runtime = runtime_of(llm)
                 work = workloads['bench256'].draw(runtime.model_config.vocab_size, seed=0)
                 wishes = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in work.answers]
@@ -263,9 +263,11 @@ def bench256(args) -> dict:
                     began = time.perf_counter()
                     llm.generate([work.prompts[0][:128]], SamplingParams(max_tokens=256, temperature=0, ignore_eos=True))
                     alone = 256 / (time.perf_counter() - began)
-                    told |= dict(wired=wired, input_tokens=sum(map(len, work.prompts)), output_tokens=n, limit_tokens_per_s=n / whole,
+                    told |= dict(memory=str(runtime.memory), recordings=len(runtime.engine.graphs.sizes), input_tokens=sum(map(len, work.prompts)), output_tokens=n, limit_tokens_per_s=n / whole,
                                  share_of_limit=whole / seconds, memory_read_gb_s=limits.read / 1e9, product_tflop_s=limits.compute / 1e12,
                                  one_request_tokens_per_s=alone, one_request_share=alone * limits.decode([256]).seconds)
+            del llm, runtime
+            give_back()
     return told
 
 def profile(args) -> dict:
@@ -276,8 +278,7 @@ def profile(args) -> dict:
     told, until = {}, time.perf_counter() + 30
     with shape_of_qwen3() as folder:
         for overlap in (True, False):
-            llm, _ = make_llm(folder, True, dummy_weights=True, overlap=overlap, max_running_req=256, max_seq_len=2560, page_size=16)
-            with llm:
+            with make_llm(folder, True, dummy_weights=True, overlap=overlap, max_running_req=256, max_seq_len=2560, page_size=16) as llm:
                 s = runtime_of(llm).scheduler
                 for i in range(256): s.add(f'p{i}', [i % 1000 + 1] * 500, SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True))
                 while s.stats()['waiting'] or s.stats()['steps'] < 60: s.step()
@@ -298,6 +299,8 @@ def profile(args) -> dict:
                     by_name: dict[str, float] = {}
                     for a, b, o in kernels: by_name[o] = by_name.get(o, 0) + (b - a) / n
                     told['longest_us_per_step'] = {o[:90]: round(by_name[o], 1) for o in sorted(by_name, key=by_name.get)[:-16:-1]}
+            del llm, s
+            give_back()
     return told
 
 TINY = """
@@ -306,8 +309,7 @@ import tempfile, gpu_check
 from minisgl_lit.core import SamplingParams
 with tempfile.TemporaryDirectory() as folder:
     gpu_check.small_checkpoint(folder, 'bfloat16')
-    llm, _ = gpu_check.make_llm(folder, True, page_size=16, num_pages=20, max_running_req=2, max_seq_len=64)
-    with llm: print(len(llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))))
+    with gpu_check.make_llm(folder, True, page_size=16, num_pages=20, max_running_req=2, max_seq_len=64) as llm: print(len(llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))))
 """
 
 def sanitizer(args) -> dict:

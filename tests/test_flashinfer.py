@@ -17,10 +17,11 @@ from minisgl_lit.kernels import standin
 from minisgl_lit.kv.pool import KVPool, layouts
 from minisgl_lit.kv.table import TableManager
 from minisgl_lit.llm import LLM
+from minisgl_lit.model import layers
 from minisgl_lit.model.attention import TorchAttention
 from minisgl_lit.model.attention_flashinfer import (
-    FlashInferAttention, PairAttention, add_norm, choose_attention, graph_attention, kind_of, page_indices, plan_arrays, silu_mul,
-    turn, turn_table, why_not)
+    FlashInferAttention, PairAttention, choose_attention, graph_attention, kind_of, page_indices, plan_arrays, why_not)
+from minisgl_lit.model.layers import add_norm, gated_mlp, heads, rms_norm, rotary, rotate, silu_mul
 from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts
 
 lacks_package = importlib.util.find_spec('flashinfer') is None
@@ -163,9 +164,12 @@ def standing_in(pool, page_table, windows, halves=False, num_heads=4):
 
 @pytest.mark.parametrize('halves', [False, True])
 @pytest.mark.parametrize('page_size', [1, 16])
-def test_answers_are_those_of_transformers(checkpoint, page_size, halves):
-    "Through `LLM` and `build`, with the stand-in as its attention; twice, the second time from the cache"
+def test_answers_are_those_of_transformers(checkpoint, page_size, halves, monkeypatch):
+    "Through `LLM` and `build`, with the stand-in as its attention, and for half of them in its layers; twice, the second time from the cache"
     (path, right), comparison = checkpoint, Comparison()
+    if page_size == 1:
+        monkeypatch.setattr(layers, 'gpu_kernels', lambda *tensors: standin if len(tensors[0]) else None)
+        monkeypatch.setattr(layers, 'fused', lambda *tensors: None)
     with LLM(path, device='cpu', attention='torch', page_size=page_size, num_pages=400 * 16 // page_size, max_prefill_tokens=24) as llm:
         runtime = llm._driver.runtime
         given = runtime.engine.attention
@@ -221,17 +225,37 @@ def test_kernels_say_what_the_reference_says_on_a_gpu(page_size, heads, kv_heads
             got = ours.forward(*qkv, layer, ours.prepare(batch))
             torch.testing.assert_close(got, reference.forward(*qkv, layer, reference.prepare(batch)), rtol=.02, atol=.02)
 
+def small_steps(device, dtype=torch.bfloat16, n_q=4, n_kv=2, dim=128, n=37):
+    "Results of the functions of a layer that have kernels, from the same numbers each time"
+    g = torch.Generator().manual_seed(0)
+    def some(*shape): return torch.randn(*shape, generator=g).to(device, dtype)
+    x, more, weight, at, speed = some(n, 256), some(n, 256), some(256), torch.arange(n, device=device) * 7, torch.rand(dim // 2, generator=g).to(device)
+    qkv, all_rows = some(n, n_q + 2 * n_kv, dim), (n_q + 2 * n_kv) * dim
+    told = [rms_norm(x, weight, 1e-6), rms_norm(qkv[:, :n_q], some(dim), 1e-6), silu_mul(some(n, 96)), silu_mul(some(n, 34))]
+    told += rotate(qkv[:, :n_q], qkv[:, n_q:-n_kv], rotary(at, speed, qkv))
+    told += heads(some(n, 256), some(all_rows, 256) / 16, None, (some(dim), some(dim)), 1e-6, rotary(at, speed, x), n_kv)
+    told += [gated_mlp(some(n, 256), some(192, 256) / 16, some(256, 96) / 10), *add_norm(x, more, weight, 1e-6)]
+    return told + [rms_norm(x[:0], weight, 1e-6)]    # nobody is sampled
+
+@pytest.mark.parametrize('shape', [dict(), dict(n=1), dict(dim=64, n_kv=1), dict(dim=32)])
+def test_small_steps_by_the_stand_in_say_what_torch_says(monkeypatch, shape):
+    expected = small_steps('cpu', **shape)
+    calls = []
+    def pretended(*tensors):
+        if not len(tensors[0]): return None
+        calls.append(tensors)
+        return standin
+    monkeypatch.setattr(layers, 'gpu_kernels', pretended)
+    monkeypatch.setattr(layers, 'fused', lambda *tensors: None)
+    for a, b in zip(small_steps('cpu', **shape), expected, strict=True): torch.testing.assert_close(a, b, rtol=.03, atol=.06)
+    assert len(calls) > 10
+
 @needs_gpu
-def test_small_kernels_say_what_torch_says_on_a_gpu():
-    library, g = importlib.import_module('flashinfer'), torch.Generator('cuda').manual_seed(0)
-    def some(*shape): return torch.randn(*shape, generator=g, device='cuda').bfloat16()
-    x, residual, weight = some(37, 1024), some(37, 1024), some(1024)
-    for a, b in zip(add_norm(x, residual, weight, 1e-6), add_norm(x.clone(), residual.clone(), weight, 1e-6, library)):
-        torch.testing.assert_close(a, b, rtol=.02, atol=.02)
-    gate_up = some(37, 512)
-    torch.testing.assert_close(silu_mul(gate_up), silu_mul(gate_up, library), rtol=.02, atol=.02)
-    angle = torch.arange(500., device='cuda')[:, None, None] / 10000 ** (torch.arange(64, device='cuda') / 64)
-    spins, at = turn_table(angle.cos(), angle.sin()), torch.randint(0, 500, (37,), device='cuda')
-    qkv = some(37, 8, 128)
-    expected = turn(qkv[:, :4], qkv[:, 4:6], at, spins)
-    for a, b in zip(expected, turn(qkv[:, :4], qkv[:, 4:6], at, spins, library)): torch.testing.assert_close(a, b, rtol=.02, atol=.05)
+def test_small_kernels_say_what_torch_says_on_a_gpu(monkeypatch):
+    for dtype in (torch.bfloat16, torch.float16):
+        assert layers.gpu_kernels(torch.ones(1, 8, device='cuda', dtype=dtype)) is importlib.import_module('flashinfer')
+        ours = small_steps('cuda', dtype)
+        with monkeypatch.context() as m:
+            m.setattr(layers, 'gpu_kernels', lambda *tensors: None)
+            expected = small_steps('cuda', dtype)
+        for a, b in zip(ours, expected, strict=True): torch.testing.assert_close(a, b, rtol=.03, atol=.06)

@@ -85,7 +85,7 @@ def test_the_benchmark_runs_on_a_cpu_over_the_stand_in(monkeypatch):
         small = dict(device='cpu', attention='torch', max_running_req=8, num_pages=200) | dict.fromkeys({'max_seq_len'} & set(settings), 400)
         llm = LLM(str(path), **settings | small)
         record(gpu_check.runtime_of(llm), bucket_sizes(8) if graphs else [], fake_capture([]))
-        return llm, False
+        return llm
     monkeypatch.setattr(gpu_check, 'make_llm', make_llm)
     monkeypatch.setattr(gpu_check, 'QWEN3_06B', gpu_check.QWEN3_06B | dict(
         num_hidden_layers=1, hidden_size=32, intermediate_size=32, vocab_size=500, num_attention_heads=2, num_key_value_heads=1, head_dim=16))

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core import Batch, ForwardMode, SamplingParams
 from minisgl_lit.engine.build import build
-from minisgl_lit.engine.graph import CudaCapture, GraphEngine, Graphs, bucket_sizes, graph_bytes, graph_sizes, padded
+from minisgl_lit.engine.graph import CudaCapture, GraphEngine, Graphs, bucket_sizes, padded
 from minisgl_lit.kernels import standin
 from minisgl_lit.kv.table import TableManager
 from minisgl_lit.model.attention_flashinfer import FlashInferAttention, choose_attention
-from minisgl_lit.model.decoder import ModelConfig
 from minisgl_lit.scheduler.prepare import idle_batch
 from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts
 
@@ -31,14 +30,6 @@ def test_sizes(most):
     assert {1, 2, 4} <= set(sizes) or most < 4
     assert all(o % 8 == 0 for o in sizes if o > 4 and o != most)
     assert all(b - a <= 8 for a, b in zip(sizes, sizes[1:]))
-
-@given(st.integers(1, 600), st.integers(0, 2**36), st.one_of(st.none(), st.integers(0, 600)))
-def test_sizes_fit_what_is_free_and_who_may_run(max_running, free, most):
-    model = ModelConfig(architecture='Qwen3ForCausalLM', vocab_size=99, hidden_size=512, intermediate_size=900, num_layers=9, num_heads=8, num_kv_heads=2, head_dim=64)
-    sizes = graph_sizes(model, max_running, free, most)
-    assert all(o <= max_running for o in sizes)
-    if most is None: assert graph_bytes(model, sizes) <= free // 50 or not sizes
-    else: assert (sizes[-1] if sizes else 0) == min(most, max_running)
 
 @given(st.integers(1, 12), st.integers(0, 9), st.integers(1, 20))
 def test_padding_is_nobodys(n, more, page_size):
@@ -122,7 +113,7 @@ def test_a_failing_recording_is_told_at_once(checkpoint):
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_replayed_steps_are_those_computed_as_they_come_on_a_gpu(tmp_path, dtype):
     "All prompts of the reference through both engines; bits may differ, so the hidden states of each step are compared"
-    make_checkpoint('Qwen3', tmp_path, head_dim=64, hidden_size=128)
+    make_checkpoint('Qwen3', tmp_path, head_dim=128, hidden_size=128)   # kernels that other steps have compiled
     runtime = build(EngineConfig.of(tmp_path, device='cuda', dtype=dtype, page_size=16, num_pages=200, max_running_req=6, attention='torch'))
     old, s = runtime.engine, runtime.scheduler
     attention = choose_attention('flashinfer', old.attention.pool, s.table.page_table, runtime.model_config.windows, num_heads=runtime.model_config.num_heads)

@@ -205,3 +205,17 @@ def test_sizes_that_cannot_be(tmp_path):
             LLM(tmp_path, device='cpu', tp=tp)
     with pytest.raises(ValueError, match='tp must be a whole number from 1 to 64, not 0'): LLM(tmp_path, tp=0)
     assert read_config(tmp_path).num_heads == 4 and json.loads((tmp_path/'config.json').read_text())['num_attention_heads'] == 4
+
+def other_rank_that(computes: str) -> subprocess.Popen:
+    "A process of another rank whose work is this, and whose rank 0 has gone at once"
+    code = f'import os, threading\nfrom minisgl_lit.engine import build\ndef compute(orders, tell):\n    {computes}\n'
+    pipe, env = subprocess.PIPE, {**os.environ, 'PYTHONPATH': str(Path(__file__).parents[1])}
+    return subprocess.Popen([sys.executable, '-c', f'{code}build._compute = compute\nbuild.other_rank()'], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=env)
+
+def test_what_another_rank_says_at_its_end():
+    "Noise of libraries is no answer, threads that wait for ever keep nobody, and who only lost the others shows no traceback"
+    noisy = 'os.write(1, b"noise\\n"); threading.Thread(target=threading.Event().wait).start(); tell("said")'
+    told = {o: other_rank_that(o) for o in (noisy, 'next(orders)', 'raise ConnectionError("rank 1 has lost the others")', '1 / 0')}
+    (a, b, c, d), codes = [p.communicate(timeout=60) for p in told.values()], [p.returncode for p in told.values()]
+    assert codes == [0, 1, 1, 1] and a == ('"said"\n', 'noise\n') and b == ('', '') and c == ('', 'rank 1 has lost the others\n')
+    assert d[0] == '' and 'Traceback' in d[1] and 'ZeroDivisionError' in d[1]

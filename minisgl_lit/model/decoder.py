@@ -17,7 +17,7 @@ from fastcore.basics import patch
 
 from ..device import Group
 from .layers import (
-    Llama3Scaling, embed, gated_mlp, heads, inverse_frequencies, linear, rms_norm, rotary)
+    Angles, Llama3Scaling, add_norm, embed, gated_mlp, heads, inverse_frequencies, linear, rms_norm, rotary)
 
 # %% ../../nbs/34_model.decoder.ipynb #7df841db
 @dataclass(frozen=True, kw_only=True)
@@ -320,12 +320,11 @@ class Decoder:
     def angles(
         self,
         positions: torch.Tensor,   # Place of each token in its sequence, [n_tokens]
-        dtype: torch.dtype,        # Of the queries and keys to come
-    ) -> list[torch.Tensor]:       # Cosine and sine, each [n_tokens, 1, head_dim / 2]
-        "How each token is turned"
+        x: torch.Tensor,           # The tokens, [n_tokens, hidden_size]
+    ) -> Angles:
+        "How queries and keys of each token are turned"
         rope = self.config.rope
-        turns = rotary(positions, rope.at(positions, self.speed), torch.float32)
-        return [(o * rope.scale).to(dtype) for o in turns]
+        return rotary(positions, rope.at(positions, self.speed), x, rope.scale)
 
 # %% ../../nbs/34_model.decoder.ipynb #5d69b86c
 @patch
@@ -333,15 +332,14 @@ def attention(
     self: Decoder,
     i: int,            # Number of the layer
     x: torch.Tensor,   # Normalised, [n_tokens, hidden_size]
-    cos: torch.Tensor, # From `rotary`, [n_tokens, 1, head_dim / 2]
-    sin: torch.Tensor, # The same
+    angles: Angles,    # Of these tokens
     attend: Attend,    # Knows which tokens see which
 ) -> torch.Tensor:     # [n_tokens, hidden_size]
     "Ask, be asked, and gather what is found, with the heads that are ours"
     c, w = self.mine, self.layers[i]
     norms = tuple(w[f'self_attn.{o}_norm.weight'] for o in 'qk') if c.qk_norm else None
     q, k, v = heads(x, w['self_attn.qkv_proj.weight'], w.get('self_attn.qkv_proj.bias'),
-                    norms, c.rms_norm_eps, cos, sin, c.num_kv_heads)
+                    norms, c.rms_norm_eps, angles, c.num_kv_heads)
     o = attend(q, k, v, i).reshape(len(x), -1)
     return linear(o, w['self_attn.o_proj.weight'], w.get('self_attn.o_proj.bias'))
 
@@ -363,13 +361,14 @@ def hidden(
     attend: Attend,            # Attention of this batch: (q, k, v, layer) to the shape of q
 ) -> torch.Tensor:             # [n_tokens, hidden_size]
     "What the layers make of each token"
-    x, eps, add_up = self._embed(input_ids), self.config.rms_norm_eps, self.group.all_reduce
-    cos, sin = self.angles(positions, x.dtype)
+    x, more, eps = self._embed(input_ids), None, self.config.rms_norm_eps
+    angles, add_up = self.angles(positions, x), self.group.all_reduce
     for i, (w, mlp) in enumerate(zip(self.layers, self.mlps)):
-        normed = rms_norm(x, w['input_layernorm.weight'], eps)
-        x = x + add_up(self.attention(i, normed, cos, sin, attend))
-        x = x + add_up(mlp.forward(rms_norm(x, w['post_attention_layernorm.weight'], eps), w))
-    return x
+        normed, x = add_norm(x, more, w['input_layernorm.weight'], eps)
+        more = add_up(self.attention(i, normed, angles, attend))
+        normed, x = add_norm(x, more, w['post_attention_layernorm.weight'], eps)
+        more = add_up(mlp.forward(normed, w))
+    return x + more
 
 @patch
 def scores(
