@@ -230,7 +230,9 @@ def tell(
     "Give a message to whom it is for"
     match message:
         case News():
-            for reply in message: self._tell(reply.rid, reply, reply.finish_reason is not None)
+            for rid, token in zip(message.rids, message.token_ids):
+                if mailbox := self._open.get(rid): mailbox.put_token(rid, token)
+            for reply in message.replies: self._tell(reply.rid, reply, reply.finish_reason is not None)
         case RefusedMsg(): self._tell(message.rid, message.error, True)
         case ControlReply():
             asker = self._asked.pop(message.id)

@@ -100,6 +100,20 @@ class Mailbox:
         if isinstance(news, RequestError): self._error = news
         elif old := self._waiting.get(news.rid): self._waiting[news.rid] = self._join(old, news)
         else: self._waiting[news.rid] = news
+        self._wake()
+
+    def put_token(
+        self,
+        rid: str,    # Whose it is
+        token: int,  # A new one, and no other news
+    ) -> None:
+        "The same for what comes most, with no reply made for it if one waits already"
+        if old := self._waiting.get(rid): old.token_ids.append(token)
+        else:
+            self._waiting[rid] = Reply(rid, [token])
+            self._wake()
+
+    def _wake(self) -> None:
         if self._reader and not self._reader.done(): self._reader.set_result(None)
 
     def _join(self, old: Reply, new: Reply) -> Reply:
