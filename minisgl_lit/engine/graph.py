@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 from ..core import Batch, ForwardMode
@@ -127,26 +128,29 @@ class Graphs:
         host = np.stack([batch.token_rows, batch.positions, batch.out_loc])
         return to_device(host, self.token_pool.device)
 
-    def serves(
-        self,
-        batch: Batch,  # Any
-    ) -> bool:
-        "Whether there is a recording for it"
-        if batch.mode is not ForwardMode.DECODE or not self.recordings: return False
-        return len(batch.sampled) == len(batch.rows) <= self.sizes[-1]
+# %% ../../nbs/42_engine.graph.ipynb #14e51771
+@patch
+def serves(
+    self: Graphs,
+    batch: Batch,  # Any
+) -> bool:
+    "Whether there is a recording for it"
+    if batch.mode is not ForwardMode.DECODE or not self.recordings: return False
+    return len(batch.sampled) == len(batch.rows) <= self.sizes[-1]
 
-    def hidden(
-        self,
-        batch: Batch,     # One that it `serves`
-    ) -> torch.Tensor:    # [n, hidden_size], until the next call
-        "What the layers make of each token"
-        n = len(batch.rows)
-        size = self.sizes[bisect_left(self.sizes, n)]
-        recording, batch = self.recordings[size], padded(batch, self.idle, size)
-        recording.places.copy_(self._places(batch), non_blocking=True)
-        self.attention.update(recording.metadata, batch)
-        recording.replay()
-        return recording.hidden[:n]
+@patch
+def hidden(
+    self: Graphs,
+    batch: Batch,     # One that it `serves`
+) -> torch.Tensor:    # [n, hidden_size], until the next call
+    "What the layers make of each token"
+    n = len(batch.rows)
+    size = self.sizes[bisect_left(self.sizes, n)]
+    recording, batch = self.recordings[size], padded(batch, self.idle, size)
+    recording.places.copy_(self._places(batch), non_blocking=True)
+    self.attention.update(recording.metadata, batch)
+    recording.replay()
+    return recording.hidden[:n]
 
 # %% ../../nbs/42_engine.graph.ipynb #fc57d089
 class GraphEngine(Engine):
