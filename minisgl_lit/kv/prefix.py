@@ -29,7 +29,6 @@ def common_pages(
     differ = a[:n] != b[:n]
     return int(differ.argmax() if differ.any() else n) // page_size
 
-# %% ../../nbs/12_kv.prefix.ipynb #74418959
 Name = tuple[str | int | None, bytes]   # namespace, or a number if bad; bytes of a page
 
 @dataclass(slots=True, eq=False)
