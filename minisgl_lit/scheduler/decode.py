@@ -61,7 +61,7 @@ class DecodeManager:
     ):
         self.lengths, self.page_size, self.ratio = table.lengths, table.page_size, ratio
         self.running: dict[str, Req] = {}     # by name
-        self._rows: np.ndarray | None = None  # theirs, until somebody joins or leaves
+        self._rows: np.ndarray | None = None  # theirs, if they are known
 
     @property
     def rows(self) -> np.ndarray:
@@ -100,13 +100,13 @@ def filter_reqs(
     reqs: Iterable[Req] = (),  # Those of the batch just launched
 ) -> None:
     "Let those join who make more tokens; let those go who have made their last"
-    joined = [o for o in reqs if o.can_decode and o.rid not in self.running]
-    self.running.update((o.rid, o) for o in joined)
-    if joined: self._rows = None
+    joined = {o.rid: o for o in reqs if o.can_decode and o.rid not in self.running}
+    if joined: self._rows = np.append(self.rows, [o.table_idx for o in joined.values()])
+    self.running.update(joined)
     stays = self.lengths.device_len[self.rows] < self.lengths.max_device_len[self.rows]
-    if not stays.all():
-        self.running = {o.rid: o for o, stay in zip(self.running.values(), stays) if stay}
-        self._rows = None
+    if stays.all(): return
+    names, self._rows = list(self.running), self.rows[stays]
+    for i in np.flatnonzero(~stays).tolist(): del self.running[names[i]]
 
 @patch
 def remove_req(
