@@ -8,6 +8,7 @@ __all__ = ['check_finish', 'may_end', 'Deadlines', 'Observer', 'Lifecycle']
 # %% ../../nbs/23_scheduler.finish.ipynb #d50a02cc
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import compress
 
 import numpy as np
 from fastcore.basics import patch
@@ -92,7 +93,8 @@ class Lifecycle:
     """Requests from arrival to end: who is alive, and what each has been lent.
 
     A request belongs to `alive` from `add` to its one terminal `Reply`. Its row and pages
-    go back at the next `settle`, and are lent again when the last batch with it has completed.
+    go back before the next batch is made, and are lent again when the last batch with it has
+    completed. `launched` and `completed` are the numbers of the newest batches that have been.
     """
     def __init__(
         self,
@@ -127,13 +129,13 @@ class Lifecycle:
         self.alive: dict[str, PendingReq] = {}
         self.launched = self.completed = 0
         self._suspect = 0   # number of a batch; 0: nothing is suspected
-        self._computed: list[PendingReq] = []
-        self._ended: list[PendingReq] = []
-        self._misled: list[PendingReq] = []
-        self._news = News()
+        self._computed: list[PendingReq] = []   # what they have computed goes to the tree
+        self._ended: list[PendingReq] = []      # all that they were lent comes back
+        self._misled: list[PendingReq] = []     # they have used bad pages, and begin anew
+        self._news = News()                     # of the step that runs
         self._wait_limit = Deadlines(self.config.queue_timeout)
         self._run_limit = Deadlines(self.config.run_timeout)
-        self._timed = not self.config.queue_timeout is self.config.run_timeout is None
+        self._timed = (self.config.queue_timeout, self.config.run_timeout) != (None, None)
         self._rows_waiting, self._rng = ReleaseList(), np.random.default_rng(self.config.seed)
 
 # %% ../../nbs/23_scheduler.finish.ipynb #1904a660
@@ -397,6 +399,6 @@ def _after_tokens(self: Lifecycle, batch: Batch, output: ForwardOutput) -> None:
     if close.any():
         for i in np.flatnonzero(close).tolist():
             self._closer_look(pendings[i], tokens[i], bool(output.finite[i]), told.get(i))
-        plain, tokens = ([o[i] for i in np.flatnonzero(~close).tolist()] for o in (pendings, tokens))
+        plain, tokens = (list(compress(o, (~close).tolist())) for o in (pendings, tokens))
     for pending, token in zip(plain, tokens): pending.append(token)
     self._tell(plain, tokens)
