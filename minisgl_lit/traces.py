@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import log
 from os import PathLike
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def length(
     mean: float,               # On average, at least 1
 ) -> int:                      # At least 1
     "How long something is, in tokens: log-normal, as spread out as it is long"
-    return max(round(rng.lognormal(np.log(mean) - np.log(2) / 2, np.log(2)**.5)), 1)
+    return max(round(rng.lognormal(log(mean) - log(2) / 2, log(2)**.5)), 1)
 
 # %% ../nbs/59_traces.ipynb #cbb0f93b
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +98,15 @@ def converse(
     rng = np.random.default_rng(name)
     which = int((kind.prefixes + 1)**rng.random())   # from 1 on
     said, delay = shared_text((name[0], which), kind.prefix_len), at
-    for _ in range(rng.geometric(1 / kind.turns)):
+    for turn in range(rng.geometric(1 / kind.turns)):
+        if turn:
+            said = np.concatenate([prompt, answer], dtype=np.int32)
+            delay = rng.exponential(kind.pause)
         n, m = length(rng, kind.input_len), length(rng, kind.output_len)
         if len(said) + n + m > kind.max_len: return
         new = rng.integers(vocab_size, size=n, dtype=np.int32)
         prompt = np.concatenate([said, new])
         answer = yield Turn(delay, prompt, m)
-        said, delay = np.concatenate([prompt, answer], dtype=np.int32), rng.exponential(kind.pause)
 
 # %% ../nbs/59_traces.ipynb #4d8b6937
 def trace(
