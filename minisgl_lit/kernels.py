@@ -131,10 +131,20 @@ class PlainGraphDecode(PlainDecode):
                  kv_layout: str = 'NHD', use_tensor_cores: bool = False):
         super().__init__(workspace_buffer, kv_layout, use_tensor_cores)
         self.indptr, self.indices, self.last = indptr_buffer, indices_buffer, last_page_len_buffer
+        self._plans = torch.zeros(8, dtype=torch.uint8)
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor,
                                int_workspace_buffer: torch.Tensor) -> None:
-        "Work in other memory from now on"
+        "Work in other memory from now on, and plan there"
+        self._plans = int_workspace_buffer
+
+    @property
+    def left(self) -> int:
+        "As the last plan in this memory has it, whosever that was"
+        return int(self._plans[:8].view(torch.int64))
+
+    @left.setter
+    def left(self, tokens: int) -> None: self._plans[:8].view(torch.int64).fill_(tokens)
 
     def _keep(self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> None:
         if len(last) != len(self.last):
@@ -152,6 +162,7 @@ def fast_decode_plan(wrapper: PlainGraphDecode, indptr: torch.Tensor, indices: t
     _on_host(indptr, last_page_len)
     if not hasattr(wrapper, 'qo'): raise ValueError('plan once before planning fast')
     if len(last_page_len) != len(wrapper.last): raise ValueError('another number of requests')
+    wrapper.left = window_left
 
 # %% ../nbs/14_kernels.ipynb #a26d46b0
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

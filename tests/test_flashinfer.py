@@ -248,7 +248,7 @@ def test_small_steps_by_the_stand_in_say_what_torch_says(monkeypatch, shape):
     monkeypatch.setattr(layers, 'gpu_kernels', pretended)
     monkeypatch.setattr(layers, 'fused', lambda *tensors: None)
     for a, b in zip(small_steps('cpu', **shape), expected, strict=True): torch.testing.assert_close(a, b, rtol=.03, atol=.06)
-    assert len(calls) > 10
+    assert len(calls) > 8
 
 @needs_gpu
 def test_small_kernels_say_what_torch_says_on_a_gpu(monkeypatch):

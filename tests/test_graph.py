@@ -1,6 +1,7 @@
 """Recorded decode steps: a fake recording replays a closure over the same static tensors, and every answer is that of transformers;
 sizes and padding for all batches; and, where there is a GPU, the real thing."""
 import importlib.util
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -130,3 +131,26 @@ def test_replayed_steps_are_those_computed_as_they_come_on_a_gpu(tmp_path, dtype
     serve(runtime, temperature=0)
     assert len(apart) > 5 and max(apart) < .5, apart
     runtime.close()
+
+def test_what_torch_is_told_to_record(monkeypatch):
+    "Once by itself, waited for, then recorded on the same stream; the second recording in the pool of the first; other threads may go on"
+    did, stream = [], SimpleNamespace(synchronize=lambda: did.append('waited'))
+    class Graph:
+        def pool(self): return 'pool'
+        def replay(self): return did.append('replayed')
+    @contextmanager
+    def graph(graph, pool, on, capture_error_mode):
+        did.append(('begins', type(graph), pool, on is stream, capture_error_mode))
+        yield
+        did.append('ends')
+    for name, o in dict(current_stream=lambda: stream, CUDAGraph=Graph, graph=graph).items(): monkeypatch.setattr(torch.cuda, name, o)
+    def work():
+        did.append('work')
+        return did.count('work')
+    capture = CudaCapture()
+    for pool in (None, 'pool'):
+        did.clear()
+        replay, out = capture(work)
+        assert did == ['work', 'waited', ('begins', Graph, pool, True, 'thread_local'), 'work', 'ends'] and out == 2
+        replay()
+        assert did[-1] == 'replayed'
