@@ -234,7 +234,7 @@ def decode_tasks(
 ) -> tuple[np.ndarray, np.ndarray]:  # Tasks, [n_tasks, 9]; token, first part and parts, [n, 3]
     "Cut each request's past into parts"
     lens, first = batch.device_lens[reqs], batch.extend_lens.cumsum()[reqs] - 1
-    step = block * max(4, -(-int(lens.sum()) // (4 * threads * block)))
+    step = block * max(1, -(-int(lens.sum()) // (4 * threads * block)))
     counts = -(-lens // step)
     owner, place = spread(counts)
     lo, one = place * step, np.ones_like(owner)
@@ -308,6 +308,7 @@ class NativeAttention:
         self.pool, self.page_table, self.longest = pool, page_table, longest
         self.windows, self.lib = dict(enumerate(windows)), load(attention_c)
         self.torch = TorchAttention(pool, page_table, windows)
+        self.layers = [(pool.k(i), pool.v(i)) for i in range(len(pool.buffer))]
 
     def prepare(
         self,
@@ -341,7 +342,7 @@ def forward(
     q, k, v = map(packed, (q, k, v))
     parts = torch.empty(m.n_parts, heads, dim + 2)
     self.lib.attend(
-        out, q, k, v, pool.k(layer), pool.v(layer), m.out_loc, n, self.page_table,
+        out, q, k, v, *self.layers[layer], m.out_loc, n, self.page_table,
         self.page_table.stride(0), pool.page_size, heads, k.shape[1], dim,
         q.stride(0), k.stride(0), v.stride(0), self.windows.get(layer) or 1 << 60,
         m.tasks, len(m.tasks), parts, m.merges, len(m.merges),

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ..kernels import gpu_kernels
-from ..products import few, kernels, linear, linear_c, room
+from ..products import few, kernels, linear, linear_c
 
 # %% ../../nbs/30_model.layers.ipynb #052d1a28
 def embed(
@@ -43,6 +43,7 @@ INLINE void norm(void *y, const void *x, const void *w, i64 n, float eps, int bf
     _Pragma("omp simd reduction(+:square)")
     for (i64 i = 0; i < n; i++) square += get(x, i, bf16) * get(x, i, bf16);
     float scale = 1 / sqrtf(square / n + eps);
+    _Pragma("omp simd")      // `y` may be `x`
     for (i64 i = 0; i < n; i++) {
         put(y, i, get(x, i, bf16) * scale, bf16);
         put(y, i, get(y, i, bf16) * get(w, i, bf16), bf16);
@@ -178,17 +179,22 @@ INLINE void gate(void *y, const void *x, i64 n, int bf16) {
 
 # %% ../../nbs/30_model.layers.ipynb #db6c9208
 layers_c += r"""
-void gated(void *y, void *wide, void *narrow, void *room, const void *x, const void *gate_up,
-           const void *gate_up_bias, const void *down, const void *down_bias,
-           i64 tokens, i64 hidden, i64 n, i64 bf16, i64 threads) {
-    linear(wide, x, room, gate_up, gate_up_bias, tokens, 2 * n, hidden, bf16, threads);
-    #pragma omp parallel for num_threads(threads) if(tokens * n > 16384)
-    for (i64 t = 0; t < tokens; t++) {
-        void *to = (void *)at(narrow, t * n, bf16);
-        const void *from = at(wide, t * 2 * n, bf16);
-        if (bf16) gate(to, from, n, 1); else gate(to, from, n, 0);
+void gated(void *y, const void *x, const void *gate_up, const void *gate_up_bias, const void *down,
+           const void *down_bias, i64 tokens, i64 hidden, i64 n, i64 bf16, i64 threads) {
+    void *wide = malloc(lesser(tokens, MOST) * 3 * n * sizeof(float)), *narrow = (float *)wide + lesser(tokens, MOST) * 2 * n;
+    for (i64 from = 0, some; from < tokens; from += some) {
+        some = lesser(tokens - from, MOST);
+        linear(wide, at(x, from * hidden, bf16), gate_up, gate_up_bias, some, 2 * n, hidden, bf16, threads);
+        #pragma omp parallel for num_threads(threads) if(some * n > 16384)
+        for (i64 t = 0; t < some; t++) {
+            void *to = (void *)at(narrow, t * n, bf16);
+            const void *both = at(wide, t * 2 * n, bf16);
+            if (bf16) gate(to, both, n, 1); else gate(to, both, n, 0);
+        }
+        void *here = (void *)at(y, from * hidden, bf16);
+        linear(here, narrow, down, down_bias, some, hidden, n, bf16, threads);
     }
-    linear(y, narrow, room, down, down_bias, tokens, hidden, n, bf16, threads);
+    free(wide);
 }
 """
 
@@ -198,7 +204,9 @@ def fused(
     *others: torch.Tensor,   # Weights and the like
 ) -> ctypes.CDLL | None:     # `None`: call by call
     "The functions that do several things in one call, if they can serve these tensors"
-    if len(x) > few(x.dtype) or not all(o.is_contiguous() for o in (x, *others)): return None
+    if x.shape[0] > few(x.dtype): return None
+    for o in (x, *others):
+        if not o.is_contiguous(): return None
     return kernels(layers_c, x, *others)
 
 def gated_mlp(
@@ -212,9 +220,9 @@ def gated_mlp(
     lib = fused(x, gate_up, down)
     if lib is None: return _plain_mlp(x, gate_up, down, gate_up_bias, down_bias)
     (tokens, hidden), n = x.shape, down.shape[1]
-    y, wide, narrow = (x.new_empty(tokens, o) for o in (hidden, 2 * n, n))
-    lib.gated(y, wide, narrow, room(tokens, max(hidden, n)), x, gate_up, gate_up_bias, down, down_bias,
-              tokens, hidden, n, x.dtype == torch.bfloat16, torch.get_num_threads())
+    y = torch.empty_like(x)
+    lib.gated(y, x, gate_up, gate_up_bias, down, down_bias, tokens, hidden, n,
+              x.dtype == torch.bfloat16, torch.get_num_threads())
     return y
 
 # %% ../../nbs/30_model.layers.ipynb #dab38068
@@ -269,6 +277,7 @@ def _plain_rotate(
 # %% ../../nbs/30_model.layers.ipynb #825431f0
 layers_c += r"""
 INLINE void turn(void *y, const void *x, const void *line, i64 n, int bf16) {
+    _Pragma("omp simd")      // `y` may be `x`
     for (i64 i = 0; i < n; i++) {
         float a = get(x, i, bf16), b = get(x, n + i, bf16);
         float c = get(line, i, bf16), s = get(line, n + i, bf16);
@@ -311,19 +320,21 @@ def rotate(
 
 # %% ../../nbs/30_model.layers.ipynb #69ba8697
 layers_c += r"""
-void heads(void *qkv, void *q, void *k, void *room, const void *x, const void *w, const void *bias,
-           const void *q_norm, const void *k_norm, const void *table, i64 tokens, i64 n_in, i64 n_q,
-           i64 n_kv, i64 dim, float eps, i64 bf16, i64 threads) {
-    i64 all = (n_q + 2 * n_kv) * dim, q_stride = all, k_stride = all;
-    const void *from_q = qkv, *from_k = at(qkv, n_q * dim, bf16);
-    linear(qkv, x, room, w, bias, tokens, all, n_in, bf16, threads);
-    if (q_norm) {
-        norms(q, from_q, q_norm, tokens, n_q, all, dim, eps, bf16, threads);
-        norms(k, from_k, k_norm, tokens, n_kv, all, dim, eps, bf16, threads);
-        from_q = q, from_k = k, q_stride = n_q * dim, k_stride = n_kv * dim;
+INLINE void place(void *head, const void *factor, const void *line, i64 dim, float eps, int bf16) {
+    if (factor) norm(head, head, factor, dim, eps, bf16);
+    turn(head, head, line, dim / 2, bf16);
+}
+void heads(void *qkv, const void *x, const void *w, const void *bias, const void *q_norm,
+           const void *k_norm, const void *table, i64 tokens, i64 n_in, i64 n_q, i64 n_kv, i64 dim,
+           float eps, i64 bf16, i64 threads) {
+    i64 all = n_q + 2 * n_kv;
+    linear(qkv, x, w, bias, tokens, all * dim, n_in, bf16, threads);
+    #pragma omp parallel for num_threads(threads) if(tokens * all * dim > 16384)
+    for (i64 t = 0; t < tokens; t++) for (i64 h = 0; h < n_q + n_kv; h++) {
+        void *head = (void *)at(qkv, (t * all + h) * dim, bf16);
+        const void *factor = h < n_q ? q_norm : k_norm, *line = at(table, t * dim, bf16);
+        if (bf16) place(head, factor, line, dim, eps, 1); else place(head, factor, line, dim, eps, 0);
     }
-    turns(q, from_q, table, tokens, n_q, q_stride, dim, bf16, threads);
-    turns(k, from_k, table, tokens, n_kv, k_stride, dim, bf16, threads);
 }
 """
 
@@ -359,8 +370,8 @@ def heads(
     lib = fused(x, weight, angles.table)
     if lib is None: return _plain_heads(x, weight, bias, norms, eps, angles, n_kv)
     dim, (tokens, n_in) = angles.table.shape[-1], x.shape
-    n_q = len(weight) // dim - 2 * n_kv
-    q, k, qkv = (x.new_empty(tokens, o, dim) for o in (n_q, n_kv, n_q + 2 * n_kv))
-    lib.heads(qkv, q, k, room(tokens, n_in), x, weight, bias, *(norms or (None, None)),
-              angles.table, tokens, n_in, n_q, n_kv, dim, eps, x.dtype == torch.bfloat16, torch.get_num_threads())
-    return q, k, qkv[:, n_q + n_kv:]
+    n_q = weight.shape[0] // dim - 2 * n_kv
+    qkv = x.new_empty(tokens, n_q + 2 * n_kv, dim)
+    lib.heads(qkv, x, weight, bias, *(norms or (None, None)), angles.table, tokens, n_in, n_q, n_kv,
+              dim, eps, x.dtype == torch.bfloat16, torch.get_num_threads())
+    return qkv.split([n_q, n_kv, n_kv], dim=1)
