@@ -9,6 +9,7 @@ import pytest
 
 import minisgl_lit
 from minisgl_lit import serve
+from minisgl_lit.serving.workers import Timeline
 
 FOLDER = Path(minisgl_lit.__file__).parent / "page"
 
@@ -68,7 +69,13 @@ def test_the_live_view_tells_the_truth(web):
         while not answer.done() or seen[-1]["running"]: seen.append(next(told))
         last = next(told)
     info = web.get("/get_server_info").json()
-    assert {k: info[k] for k in last if k != "time"} == {k: v for k, v in last.items() if k != "time"}
+    only = {"time", "batches"}
+    assert {k: info[k] for k in last if k not in only} == {k: v for k, v in last.items() if k not in only}
+    rows = {o[0]: dict(zip(Timeline.columns, o)) for e in seen for o in e["batches"] if o[0] > first["steps"]}
+    assert sum(o["made"] for o in rows.values()) == 300 and sum(o["prompt"] + o["cached"] for o in rows.values()) == last["prompt_tokens"] - first["prompt_tokens"]
+    assert [o["kind"] for o in rows.values()] == ["prefill"] + ["decode"]*299 and {o["rows"] for o in rows.values()} == {1}
+    times = [(o["start"], o["start"] + o["seconds"]) for o in rows.values()]
+    assert all(a <= b + 1e-6 and b <= c + 1e-6 for (a, b), (c, _) in zip(times, times[1:])) and times[-1][1] <= last["time"]
     assert last["generated_tokens"] - first["generated_tokens"] == 300
     assert any(0 < e["generated_tokens"] - first["generated_tokens"] < 300 and e["running"] == 1 for e in seen)
     for a, b in zip(seen, seen[1:]):

@@ -173,25 +173,26 @@ for (const o of document.querySelectorAll('#empty button')) o.addEventListener('
 // ---- the engine, five times a second, while somebody looks
 
 const WINDOW = 12   // seconds
-let columns = [], before = null, pageSize = 0
+let batches = [], counts = [], before = null, pageSize = 0   // what was computed; what the engine has counted, a second long
 
-function note(now) {   // what has happened since the event before
-  const seconds = before ? now.time - before.time : 0
-  const [prompts, cached, made, steps] = ['prompt_tokens', 'cached_tokens', 'generated_tokens', 'steps'].map(o => now[o] - before?.[o])
-  if (seconds > 0 && steps >= 0) columns.push({end: now.time, seconds, made, prompt: prompts - cached, cached, steps})
-  else columns = []   // the first, or of an engine that has been started again
-  columns = columns.filter(o => o.end > now.time - WINDOW)
+function note(now) {
+  if (before && now.steps < before.steps) batches = counts = []   // another engine
+  const last = batches.at(-1)?.step ?? 0
+  for (const [step, kind, rows, prompt, cached, made, start, seconds] of now.batches)
+    if (step > last) batches.push({step, kind, rows, prompt, cached, made, start, seconds: Math.max(seconds, 1e-6)})
+  batches = batches.filter(o => o.start + o.seconds > now.time - WINDOW)
+  counts = [...counts.filter(o => o.time > now.time - 1.1), now]
   before = now
 }
 
-function lately(name, seconds = 1) {   // so many a second
-  const some = columns.filter(o => o.end > before.time - seconds)
-  return some.reduce((n, o) => n + o[name], 0) / Math.max(some.reduce((n, o) => n + o.seconds, 0), .1)
+function lately(name) {   // so many a second
+  const [first] = counts
+  return (before[name] - first[name]) / Math.max(before.time - first.time, .1)
 }
 
 function show(now) {
   note(now)
-  const {total, held, evictable, free} = now.pages, inTree = now.pages.protected + evictable, rate = lately('made')
+  const {total, held, evictable, free} = now.pages, inTree = now.pages.protected + evictable, rate = lately('generated_tokens')
   const texts = {running: number(now.running), waiting: number(now.waiting), rate: number(rate), total: `${number(total)} of ${pageSize} tokens each`,
     held: number(held), protected: number(now.pages.protected), evictable: number(evictable), free: number(free),
     tree: `${number(inTree)} pages, ${number(inTree * pageSize)} tokens`, hits: `${number(now.hit_rate * 100)} %`,
@@ -204,7 +205,7 @@ function show(now) {
   if (!$('side').hidden) paint()
 }
 
-// two lanes, each with its own scale; height is tokens a second, so the area of a bar is its tokens
+// a bar for each batch in two lanes, each with its own scale; height is tokens a second, so the area is its tokens
 function paint() {
   const canvas = $('timeline'), scale = devicePixelRatio, width = canvas.clientWidth, lane = canvas.clientHeight / 2
   const fit = {width: Math.round(width * scale), height: Math.round(2 * lane * scale)}
@@ -215,15 +216,17 @@ function paint() {
   c.clearRect(0, 0, width, 2 * lane)
   c.font = `11px ${color('sans')}`
   for (const [ground, names] of [[lane, ['prompt', 'cached']], [2 * lane, ['made']]]) {
-    const top = roundUp(Math.max(20, ...columns.map(o => names.reduce((n, name) => n + o[name], 0) / o.seconds)))
-    for (const o of columns) {
+    const rates = batches.map(o => names.reduce((n, name) => n + o[name], 0) / o.seconds).sort((a, b) => a - b)
+    const top = roundUp(Math.max(20, rates[Math.floor(rates.length * .99)] ?? 0))   // one hasty batch shall not flatten all others
+    for (const o of batches) {
       let y = ground
       for (const name of names) {
-        const left = x(o.end - o.seconds), wide = Math.max(x(o.end) - left - 1, 1), tall = (lane - 18) * o[name] / o.seconds / top
+        const left = x(o.start), whole = x(o.start + o.seconds) - left, wide = whole > 3 ? whole - 1 : whole
+        const tall = (lane - 18) * o[name] / Math.max(o.seconds * top, names.reduce((n, part) => n + o[part], 0))
         y -= tall
         c.fillStyle = c.strokeStyle = color(name === 'made' ? 'accent' : 'prompt')
         if (name !== 'cached') c.fillRect(left, y, wide, tall)
-        else if (tall > 1) c.strokeRect(left + .5, y + .5, Math.max(wide - 1, .5), tall - 1)
+        else if (tall > 1 && wide > 1) c.strokeRect(left + .5, y + .5, Math.max(wide - 1, .5), tall - 1)
       }
     }
     c.fillStyle = color('line')
