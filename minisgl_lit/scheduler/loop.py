@@ -27,6 +27,7 @@ class Scheduler(Lifecycle):
     """Decides who runs next, and tells everyone what came of it; one `step` is one turn.
 
     All that a request owns is the `Lifecycle`'s; here are the engine, and what is in flight.
+    While `paused`, nothing is launched; `beats` counts steps, for a watchdog.
     """
     def __init__(
         self,
@@ -44,7 +45,8 @@ class Scheduler(Lifecycle):
         super().__init__(cache, vocab_size, clock, config, eos_token_ids, defaults, text_stop,
                          observer, grammar)
         self.engine = engine
-        self.paused, self._streak, self.beats = False, 0, 0
+        self.paused, self.beats = False, 0
+        self._streak = 0   # prefill steps in a row while others wait to decode
         self._in_flight: tuple[Batch, ForwardOutput] | None = None
 
 # %% ../../nbs/25_scheduler.loop.ipynb #117a7496
@@ -266,6 +268,12 @@ def step(self: Scheduler) -> News:
     return news
 
 # %% ../../nbs/25_scheduler.loop.ipynb #0236aafd
+@patch(as_prop=True)
+def has_work(self: Scheduler) -> bool:
+    "Whether `step` has anything to do; if not, a driver may block until somebody comes"
+    left = self._in_flight, self._ended, self._suspect, self._news
+    return bool(any(left) or self.alive and not self.paused)
+
 @patch
 def idle_step(self: Scheduler) -> None:
     "Let the engine make a token for nobody; raises what it raises"
@@ -273,13 +281,6 @@ def idle_step(self: Scheduler) -> None:
     batch = idle_batch(self.table, self.launched + 1)
     output = self.engine.sample(batch, self.engine.forward(batch))
     output.copy_done.synchronize()
-
-# %% ../../nbs/25_scheduler.loop.ipynb #12516637
-@patch(as_prop=True)
-def has_work(self: Scheduler) -> bool:
-    "Whether `step` has anything to do; if not, a driver may block until somebody comes"
-    left = self._in_flight, self._ended, self._suspect, self._news
-    return bool(any(left) or self.alive and not self.paused)
 
 @patch
 def stats(self: Scheduler) -> dict[str, float | dict[str, int]]:
