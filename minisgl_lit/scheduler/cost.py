@@ -129,10 +129,10 @@ def step_times(
 
 # %% ../../nbs/27_scheduler.cost.ipynb #e0299a52
 def admission_times(
-    n: int = 100,          # How many requests come in, one after another
-    prompt_len: int = 1000,
-    cached: int = 900,     # Of these, tokens that are in the tree
-) -> np.ndarray:           # Seconds, [n]
+    n: int = 100,            # How many requests come in, one after another
+    prompt_len: int = 1000,  # Tokens of each prompt
+    cached: int = 900,       # Of these, tokens that are in the tree
+) -> np.ndarray:             # Seconds, [n]
     "What it takes to let a request in that finds most of its prompt"
     s = loaded(1, prompt_len, steps=n * 16)
     prompt, params, times = np.full(prompt_len, 0), SamplingParams(max_tokens=0), np.zeros(n)
