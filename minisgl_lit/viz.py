@@ -90,7 +90,7 @@ class Recorder(Observer):
         keep: int = 500,        # Steps; the oldest are forgotten
     ):
         self.scheduler, self.clock, self.keep = scheduler, clock or scheduler.clock, keep
-        self.recording, self.before = Recording(text), scheduler.observer
+        self.recording, self.before, self.engine = Recording(text), scheduler.observer, None
         self.listeners: list[Callable[[], None]] = []   # called when a batch has been processed
         self._codes = {name: i for i, name in enumerate(self.recording.names)}
         self._ended: list[PendingReq] = []      # may still have pages
@@ -106,7 +106,8 @@ class Recorder(Observer):
     def detach(self) -> None:
         "End; twice is no mistake"
         s = self.scheduler
-        if s.observer is self: s.observer, s.engine = self.before, self.engine.engine
+        if s.observer is self: s.observer = self.before
+        if s.engine is self.engine: s.engine = self.engine.engine
 
     def __enter__(self) -> Recording: return self.attach().recording
     def __exit__(self, *error: object) -> None:
