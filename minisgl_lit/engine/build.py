@@ -222,6 +222,7 @@ def room(
 ) -> tuple[int, list[int]]:    # Bytes for pages, and batch sizes to record
     "What the weights leave for pages; `ValueError` if a step does not fit beside them"
     if setup.device.type != 'cuda': return setup.free(), []
+    torch.cuda.empty_cache()   # what loading has left over
     try: return try_out(setup, weights, CudaCapture(), setup.free)
     except torch.OutOfMemoryError as e:
         raise ValueError('beside its weights this GPU has no room to compute: lower max_prefill_tokens='
