@@ -196,7 +196,8 @@ def test_ranks_do_not_outlive_rank_0():
     time.sleep(.3)
     parent.kill()
     told = parent.communicate(timeout=30)[1]
-    assert gone([pid]) and 'Traceback' not in told and told.strip() in ('', 'rank 1 of 2 has lost the others')
+    last_words = [o for o in told.splitlines() if not o.startswith('Without native kernels')]   # where there is no compiler
+    assert gone([pid]) and last_words in ([], ['rank 1 of 2 has lost the others'])
 
 def test_sizes_that_cannot_be(tmp_path):
     make_checkpoint('Qwen3', tmp_path)
