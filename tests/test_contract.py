@@ -141,7 +141,8 @@ def test_stops(client, stop, shown):
 
 # -- tools ---------------------------------------------------------------------------------------
 
-FORMS = [("So. " + CALL, "So."), (CALL + "\n" + CALL, None), ('{"name": "weather", "parameters": {"city": "Rome"}}', None)]
+FORMS = [("So. " + CALL, "So."), (CALL + "\n" + CALL, None), ('{"name": "weather", "parameters": {"city": "Rome"}}', None),
+         ('{"parameters": {"city": "Rome"}, "name": "weather"}', None)]   # the last one can only come whole
 
 @pytest.mark.parametrize("text, talk", FORMS)
 def test_tools(client, engine, text, talk):
@@ -154,7 +155,13 @@ def test_tools(client, engine, text, talk):
     for c in client.chat.completions.create(**ask, stream=True):
         said += c.choices[0].delta.content or ""
         reasons.append(c.choices[0].finish_reason)
-        for o in c.choices[0].delta.tool_calls or []: calls[o.index] = o.function.arguments
+        for o in c.choices[0].delta.tool_calls or []:
+            assert (o.index in calls) == (o.id is None) == (o.function.name is None)   # the name first, and once
+            calls.setdefault(o.index, []).append(o.function.arguments)
+    if not text.startswith('{"parameters'):
+        assert all(len(o) > 3 and "".join(o) == '{"city": "Rome"}' for o in calls.values())   # piece by piece
+    with client.chat.completions.stream(**ask) as stream: last = stream.get_final_completion().choices[0].message
+    assert [c.function.parsed_arguments or json.loads(c.function.arguments) for c in last.tool_calls] == [{"city": "Rome"}]*len(calls)
     assert (said, list(calls), reasons[-1]) == (talk or "", [*range(max(1, text.count("<tool_call>")))], "tool_calls")
 
 def test_tools_are_a_matter_of_choice(client, engine):

@@ -11,14 +11,14 @@ __all__ = ['StreamOptions', 'ApiRequest', 'check_model', 'Part', 'TextPart', 'Fu
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import ClassVar, Literal, Self
 
 from fastcore.basics import patch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..core import FinishReason, Logprob
-from .finders import ToolCall, ToolParser
+from .finders import MoreArguments, ToolCall, ToolParser, join_calls
 from .tokenizer import Output, Piece
 from .wishes import ApiError, Wishes, as_prompts
 
@@ -248,8 +248,8 @@ class Answer:
 
     kinds: ClassVar[tuple[str, str]] = ('', '')  # What a whole answer calls itself, and what a piece does
 
-    def parts(self, index: int, o: Piece | Output) -> list[str | ToolCall]:
-        "What a choice says: texts and calls of tools"
+    def parts(self, index: int, o: Piece | Output) -> list[str | ToolCall | MoreArguments]:
+        "What a choice says: texts, and calls of tools or parts of them"
         return [o.text] * bool(o.text)
 
     def said(self, index: int, parts: Sequence[str | ToolCall], whole: bool) -> dict[str, object]:
@@ -322,20 +322,20 @@ class ChatAnswer(Answer):
     tools: tuple[str, ...] = ()   # Names of functions that may be called
     most_calls: int = 1 << 30     # How many of their calls are told
     _parsers: dict[int, ToolParser] = field(default_factory=dict)
-    _numbers: dict[int, Callable] = field(default_factory=dict)
+    _begun: dict[int, int] = field(default_factory=dict)   # calls of each choice
     kinds = 'chat.completion', 'chat.completion.chunk'
 
-    def parts(self, index: int, o: Piece | Output) -> list[str | ToolCall]:
-        "Texts, and calls that are complete"
+    def parts(self, index: int, o: Piece | Output) -> list[str | ToolCall | MoreArguments]:
+        "Texts, calls, and what follows of their arguments"
         if not self.tools: return super().parts(index, o)
         parser = self._parsers.setdefault(index, ToolParser(self.tools, self.most_calls))
         return parser.push(o.text) + (parser.finish() if o.finish_reason else [])
 
     def said(self, index: int, parts: Sequence[str | ToolCall], whole: bool) -> dict[str, object]:
         "A message, or what is new in it"
-        text = ''.join(o for o in parts if isinstance(o, str))
-        calls = [self._call(index, o, whole) for o in parts if not isinstance(o, str)]
-        if not whole: return {'delta': {'tool_calls': calls} if calls else {'content': text} if text else {}}
+        if not whole: return {'delta': self._delta(index, *parts)}
+        said = join_calls(parts)
+        text, calls = ''.join(o for o in said if isinstance(o, str)), [self._call(o) for o in said if not isinstance(o, str)]
         message = {'role': 'assistant', 'content': text if text or not calls else None, 'refusal': None}
         return {'message': message | ({'tool_calls': calls} if calls else {})}
 
@@ -352,9 +352,14 @@ class ChatAnswer(Answer):
         "As everywhere; but with tools, a text may be a call"
         return None if self.tools else super().frame(index)
 
-    def _call(self, index: int, o: ToolCall, whole: bool) -> dict[str, object]:
-        call = {'id': o.id, 'type': 'function', 'function': {'name': o.name, 'arguments': o.arguments}}
-        return call if whole else {'index': next(self._numbers.setdefault(index, count())), **call}
+    def _call(self, o: ToolCall) -> dict[str, object]:
+        return {'id': o.id, 'type': 'function', 'function': {'name': o.name, 'arguments': o.arguments}}
+
+    def _delta(self, index: int, o: str | ToolCall | MoreArguments = '') -> dict[str, object]:
+        if isinstance(o, str): return {'content': o} if o else {}
+        if isinstance(o, ToolCall): self._begun[index] = self._begun.get(index, 0) + 1
+        new = self._call(o) if isinstance(o, ToolCall) else {'function': {'arguments': o.text}}
+        return {'tool_calls': [{'index': self._begun[index] - 1, **new}]}
 
     def _token(self, token: int, logprob: float | None) -> dict[str, object]:
         text = self.spell(token)
