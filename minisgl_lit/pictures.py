@@ -375,7 +375,8 @@ PICTURES: dict[str, Callable[[Recording], str]] = dict(
     tree=lambda recording: _frames(_trees(recording)))
 
 STYLE = """
-.lit-run { max-width: 46rem; font: 14px/1.45 system-ui, sans-serif }
+.lit-run { max-width: 46rem; width: 100%; contain: inline-size; white-space: normal;
+  font: 14px/1.45 system-ui, sans-serif }
 .lit-run label { display: flex; gap: .7em; align-items: center }
 .lit-run input { flex: 1; min-width: 0 }
 .lit-run .scroll { overflow-x: auto; margin: .6em 0 }
