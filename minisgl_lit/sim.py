@@ -10,7 +10,7 @@ __all__ = ['bins', 'Clock', 'WallClock', 'VirtualClock', 'Work', 'CostModel', 'S
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -168,10 +168,15 @@ def sim_scheduler(
     return Scheduler(SimEngine(clock, cost), cache, 2**20, clock, config), clock
 
 # %% ../nbs/62_sim.ipynb #eaee8548
+class _Wish(SamplingParams):
+    "Wishes that leave nothing open"
+    def resolve(self, defaults: Mapping[str, float], seed: int = 0) -> SamplingParams: return self
+
 @lru_cache(10_000)
 def _wish(n: int) -> SamplingParams:
     "A greedy answer of exactly `n` tokens"
-    return SamplingParams(max_tokens=n, temperature=0., ignore_eos=True).resolve({})
+    return _Wish(max_tokens=n, temperature=0., ignore_eos=True, top_p=1., top_k=0, min_p=0.,
+                 repetition_penalty=1., seed=0)
 
 # %% ../nbs/62_sim.ipynb #a7546bb6
 class Crowd:
@@ -261,18 +266,19 @@ class Meter(Observer):
         self.counts = {k: n - self._before[k] for k, n in self.scheduler.counts.items()}
         if pending.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH): return
         first, n = pending.times.get('first_token', now), len(pending.output_ids)
-        if last is not None: self.gaps[bin_of(now - last)] += 1
         pace = (now - first) / max(n - 1, 1)
-        self.served[bin_of(first - pending.arrival), bin_of(pace)] += 1
+        gap = 0. if last is None else now - last
+        gap, *place = bin_of(np.array([gap, first - pending.arrival, pace])).tolist()
+        if last is not None: self.gaps[gap] += 1
+        self.served[*place] += 1
 
     def completed(self, batch: Batch, news: News) -> None:
         "Count gaps, and note now and then how things stand"
-        now, gaps = self.clock(), []
-        for pending in [o.pending for o in batch.sampled_reqs]:
-            if pending.finish_reason: continue
-            if pending in self._last: gaps.append(now - self._last[pending])
-            self._last[pending] = now
-        if gaps: self.gaps += np.bincount(bin_of(np.array(gaps)), minlength=bins)
+        now, pendings = self.clock(), [o.pending for o in batch.sampled_reqs]
+        alive = [o for o in pendings if not o.finish_reason]
+        for last, n in Counter(map(self._last.get, alive)).items():   # most have waited equally long
+            if last is not None: self.gaps[bin_of(now - last)] += n
+        self._last.update(dict.fromkeys(alive, now))
         if batch.step % self._every == 0: self._note(now)
 
     def _note(self, now: float) -> None:
