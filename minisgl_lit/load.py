@@ -298,14 +298,19 @@ def _flag(value: object) -> str:
     "A setting's value as it is typed"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
+_program = '''import logging, sys
+logging.basicConfig(level='WARNING')   # no line for each call
+from minisgl_lit.cli import main
+sys.exit(main())'''
+
 @contextmanager
 def own_server(
     config: EngineConfig,                # What to serve, and how
-    program: tuple[str, ...] = (sys.executable, '-m', 'minisgl_lit'),   # What to run
+    program: tuple[str, ...] = (sys.executable, '-c', _program),   # What to run
 ) -> Iterator[str]:                      # Its address
     "Our own server, for the length of a block; `ValueError` if it does not start"
     flags = [f'--{f.name.replace("_", "-")}={_flag(getattr(config, f.name))}' for f in fields(EngineConfig)]
-    command = [*program, 'serve', '--port=0', '--drain-seconds=0', *flags]
+    command = [*program, 'serve', '--port=0', '--drain-seconds=0', '--log-interval=0', *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             said = process.stdout.readline().split()

@@ -121,27 +121,31 @@ class Anteroom:
         for rid in going: self._waiting[rid] = self._waiting[rid][0], None
         return len(going)
 
-    def ready(self) -> Iterator[ToScheduler]:
-        "Messages to be delivered now: requests whose form is there, and the last of those who leave"
-        self._expire()
-        for rid, (message, compiling) in list(self._waiting.items()):
-            late = self._late(self._came[rid])
-            if compiling and not compiling.done() and not late: continue
-            del self._waiting[rid]
-            yield message if compiling and not late else _formless(message)
-            if not compiling: yield AbortMsg(rid)
-
-    def _late(self, came: float) -> bool:
-        limit = self.scheduler.config.queue_timeout
-        return limit is not None and self.scheduler.clock() - came > limit
-
-    def _expire(self) -> None:
-        self._timed = [o for o in self._timed if o.finish_reason is None and 'scheduled' not in o.times]
-        for o in [o for o in self._timed if self._late(o.arrival)]:
-            limit = self.scheduler.config.queue_timeout
-            self.scheduler.doom(o, FinishReason.ERROR, f'this request took longer than queue_timeout={limit:g} seconds')
-
 # %% ../../nbs/53_serving.workers.ipynb #e793b74a
+@patch
+def ready(self: Anteroom) -> Iterator[ToScheduler]:
+    "Messages to be delivered now: requests whose form is there, and the last of those who leave"
+    self._expire()
+    for rid, (message, compiling) in list(self._waiting.items()):
+        late = self._late(self._came[rid])
+        if compiling and not compiling.done() and not late: continue
+        del self._waiting[rid]
+        yield message if compiling and not late else _formless(message)
+        if not compiling: yield AbortMsg(rid)
+
+@patch
+def _late(self: Anteroom, came: float) -> bool:
+    limit = self.scheduler.config.queue_timeout
+    return limit is not None and self.scheduler.clock() - came > limit
+
+@patch
+def _expire(self: Anteroom) -> None:
+    self._timed = [o for o in self._timed if o.finish_reason is None and 'scheduled' not in o.times]
+    for o in [o for o in self._timed if self._late(o.arrival)]:
+        limit = self.scheduler.config.queue_timeout
+        self.scheduler.doom(o, FinishReason.ERROR, f'this request took longer than queue_timeout={limit:g} seconds')
+
+# %% ../../nbs/53_serving.workers.ipynb #bdb82c00
 class Timeline(Observer):
     "Keeps the last batches: a row for each, with the names in `columns`."
     columns = 'step', 'kind', 'rows', 'prompt', 'cached', 'made', 'start', 'seconds'
@@ -152,23 +156,22 @@ class Timeline(Observer):
         most: int = 128,       # How many are kept
     ):
         self.scheduler, self._rows = scheduler, deque(maxlen=most)
-        self._launched: deque[tuple[float, int]] = deque()   # when, and what they found in the cache
-        self._cached, self._free = scheduler.counts['cached_tokens'], 0.   # told so far; when the engine had nothing left to do
+        self._found: dict[int, int] = {}   # tokens in the cache, by the prompts of a step
+        self._cached = scheduler.counts['cached_tokens']
+        self._done = 0.                    # when the one before was
 
     def launched(self, batch: Batch) -> None:
-        "Note the time"
-        cached = self.scheduler.counts['cached_tokens']
-        self._launched.append((self.scheduler.clock(), cached - self._cached))
-        self._cached = cached
+        "Note what its prompts have found in the cache"
+        before, self._cached = self._cached, self.scheduler.counts['cached_tokens']
+        self._found[batch.step] = self._cached - before
 
     def completed(self, batch: Batch, news: News) -> None:
         "Keep it"
-        (start, cached), now = self._launched.popleft(), self.scheduler.clock()
-        lens = batch.extend_lens[:len(batch.reqs)]
-        prompt = {'decode': 0, 'mixed': lens[lens > 1].sum()}.get(batch.mode.value, lens.sum())
-        start = max(start, self._free)
-        self._rows.append([batch.step, batch.mode.value, len(lens), int(prompt), cached, len(batch.sampled), start, now - start])
-        self._free = now
+        lens, now = batch.extend_lens[:len(batch.reqs)], self.scheduler.clock()
+        start = max(self._done, min(o.pending.times['scheduled'] for o in batch.reqs))
+        prompt = {'decode': 0, 'mixed': int(lens[lens > 1].sum())}.get(kind := batch.mode.value, int(lens.sum()))
+        self._rows.append([batch.step, kind, len(lens), prompt, self._found.pop(batch.step), len(batch.sampled), start, now - start])
+        self._done = now
 
     def since(
         self,
