@@ -170,7 +170,7 @@ def test_sigterm_drains(tmp_path):
         assert [len(r.result().json()['output_ids']) for r in whole] == [500, 500]
         assert all('error' not in (last := list(o)[-1]) and last['meta_info']['finish_reason']['type'] == 'length' for o in streams)
         assert p.wait(60) == 0
-        lines = [json.loads(o) for o in (tmp_path/'stderr').read_text().splitlines()]
+        lines = [json.loads(o) for o in (tmp_path/'stderr').read_text().splitlines() if not o.startswith('Without native kernels')]
         assert len([o for o in lines if o.get('path') == '/generate' and o['status'] == 200]) == 6
 
 
