@@ -1,0 +1,178 @@
+"""Every block of the how-to guides is run, and what it prints must be what the guide shows.
+
+`…` in a shown output stands for anything. Blocks of a page run in order, Python in one namespace, commands in a
+folder where `./my-model` is a copy of the embedded checkpoint; `http://127.0.0.1:1919` becomes a server of ours.
+Commands that cannot run here (`why_not`) are read instead: by the parser that would read them.
+"""
+import contextlib, io, os, re, shlex, shutil, signal, subprocess, sys
+from configparser import ConfigParser
+from dataclasses import fields
+from pathlib import Path
+
+import pytest, yaml
+
+from minisgl_lit import cli, serve
+from minisgl_lit.config import ServerConfig, from_args
+from minisgl_lit.model.embedded import embedded_path
+
+root = Path(__file__).resolve().parents[1]
+URL, guides = "http://127.0.0.1:1919", sorted((root/"docs"/"guides").glob("*.md"))
+
+def blocks(page):
+    "(language, text) of each fenced block"
+    return re.findall(r"^```([^\s]*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M)
+
+def commands(body):
+    "(command, output shown) of each line that begins with `$ `"
+    return [(head, rest.strip()) for head, _, rest in (o.partition("\n") for o in re.split(r"^\$ ", body, flags=re.M)[1:])]
+
+def why_not(command):
+    "What keeps a command from being run by a test; empty if nothing does"
+    program, *words = shlex.split(command)
+    if program in ("podman", "sudo", "journalctl", "pip"): return "it would change the machine"
+    if any(o.startswith("Qwen/") for o in words): return "it would fetch a model"
+    return ""
+
+not_run = [(page.stem, command, why_not(command)) for page in guides for kind, body in blocks(page) if kind == "console"
+           for command, _ in commands(body) if why_not(command)]
+
+def read(command, config=ServerConfig):
+    "A command line of ours as its parser reads it; a wrong one exits, or is a `ValueError`"
+    args = cli.make_parser().parse_args(command[1:])
+    return from_args(args.config if args.command == "bench" else config, args)
+
+def shown(expected):
+    "What an output must match; runs of blanks are one"
+    lines = [re.sub(r" +", " ", o) for o in expected.splitlines()]
+    return re.compile(r"(.|\n)*".join(r"\n".join(map(re.escape, lines)).split(re.escape("…"))))
+
+def check(expected, output, what):
+    said = re.sub(r" +", " ", output.strip())
+    assert not expected or shown(expected.strip()).fullmatch(said), f"{what}\nprinted\n{said}\nand not\n{expected}"
+
+@pytest.fixture(scope="module")
+def shared():
+    with serve(port=0, num_pages=512, max_running_req=16) as server: yield server
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    shutil.copytree(embedded_path(), tmp_path/"my-model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    return tmp_path
+
+class Page:
+    "A guide while it is followed: its names, and the server that it has started, if any."
+    def __init__(self, shared):
+        self.shared, self.url, self.server, self.names = shared, shared.url, None, {}
+
+    def python(self, source):
+        "What it prints"
+        with contextlib.redirect_stdout(io.StringIO()) as said: exec(source.replace(URL, self.url), self.names)
+        return said.getvalue()
+
+    def console(self, command, expected):
+        if command == "minisgl-lit serve": said = f"{self.shared.model} is served on {URL}"
+        elif command.startswith("minisgl-lit serve") and " is served on " in expected: said = self.start(command)
+        else:
+            done = subprocess.run(command.replace(URL, self.url), shell=True, text=True, capture_output=True, timeout=120)
+            said, refused = done.stdout + done.stderr, expected.startswith("minisgl-lit ")
+            assert done.returncode == 2*refused, f"{command}\n{said}"
+        check(expected, said.replace(self.url, URL), command)
+
+    def start(self, command):
+        "A server that serves the rest of the page; its line"
+        self.server = subprocess.Popen(shlex.split(command) + ["--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        line = self.server.stdout.readline()
+        self.url = line.split()[-1]
+        return line
+
+    def end(self):
+        "Its server drains when it is told to, and leaves with code 0"
+        if self.server is None: return
+        self.server.send_signal(signal.SIGTERM)
+        with self.server: assert self.server.wait(60) == 0
+
+def follow(page, it):
+    "All blocks of a page, in order"
+    printed = None   # of the Python block just before
+    for kind, body in blocks(page):
+        if kind == "text" and printed is not None: check(body, printed, page.stem)
+        printed = it.python(body) if kind == "python" else None
+        if kind == "console":
+            for command, expected in commands(body):
+                if not why_not(command): it.console(command, expected)
+
+@pytest.mark.parametrize("page", guides, ids=lambda o: o.stem)
+def test_guide(page, folder, shared):
+    if "$ curl" in page.read_text() and not shutil.which("curl"): pytest.skip("there is no curl here")
+    if page.stem == "notebooks": pytest.importorskip("ipywidgets", reason="the extra viz is not installed")
+    if page.stem == "structured-output": pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    it = Page(shared)
+    try: follow(page, it)
+    finally: it.end()
+
+@pytest.mark.parametrize("page, command, reason", not_run, ids=[": ".join(o) for o in not_run])
+def test_commands_that_are_only_read(page, command, reason):
+    "Their flags are ours, with values that we accept"
+    program, *words = shlex.split(command)
+    if program == "minisgl-lit": read([program, *words])
+    elif words[0] == "run": read(["minisgl-lit", "serve", *words[words.index("minisgl_lit") + 1:]])
+    elif program == "pip":
+        extra = re.search(r"\[(\w+)\]", command)[1]
+        assert f"{extra}_requirements" in (root/"settings.ini").read_text()
+    else: assert "minisgl" in command
+
+def test_every_block_is_of_a_kind_that_is_checked():
+    kinds = {kind for page in guides for kind, _ in blocks(page)}
+    assert kinds - {"{toctree}"} == {"python", "console", "text", "ini", "nginx", "yaml"}
+
+def one(name, kind): return next(body for k, body in blocks(root/"docs"/"guides"/name) if k == kind)
+
+def test_unit_file():
+    "systemd waits longer than the server drains, and starts what our parser understands"
+    unit = ConfigParser(interpolation=None)
+    unit.optionxform = str
+    unit.read_string(one("deploy.md", "ini"))
+    service = unit["Service"]
+    config = read(["minisgl-lit", *shlex.split(service["ExecStart"])[1:]])
+    assert config.api_key == "${API_KEY}" and int(service["TimeoutStopSec"]) > config.drain_seconds
+    assert service["Environment"] == f"XDG_CACHE_HOME=/var/cache/{service['CacheDirectory']}"
+
+def test_proxy():
+    text = one("deploy.md", "nginx")
+    assert f"proxy_pass {URL};" in text and "proxy_buffering off;" in text
+    assert f"client_max_body_size {ServerConfig().max_body_mb}m;" in text and text.count("{") == text.count("}") == 1
+
+def test_scrape_config():
+    job, = yaml.safe_load(one("monitor.md", "yaml"))["scrape_configs"]
+    assert job["metrics_path"] == "/metrics" and job["static_configs"][0]["targets"] == [URL.removeprefix("http://")]
+
+def test_metrics_are_all_named_and_none_is_invented(shared):
+    from prometheus_client.parser import text_string_to_metric_families
+    from urllib.request import urlopen
+    told = {o.name + "_total" * (o.type == "counter"): o.type for o in text_string_to_metric_families(urlopen(shared.url + "/metrics").read().decode())}
+    told.pop("minisgl:num_aborted_requests_created")   # when counting began, which the library adds
+    table = dict(re.findall(r"^\| `(minisgl:\w+)` \| (\w+) \|", (root/"docs/guides/monitor.md").read_text(), re.M))
+    assert table == told
+
+def test_flags_and_defaults_in_the_prose():
+    "Each flag that is named exists, and each default in a table is the default"
+    known, defaults = set(), {"--" + f.name.replace("_", "-"): str(f.default).lower() for f in fields(ServerConfig)}
+    def flags(parser):
+        if parser.fill: parser.parse_known_args([])
+        known.update(o for a in parser._actions for o in a.option_strings)
+        for o in parser.names.values(): flags(o)
+    flags(cli.make_parser())
+    for page in guides:
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+        for flag in re.findall(r"`(--[a-z-]+)", prose): assert flag in known, f"{page.stem}: {flag}"
+        for flag, value in re.findall(r"^\| `(--[a-z-]+)` \| `([^`]+)` \|", prose, re.M): assert defaults[flag] == value, f"{page.stem}: {flag}"
+
+def test_links_and_the_list_of_guides():
+    for page in guides:
+        for where in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            target = (root/"nbs"/Path(where).name) if where.startswith("../nbs/") else page.parent/where
+            assert target.exists(), f"{page.stem}: {where}"
+    listed = one("index.md", "{toctree}").split("\n\n")[1].split()
+    assert sorted([*listed, "index"]) == [o.stem for o in guides]
