@@ -1,0 +1,67 @@
+"The built site (`make docs`) in Chromium: home, a chapter, a film that needs no kernel, search; on a desk, on a phone, in the dark."
+import functools, threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from selenium.webdriver.common.by import By
+from test_browser import Page, browser   # noqa: F401 (a fixture)
+
+BUILT = Path(__file__).resolve().parents[2]/"docs/_build/html"
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args): pass
+
+@pytest.fixture(scope="module")
+def site():
+    assert (BUILT/"index.html").exists(), "first build it: make docs"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=BUILT))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+@pytest.fixture
+def visit(browser, site):   # noqa: F811
+    return lambda path: Page(browser, site + path, ready=lambda page: page.js("document.readyState") == "complete")
+
+def text(page): return page.driver.find_element(By.TAG_NAME, "article").text
+
+def test_home_leads_everywhere(visit):
+    page = visit("index.html")
+    assert "Two commands" in text(page) and "make serve" in text(page)
+    links = [o.get_attribute("href") for o in page.all(".sidebar-tree a")]
+    for place in ("guides/index", "made/cli", "made/benchmarks", "nbs/00_core", "nbs/60_viz", "design", "glossary", "changelog", "contributing"):
+        assert any(place + ".html" in o for o in links), place
+
+@pytest.mark.parametrize("path", ["index.html", "nbs/12_kv.prefix.html", "nbs/60_viz.html", "made/cli.html", "guides/tune.html", "glossary.html"])
+@pytest.mark.parametrize("width, height", [(390, 800), (1280, 820)], ids=["phone", "desk"])
+def test_nothing_sticks_out(visit, path, width, height):
+    page = visit(path)
+    page.size(width, height, mobile=width < 500)
+    page.until(lambda: page.js("document.documentElement.scrollWidth") <= width)
+
+def test_a_chapter_goes_on_to_the_next(visit):
+    page = visit("nbs/11_kv.table.html")
+    assert "Rows for running requests" in text(page)
+    page.driver.find_element(By.CSS_SELECTOR, "a.next-page").click()
+    page.until(lambda: "12_kv.prefix" in page.driver.current_url)
+
+def test_search_finds(visit):
+    page = visit("search.html?q=retract")
+    page.until(lambda: page.all("#search-results li a"))
+    assert any("decode" in o.get_attribute("href") for o in page.all("#search-results li a"))
+
+def test_dark(visit):
+    def brightness(page): return sum(map(int, page.js("getComputedStyle(document.body).backgroundColor").strip("rgba()").split(",")[:3]))
+    page = visit("nbs/12_kv.prefix.html")
+    assert brightness(page) > 600
+    page.look(light=False)
+    page.until(lambda: brightness(page) < 200)
+
+LOOK = "[...document.querySelector('.lit-run').querySelectorAll('[data-step]')].map(o => getComputedStyle(o).visibility + o.classList).join()"
+
+def test_a_film_moves_without_a_kernel(visit):
+    page = visit("nbs/60_viz.html")
+    slider, before = page.all(".lit-run input[type=range]")[0], page.js(LOOK)
+    page.driver.execute_script("const o = arguments[0]; o.value = o.min; o.dispatchEvent(new Event('input', {bubbles: true}))", slider)
+    page.until(lambda: page.js(LOOK) != before)
