@@ -43,7 +43,9 @@ def test_nothing_sticks_out(visit, path, width, height):
 def test_a_chapter_goes_on_to_the_next(visit):
     page = visit("nbs/11_kv.table.html")
     assert "Rows for running requests" in text(page)
-    page.driver.find_element(By.CSS_SELECTOR, "a.next-page").click()
+    on = page.all("a.next-page")[0]
+    page.driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", on)
+    on.click()
     page.until(lambda: "12_kv.prefix" in page.driver.current_url)
 
 def test_search_finds(visit):
