@@ -4,10 +4,11 @@
 folder where `./my-model` is a copy of the embedded checkpoint; `http://127.0.0.1:1919` becomes a server of ours.
 Commands that cannot run here (`why_not`) are read instead: by the parser that would read them.
 """
-import contextlib, io, os, re, shlex, shutil, signal, subprocess, sys
+import contextlib, io, json, os, re, shlex, shutil, signal, subprocess, sys
 from configparser import ConfigParser
 from dataclasses import fields
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest, yaml
 
@@ -23,8 +24,9 @@ def blocks(page):
     return re.findall(r"^```([^\s]*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M)
 
 def commands(body):
-    "(command, output shown) of each line that begins with `$ `"
-    return [(head, rest.strip()) for head, _, rest in (o.partition("\n") for o in re.split(r"^\$ ", body, flags=re.M)[1:])]
+    "(command, output shown) of each line that begins with `$ `; a command goes on after a backslash"
+    said = re.findall(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", body, re.M)
+    return [(re.sub(r"\\\n *", "", command), shown.strip()) for command, shown in said]
 
 def why_not(command):
     "What keeps a command from being run by a test; empty if nothing does"
@@ -150,7 +152,6 @@ def test_scrape_config():
 
 def test_metrics_are_all_named_and_none_is_invented(shared):
     from prometheus_client.parser import text_string_to_metric_families
-    from urllib.request import urlopen
     told = {o.name + "_total" * (o.type == "counter"): o.type for o in text_string_to_metric_families(urlopen(shared.url + "/metrics").read().decode())}
     told.pop("minisgl:num_aborted_requests_created")   # when counting began, which the library adds
     table = dict(re.findall(r"^\| `(minisgl:\w+)` \| (\w+) \|", (root/"docs/guides/monitor.md").read_text(), re.M))
@@ -176,3 +177,9 @@ def test_links_and_the_list_of_guides():
             assert target.exists(), f"{page.stem}: {where}"
     listed = one("index.md", "{toctree}").split("\n\n")[1].split()
     assert sorted([*listed, "index"]) == [o.stem for o in guides]
+
+def test_routes_in_the_prose(shared):
+    "Each route that is named is served"
+    known = {"/", "/v1", *json.load(urlopen(shared.url + "/openapi.json"))["paths"]}
+    for page in guides:
+        for route in re.findall(r"`(/[a-z0-9_/]*)`", page.read_text(encoding="utf-8")): assert route in known, f"{page.stem}: {route}"
