@@ -97,16 +97,16 @@ def converse(
     "One conversation"
     rng = np.random.default_rng(name)
     which = int((kind.prefixes + 1)**rng.random())   # from 1 on
-    said, delay = shared_text((name[0], which), kind.prefix_len), at
-    for turn in range(rng.geometric(1 / kind.turns)):
-        if turn:
-            said = np.concatenate([prompt, answer], dtype=np.int32)
-            delay = rng.exponential(kind.pause)
+    prompt, delay = shared_text((name[0], which), kind.prefix_len), at
+    answer = prompt[:0]
+    for _ in range(rng.geometric(1 / kind.turns)):
+        said = np.concatenate([prompt, answer], dtype=np.int32)
         n, m = length(rng, kind.input_len), length(rng, kind.output_len)
         if len(said) + n + m > kind.max_len: return
         new = rng.integers(vocab_size, size=n, dtype=np.int32)
         prompt = np.concatenate([said, new])
         answer = yield Turn(delay, prompt, m)
+        delay = rng.exponential(kind.pause)
 
 # %% ../nbs/59_traces.ipynb #4d8b6937
 def trace(
