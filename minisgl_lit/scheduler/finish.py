@@ -199,7 +199,7 @@ def _check_queue(self: Lifecycle, priority: int) -> None:
 @patch
 def end(
     self: Lifecycle,
-    pending: PendingReq,       # Alive, and in no batch in flight but one being processed
+    pending: PendingReq,       # Alive; in flight at most in batches whose results for it will be dropped
     reason: FinishReason,      # Why
     error: str | None = None,          # What went wrong
     token_ids: Sequence[int] = (),     # Its last token

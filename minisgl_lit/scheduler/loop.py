@@ -222,7 +222,7 @@ def _mask(self: Scheduler, batch: Batch) -> np.ndarray | None:
 
 @patch
 def _sample(self: Scheduler, batch: Batch, handed: object) -> None:
-    "Let the engine choose; from now on the batch is in flight"
+    "Let the engine choose; the batch has been in flight since its forward"
     self._in_flight = batch, self.engine.sample(batch, handed, self._mask(batch))
 
 # %% ../../nbs/25_scheduler.loop.ipynb #b305059f
