@@ -23,9 +23,9 @@ VOCAB = 50
 
 class Letters:
     "A tokenizer whose tokens are letters."
-    backend = None   # no grammars here
+    backend, bytewise = None, True   # no grammars here
     def decode(self, ids, skip_special_tokens=True): return "".join(chr(65 + i) for i in ids)
-    def alone(self, token, skip_special_tokens=True): return 1
+    def alone(self, token, skip_special_tokens=True): return chr(65 + token)
 
 
 def toy_driver(overlap, rows=3, pages=24, queued=4, delay=0.0):
