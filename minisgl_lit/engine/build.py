@@ -38,12 +38,13 @@ from ..model.attention_flashinfer import choose_attention, graph_attention
 from ..scheduler.prepare import idle_batch
 from .graph import (
     Capture, CudaCapture, GraphEngine, Graphs, bucket_sizes, why_not_recorded)
-from ..model.decoder import Decoder, ModelConfig, dtypes, share
+from ..model.decoder import Decoder, ModelConfig, Weights, dtypes, share
 from ..model.embedded import embedded_path
 from ..model.checkpoint import read_config, resolve_model
 from ..model.weights import dummy_weights, load_weights
 from ..scheduler.control import Control
 from ..native import tell
+from ..products import pack
 from ..scheduler.loop import Observer, Scheduler
 
 # %% ../../nbs/44_engine.build.ipynb #22afb7d0
@@ -141,11 +142,11 @@ class Setup:
             return []
         return bucket_sizes(most if wanted == 'auto' else min(wanted, most))
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        "This rank's share of them"
+    def weights(self) -> Weights:
+        "This rank's share of them, packed where our kernel reads them"
         make = dummy_weights if self.config.dummy_weights else partial(load_weights, self.path)
-        group = Group(self.rank, self.config.tp)
-        return make(self.model, self.dtype, self.device, group=group)
+        found = make(self.model, self.dtype, self.device, group=Group(self.rank, self.config.tp))
+        return {name: pack(found.pop(name)) for name in list(found)}
 
 # %% ../../nbs/44_engine.build.ipynb #fc71d0ce
 def plan_memory(
@@ -196,7 +197,7 @@ def heaviest(
 # %% ../../nbs/44_engine.build.ipynb #9b51e9be
 def try_out(
     setup: Setup,      # Of one rank
-    weights: Mapping[str, torch.Tensor],   # Its share of them
+    weights: Weights,  # Its share of them
     capture: Capture,  # How to record
     free: Callable[[], int],   # Bytes of the device that may be filled
 ) -> tuple[int, list[int]]:    # Bytes for pages, and batch sizes to record
@@ -218,7 +219,7 @@ def try_out(
 
 def room(
     setup: Setup,      # Of one rank
-    weights: Mapping[str, torch.Tensor],   # Its share of them
+    weights: Weights,  # Its share of them
 ) -> tuple[int, list[int]]:    # Bytes for pages, and batch sizes to record
     "What the weights leave for pages; `ValueError` if a step does not fit beside them"
     if setup.device.type != 'cuda': return setup.free(), []

@@ -20,10 +20,56 @@ from . import attention
 from .attention import AttentionBackend, TorchAttention, TorchMetadata, to_device
 from ..native import load, vectors
 from .layers import power_c
-from ..products import dots
+from ..products import mac_c
+
+# %% ../../nbs/32_model.attention_cpu.ipynb #40f633a6
+_dots_c = mac_c + r"""
+INLINE vu piece(const char *k, int i, int bf16) {
+    if (!bf16 || PAIRS) return raw(k + i * 4 * W);
+    vu v = raw(k + i / 2 * 4 * W);
+    return i % 2 ? v & 0xffff0000u : v << 16;
+}
+INLINE void spread(char *to, const char *q, i64 n, int bf16) {
+    i64 i = 0, S = 2 * W;
+    if (!bf16 || PAIRS) { memcpy(to, q, n * (bf16 ? 2 : 4)); return; }
+    for (; i + S <= n; i += S) for (int h = 0; h < 2; h++) {
+        vu v = piece(q + i * 2, h, 1);
+        memcpy(to + (i + h * W) * 4, &v, sizeof v);
+    }
+    for (; i < n; i++) put(to, i, get(q, i, 1), 0);
+}
+"""
+
+# %% ../../nbs/32_model.attention_cpu.ipynb #08262578
+_dots_c += r"""
+#if defined(__AVX__) && !defined(__AVX512F__)
+enum { COLS = 2 };
+#else
+enum { COLS = 4 };
+#endif
+INLINE void dots(int R, int N, const char **q, const char **k, i64 n, int bf16, float *out, i64 ld) {
+    int whole = bf16 && PAIRS, each = whole ? 2 * W : W, bytes = each * (bf16 ? 2 : 4);
+    i64 i = 0, end = bf16 && !PAIRS ? n / (2 * W) * 2 : n / each;
+    vf sums[4][4];
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < N; j++) sums[r][j] = (vf){0};
+    for (; i + 2 <= end; i += 2) UNROLL for (int u = 0; u < 2; u++) {
+        vu key[4];
+        UNROLL for (int j = 0; j < N; j++) key[j] = piece(k[j] + i * bytes, u, bf16);
+        UNROLL for (int r = 0; r < R; r++) {
+            vu query = raw(q[r] + (i + u) * 4 * W);
+            UNROLL for (int j = 0; j < N; j++) sums[r][j] = mac(sums[r][j], query, key[j], bf16);
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < N; j++) {
+        float s = sum(sums[r][j]);
+        for (i64 d = i * each; d < n; d++) s += get(q[r], d, whole) * get(k[j], d, bf16);
+        out[r * ld + j] = s;
+    }
+}
+"""
 
 # %% ../../nbs/32_model.attention_cpu.ipynb #aa04dda3
-_soften_c = power_c + r"""
+_soften_c = _dots_c + power_c + r"""
 enum { B = 48 };      // positions in a block: whole registers, whole tiles
 static void soften(float *s, i64 from, i64 to, float scale, float *state, i64 dim) {
     float *largest = state + dim, *weights = largest + 1, top = *largest;
@@ -185,7 +231,7 @@ static void serve(const task *t, const shape *z, void *out, float *parts, int bf
 """
 
 # %% ../../nbs/32_model.attention_cpu.ipynb #f7eb0a9d
-attention_c = vectors + dots + _finish_c + r"""
+attention_c = vectors + _finish_c + r"""
 void attend(void *out, const void *q, const void *k, const void *v, void *keys, void *values,
             const i64 *out_loc, i64 n_tokens, const int32_t *table, i64 max_pages, i64 page_size,
             i64 heads, i64 kv_heads, i64 dim, i64 q_stride, i64 k_stride, i64 v_stride, i64 window,

@@ -18,6 +18,7 @@ from fastcore.basics import patch
 from ..device import Group
 from .layers import (
     Angles, Llama3Scaling, add_norm, embed, gated_mlp, heads, inverse_frequencies, linear, rms_norm, rotary)
+from ..products import Packed
 
 # %% ../../nbs/34_model.decoder.ipynb #7df841db
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ ropes: dict[str, type[Rope]] = dict(
     default=Rope, linear=LinearRope, llama3=Llama3Rope, yarn=YarnRope, dynamic=DynamicRope)
 
 # %% ../../nbs/34_model.decoder.ipynb #a2a26e3e
-Weights = Mapping[str, torch.Tensor]
+Weights = Mapping[str, torch.Tensor | Packed]
 
 class Mlp(Protocol):
     "The second half of a layer: a value, equal to another that computes the same."
@@ -304,7 +305,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,   # Its shape
-        weights: Mapping[str, torch.Tensor],  # As `weight_shapes` names them, on one device
+        weights: Mapping[str, torch.Tensor | Packed],  # As `weight_shapes` names them, on one device
         group: Group = Group(),  # Who else computes it; then `weights` are our share
     ):
         self.config, self.group, self.mine = config, group, share(config, group.size)
@@ -315,7 +316,7 @@ class Decoder:
             return {name: weights[f'model.layers.{i}.{name}'] for name in layer_shapes(config, i)}
         self.layers = [layer(i) for i in range(config.num_layers)]
         self.mlps = [self.mine.mlp(i) for i in range(config.num_layers)]
-        self.speed = config.rope.speed(config.head_dim).to(self.head.device)
+        self.speed = config.rope.speed(config.head_dim).to(self.norm.device)
 
     def angles(
         self,
@@ -348,8 +349,8 @@ def attention(
 def _embed(self: Decoder, input_ids: torch.Tensor) -> torch.Tensor:
     "Each token's row of the table; a rank has a block of rows, and zeros for the others'"
     if self.group.size == 1: return embed(input_ids, self.embedding)
-    own = input_ids - self.group.rank * len(self.embedding)
-    known = (own >= 0) & (own < len(self.embedding))
+    own = input_ids - self.group.rank * self.embedding.shape[0]
+    known = (own >= 0) & (own < self.embedding.shape[0])
     rows = embed(own * known, self.embedding)
     return self.group.all_reduce(rows.masked_fill(~known[:, None], 0))
 

@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 
 from ..kernels import gpu_kernels
-from ..products import few, kernels, linear, linear_c
+from ..products import Packed, few, kernels, linear, linear_c
 
 # %% ../../nbs/30_model.layers.ipynb #052d1a28
 def embed(
     ids: torch.Tensor,     # Token ids, [n_tokens]
-    weight: torch.Tensor,  # A row for each token of the vocabulary, [vocab_size, hidden_size]
+    weight: torch.Tensor | Packed,  # A row for each token of the vocabulary, [vocab_size, hidden_size]
 ) -> torch.Tensor:         # [n_tokens, hidden_size]
     "Look each token up"
-    return F.embedding(ids, weight)
+    return weight.rows(ids) if isinstance(weight, Packed) else F.embedding(ids, weight)
 
 # %% ../../nbs/30_model.layers.ipynb #d3383aa3
 def _plain_norm(
@@ -128,8 +128,8 @@ def silu_mul(
 
 def _plain_mlp(
     x: torch.Tensor,        # [n_tokens, hidden_size]
-    gate_up: torch.Tensor,  # Gate above, up below, [2 * intermediate_size, hidden_size]
-    down: torch.Tensor,     # [hidden_size, intermediate_size]
+    gate_up: torch.Tensor | Packed,     # Gate above, up below, [2 * intermediate_size, hidden_size]
+    down: torch.Tensor | Packed,        # [hidden_size, intermediate_size]
     gate_up_bias: torch.Tensor | None,  # [2 * intermediate_size]
     down_bias: torch.Tensor | None,     # [hidden_size]
 ) -> torch.Tensor:          # [n_tokens, hidden_size]
@@ -201,18 +201,17 @@ void gated(void *y, const void *x, const void *gate_up, const void *gate_up_bias
 # %% ../../nbs/30_model.layers.ipynb #ad514a7c
 def fused(
     x: torch.Tensor,         # [n_tokens, n]
-    *others: torch.Tensor,   # Weights and the like
+    *weights: torch.Tensor | Packed,
 ) -> ctypes.CDLL | None:     # `None`: call by call
     "The functions that do several things in one call, if they can serve these tensors"
-    if x.shape[0] > few(x.dtype): return None
-    for o in (x, *others):
-        if not o.is_contiguous(): return None
-    return kernels(layers_c, x, *others)
+    if len(x) > few(x.dtype) or not x.is_contiguous(): return None
+    if not all(isinstance(o, Packed) for o in weights): return None
+    return kernels(layers_c, x, *(o.data for o in weights))
 
 def gated_mlp(
     x: torch.Tensor,        # [n_tokens, hidden_size]
-    gate_up: torch.Tensor,  # Gate above, up below, [2 * intermediate_size, hidden_size]
-    down: torch.Tensor,     # [hidden_size, intermediate_size]
+    gate_up: torch.Tensor | Packed,     # Gate above, up below, [2 * intermediate_size, hidden_size]
+    down: torch.Tensor | Packed,        # [hidden_size, intermediate_size]
     gate_up_bias: torch.Tensor | None = None,  # [2 * intermediate_size]
     down_bias: torch.Tensor | None = None,     # [hidden_size]
 ) -> torch.Tensor:          # [n_tokens, hidden_size]
@@ -221,7 +220,7 @@ def gated_mlp(
     if lib is None: return _plain_mlp(x, gate_up, down, gate_up_bias, down_bias)
     (tokens, hidden), n = x.shape, down.shape[1]
     y = torch.empty_like(x)
-    lib.gated(y, x, gate_up, gate_up_bias, down, down_bias, tokens, hidden, n,
+    lib.gated(y, x, gate_up.data, gate_up_bias, down.data, down_bias, tokens, hidden, n,
               x.dtype == torch.bfloat16, torch.get_num_threads())
     return y
 
@@ -343,7 +342,7 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]   # Queries, keys, value
 
 def _plain_heads(
     x: torch.Tensor,        # [n_tokens, hidden_size]
-    weight: torch.Tensor,   # Queries', keys', values' rows, [(n_q + 2 * n_kv) * head_dim, hidden_size]
+    weight: torch.Tensor | Packed,      # Queries', keys', values' rows, [(n_q + 2 * n_kv) * head_dim, hidden_size]
     bias: torch.Tensor | None,   # A constant for each of these rows
     norms: tuple[torch.Tensor, torch.Tensor] | None,  # Factors of queries and of keys, each [head_dim]
     eps: float,             # See `rms_norm`
@@ -359,7 +358,7 @@ def _plain_heads(
 # %% ../../nbs/30_model.layers.ipynb #6b8c4e8f
 def heads(
     x: torch.Tensor,        # [n_tokens, hidden_size]
-    weight: torch.Tensor,   # Queries', keys', values' rows, [(n_q + 2 * n_kv) * head_dim, hidden_size]
+    weight: torch.Tensor | Packed,      # Queries', keys', values' rows, [(n_q + 2 * n_kv) * head_dim, hidden_size]
     bias: torch.Tensor | None,   # A constant for each of these rows
     norms: tuple[torch.Tensor, torch.Tensor] | None,  # Factors of queries and of keys, each [head_dim]
     eps: float,             # See `rms_norm`
@@ -367,11 +366,11 @@ def heads(
     n_kv: int,              # Heads of keys, and of values
 ) -> Heads:                 # Each [n_tokens, heads, head_dim]
     "What attention needs of each token: a query for each head, keys and values"
-    lib = fused(x, weight, angles.table)
+    lib = fused(x, weight)
     if lib is None: return _plain_heads(x, weight, bias, norms, eps, angles, n_kv)
     dim, (tokens, n_in) = angles.table.shape[-1], x.shape
     n_q = weight.shape[0] // dim - 2 * n_kv
     qkv = x.new_empty(tokens, n_q + 2 * n_kv, dim)
-    lib.heads(qkv, x, weight, bias, *(norms or (None, None)), angles.table, tokens, n_in, n_q, n_kv,
+    lib.heads(qkv, x, weight.data, bias, *(norms or (None, None)), angles.table, tokens, n_in, n_q, n_kv,
               dim, eps, x.dtype == torch.bfloat16, torch.get_num_threads())
     return qkv.split([n_q, n_kv, n_kv], dim=1)

@@ -81,7 +81,7 @@ def test_an_answer_grows(page):
     seen = []
     page.until(lambda: seen.append(page.last()) or page.all(".bill"))
     pieces = [o for o in dict.fromkeys(seen) if o]
-    assert len(pieces) > 3 and all(b.startswith(a) for a, b in zip(pieces, pieces[1:]))
+    assert len(pieces) > 1 and all(b.startswith(a) for a, b in zip(pieces, pieces[1:]))
     assert page.all(".user .said")[0].text == "Count\nfrom 3 to 9"
     assert "150 tokens" in page.all(".bill")[0].text and "token limit" in page.all(".bill")[0].text
     ask(page, "And now from 5 to 9")   # the conversation goes on, and the focus was kept
