@@ -144,7 +144,7 @@ INLINE vf power(vf x) {
     x = (vf)((dead & (vu)low) | (~dead & (vu)x));
     vf t = x * 1.44269504f + 12582912.f, n = t - 12582912.f;
     vf f = x - n * .693145752f - n * 1.42860677e-6f;
-    vf y = 1 + f * (1 + f * (1/2.f + f * (1/6.f + f * (1/24.f + f * (1/120.f + f / 720.f)))));
+    vf y = 1 + f * (1 + f * (1/2.f + f * (1/6.f + f * (1/24.f + f * (1/120.f + f * (1/720.f))))));
     return (vf)(~dead & ((vu)y + ((vu)t << 23)));
 }
 """
@@ -373,4 +373,4 @@ def heads(
     qkv = x.new_empty(tokens, n_q + 2 * n_kv, dim)
     lib.heads(qkv, x, weight.data, bias, *(norms or (None, None)), angles.table, tokens, n_in, n_q, n_kv,
               dim, eps, x.dtype == torch.bfloat16, torch.get_num_threads())
-    return qkv.split([n_q, n_kv, n_kv], dim=1)
+    return torch.split_with_sizes(qkv, [n_q, n_kv, n_kv], dim=1)
