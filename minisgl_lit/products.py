@@ -241,7 +241,7 @@ def linear(
 ) -> torch.Tensor:         # [n_tokens, n_out]
     "Each output is a weighted sum of all inputs, plus a constant where the model has one"
     if not isinstance(weight, Packed): return F.linear(x, weight, bias)
-    ours = x.dim() == 2 and len(x) <= few(x.dtype)
+    ours = x.dim() == 2 and x.shape[0] <= few(x.dtype)
     lib = kernels(linear_c, x, weight.data) if ours else None
     if lib is None: return F.linear(x, weight.plain(), bias)
     (rows, n_in), n_out = x.shape, weight.shape[0]

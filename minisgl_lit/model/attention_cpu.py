@@ -471,7 +471,7 @@ def forward(
         out, q, k, v, *self.layers[layer], m.out_loc, n, self.page_table,
         self.page_table.stride(0), pool.page_size, heads, k.shape[1], dim,
         q.stride(0), k.stride(0), v.stride(0), self.windows.get(layer) or 1 << 60,
-        m.tasks, len(m.tasks), parts, m.merges, len(m.merges),
+        m.tasks, m.tasks.shape[0], parts, m.merges, m.merges.shape[0],
         q.dtype == torch.bfloat16, torch.get_num_threads())
     return out
 

@@ -341,7 +341,7 @@ def attention(
     norms = tuple(w[f'self_attn.{o}_norm.weight'] for o in 'qk') if c.qk_norm else None
     q, k, v = heads(x, w['self_attn.qkv_proj.weight'], w.get('self_attn.qkv_proj.bias'),
                     norms, c.rms_norm_eps, angles, c.num_kv_heads)
-    o = attend(q, k, v, i).reshape(len(x), -1)
+    o = attend(q, k, v, i).flatten(1)
     return linear(o, w['self_attn.o_proj.weight'], w.get('self_attn.o_proj.bias'))
 
 # %% ../../nbs/34_model.decoder.ipynb #fc14df79

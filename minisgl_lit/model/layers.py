@@ -204,7 +204,7 @@ def fused(
     *weights: torch.Tensor | Packed,
 ) -> ctypes.CDLL | None:     # `None`: call by call
     "The functions that do several things in one call, if they can serve these tensors"
-    if len(x) > few(x.dtype) or not x.is_contiguous(): return None
+    if x.shape[0] > few(x.dtype) or not x.is_contiguous(): return None
     if not all(isinstance(o, Packed) for o in weights): return None
     return kernels(layers_c, x, *(o.data for o in weights))
 
