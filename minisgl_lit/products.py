@@ -191,6 +191,11 @@ class Packed:
     panel: int              # Outputs side by side
 
     @property
+    def dtype(self) -> torch.dtype:
+        "What the numbers are stored as"
+        return self.data.dtype
+
+    @property
     def words(self) -> torch.Tensor:
         "By panel, word and output; each int32"
         return self.data.view(torch.int32).view(len(self.data) // self.panel, -1, self.panel)
@@ -201,11 +206,11 @@ class Packed:
     ) -> torch.Tensor:      # [n, n_in]
         "Some rows of what was packed"
         found = self.words[ids // self.panel, :, ids % self.panel]
-        return found.flatten().view(self.data.dtype).view(len(ids), self.shape[1])
+        return found.flatten().view(self.dtype).view(len(ids), self.shape[1])
 
     def plain(self) -> torch.Tensor:
         "What was packed, [n_out, n_in], copied into its old order"
-        return self.words.mT.flatten().view(self.data.dtype).view(self.data.shape)[:self.shape[0]]
+        return self.words.mT.flatten().view(self.dtype).view(self.data.shape)[:self.shape[0]]
 
 # %% ../nbs/06_products.ipynb #7de965ae
 def pack(
