@@ -65,6 +65,7 @@ class EventStream(Response):
         super().__init__()
         del self.headers['content-length']
         self.headers['cache-control'] = 'no-cache'
+        self.headers['x-accel-buffering'] = 'no'   # to a proxy: hand it on at once
         self.first, self.rest = first, rest
 
     async def _send_all(self, send: Callable, direct: Callable) -> None:
