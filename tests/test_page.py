@@ -60,10 +60,10 @@ def test_every_name_is_there():
     assert numbers == shown - {"brief", "speed", "steps", "total"}
 
 def test_the_live_view_tells_the_truth(web):
-    "When nothing runs it says what `/get_server_info` says; while something runs, the four kinds of pages add up"
+    "When nothing runs it says what `/get_server_info` says; while something runs, the four kinds of pages add up; 128 batches are kept"
     with live(web) as told, ThreadPoolExecutor(1) as pool:
         first = next(told)
-        asked = dict(text="The page", sampling_params=dict(max_tokens=300, ignore_eos=True))
+        asked = dict(text="The page", sampling_params=dict(max_tokens=100, ignore_eos=True))
         answer = pool.submit(web.post, "/generate", json=asked)
         seen = [first]
         while not answer.done() or seen[-1]["running"]: seen.append(next(told))
@@ -72,7 +72,7 @@ def test_the_live_view_tells_the_truth(web):
     only = {"time", "batches"}
     assert {k: info[k] for k in last if k not in only} == {k: v for k, v in last.items() if k not in only}
     rows = {o[0]: dict(zip(Timeline.columns, o)) for e in seen for o in e["batches"] if o[0] > first["steps"]}
-    assert sum(o["made"] for o in rows.values()) == 300 and sum(o["prompt"] + o["cached"] for o in rows.values()) == last["prompt_tokens"] - first["prompt_tokens"]
+    assert sum(o["made"] for o in rows.values()) == 100 and sum(o["prompt"] + o["cached"] for o in rows.values()) == last["prompt_tokens"] - first["prompt_tokens"]
     assert [o["kind"] for o in rows.values()] == ["prefill"] + ["decode"]*299 and {o["rows"] for o in rows.values()} == {1}
     times = [(o["start"], o["start"] + o["seconds"]) for o in rows.values()]
     assert all(a <= b + 1e-6 and b <= c + 1e-6 for (a, b), (c, _) in zip(times, times[1:])) and times[-1][1] <= last["time"]
