@@ -49,7 +49,7 @@ from .serving.workers import arrived
 Name = Literal['even', 'single', 'batch16', 'prefix', 'long', 'bench256']
 
 def _check(most: int = 1_000_000, **sizes: int) -> None:
-    "`ValueError` at the first size that is none"
+    "`ValueError` at the first size that is no whole number from 1 to `most`"
     for name, n in sizes.items():
         if not (type(n) is int and 1 <= n <= most):
             raise ValueError(f'{name} must be a whole number from 1 to {most}, not {n!r}')
@@ -57,14 +57,14 @@ def _check(most: int = 1_000_000, **sizes: int) -> None:
 def _alike(
     requests: int, input_len: int, output_len: int, shared_len: int = 0,   # Tokens
 ) -> Shape:
-    "Requests that differ in nothing but their tokens"
+    "Requests of equal lengths; only their tokens differ"
     return Shape(requests, (input_len, input_len), (output_len, output_len), shared_len)
 
 def _named(
-    workload: str,       # Its name
-    **sizes: int | None, # `requests`, `input_len`, `output_len`; `None`: its own
+    workload: str,       # `even`, or a name of `workloads`
+    **sizes: int | None, # `requests`, `input_len`, `output_len`; `None`: the workload's own
 ) -> Shape:
-    "A named workload, with so many requests; or requests that are all alike"
+    "What to draw: a named workload, perhaps with another number of requests, or an even one"
     given = {name: n for name, n in sizes.items() if n is not None}
     _check(**given)
     if workload == 'even': return _alike(**dict(requests=8, input_len=128, output_len=64) | given)
@@ -77,7 +77,10 @@ def _named(
 
 # %% ../nbs/61_bench.ipynb #bd4ff2c8
 class Meter(Observer):
-    "When each request's tokens came, and how long phases took; mixed steps count as prefill."
+    """Gaps between the tokens of each request, and the time of both phases.
+
+    A mixed step counts as prefill. Time runs from when the meter was made, so make it just before.
+    """
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,   # Seconds
@@ -88,7 +91,7 @@ class Meter(Observer):
         self.steps = dict(prefill=0, decode=0)
 
     def completed(self, batch: Batch, news: News) -> None:
-        "A batch's tokens are there"
+        "Note the gaps that its tokens end, and the time since the batch before"
         now, phase = self.clock(), 'decode' if batch.mode is ForwardMode.DECODE else 'prefill'
         self.seconds[phase] += now - self._since
         self.steps[phase] += 1
@@ -99,7 +102,7 @@ class Meter(Observer):
 # %% ../nbs/61_bench.ipynb #3ce0d45a
 @dataclass
 class Run:
-    "What came of some requests."
+    "What came of the requests of one workload, served once."
     answers: Sequence[Output | Reply]   # In any order; their times count from when each was due
     seconds: float      # From the first one in to the last one out
     meter: Meter
@@ -116,13 +119,13 @@ def middle(runs: Sequence[Run]) -> Run:
 
 # %% ../nbs/61_bench.ipynb #41b8c094
 def _wishes(work: Workload) -> list[SamplingParams]:
-    "The likeliest tokens, and all of them"
+    "Greedy answers of full length"
     return [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in work.answers]
 
 def _served(
     s: Scheduler,     # With a loaded engine
     work: Workload,   # Requests
-    rate: float,      # So many a second, evenly
+    rate: float,      # Requests a second, evenly spaced
 ) -> Iterator[Reply]:
     "The last reply of each; its times count from when it was due"
     wishes, began, late = _wishes(work), time.perf_counter(), {}
@@ -138,10 +141,13 @@ def _served(
 
 # %% ../nbs/61_bench.ipynb #a1307596
 class Subject:
-    "A model that is measured. After the block that it is used in, its memory is free again."
+    """A loaded and warm model. Used as a context manager: after the block its memory is free again.
+
+    Each run begins with an empty cache. `limits` may be asked after the block.
+    """
     def __init__(
         self,
-        config: EngineConfig,   # What to run
+        config: EngineConfig,   # Which model, and how it is served
     ):
         self.config, self.llm = config, LLM(**asdict(config))
         runtime = self.llm.runtime
@@ -150,16 +156,16 @@ class Subject:
         self.run(Workload([[1, 2, 3]], [3]))   # whatever is done only once is done now
 
     def run(self, work: Workload) -> Run:
-        "All at once"
+        "All requests at once"
         return self._timed(lambda: self.llm.generate(work.prompts, _wishes(work)))
 
     def one_by_one(self, work: Workload) -> Run:
-        "Each when the one before has its answer"
+        "Each request when the one before has its answer"
         pairs = zip(work.prompts, _wishes(work))
         return self._timed(lambda: [self.llm.generate(*o)[0] for o in pairs])
 
     def at_rate(self, work: Workload, rate: float) -> Run:
-        "So many a second"
+        "`rate` requests a second, evenly spaced"
         return self._timed(lambda: list(_served(self.llm.runtime.scheduler, work, rate)))
 
     def _timed(self, ask: Callable[[], list[Output | Reply]]) -> Run:
@@ -172,7 +178,7 @@ class Subject:
         return Run(answers, seconds, meter, peak_memory())
 
     def limits(self) -> Limits:
-        "What this machine could do for it, measured now"
+        "What this machine could do at best for this model, measured now"
         return measure(self.model, self.dtype, self.device)
 
     def __enter__(self) -> 'Subject': return self
@@ -183,8 +189,8 @@ class Subject:
 
 # %% ../nbs/61_bench.ipynb #b94e53c1
 def speeds(
-    run: Run, work: Workload,   # What came of what
-    limits: Limits,             # What was possible
+    run: Run, work: Workload,   # What was measured, and the requests it served
+    limits: Limits,             # Of this machine and model
     at_once: int,               # Requests that may run together
 ) -> list[Figure]:
     "Tokens a second, of the whole run and of both phases"
@@ -200,13 +206,13 @@ def speeds(
 # %% ../nbs/61_bench.ipynb #2e1a0e8e
 def _report(
     name: str, subject: Subject,   # What was measured
-    run: Run, work: Workload,      # What came of what
-    limits: Limits,                # What was possible
+    run: Run, work: Workload,      # One run, and the requests it served
+    limits: Limits,                # Of this machine and model
     figures: list[Figure],         # What the benchmark is about
-    alone: tuple[float | None, float | None] = (None, None),  # Least seconds to a token: first, others
-    **setting: object,             # What else was asked for
+    alone: tuple[float | None, float | None] = (None, None),  # Least TTFT and ITL, seconds
+    **setting: object,             # Arguments of the benchmark, to be told
 ) -> Report:
-    "With all that every report has"
+    "The figures of a benchmark, after those that every report on a model has"
     c, (dtype, products) = subject.config, (str(o)[6:] for o in (subject.dtype, limits.products))
     asked, (first, others) = run.answers, alone
     where = dict(model=c.model, device=str(subject.device), dtype=dtype, products=products,
@@ -225,8 +231,8 @@ def _report(
 
 # %% ../nbs/61_bench.ipynb #ef980821
 def offline(
-    config: EngineConfig,           # What to run
-    workload: Name = 'even',        # even: requests all alike; the others are known in the field
+    config: EngineConfig,           # Which model, and how it is served
+    workload: Name = 'even',        # even: requests of equal lengths; the others are known in the field
     requests: int | None = None,    # How many at once; None: as the workload has, or 8
     input_len: int | None = None,   # Tokens of each even prompt; None: 128
     output_len: int | None = None,  # Tokens of each even answer; None: 64
@@ -246,7 +252,7 @@ def offline(
 
 # %% ../nbs/61_bench.ipynb #e94da217
 def prefix(
-    config: EngineConfig,    # What to run; `cache` is set by the benchmark
+    config: EngineConfig,    # Which model, and how it is served; the benchmark sets `cache`
     requests: int = 32,      # How many at once
     shared_len: int = 512,   # Tokens at the beginning that all share
     own_len: int = 32,       # Tokens after it that nobody shares
@@ -271,9 +277,9 @@ def prefix(
 
 # %% ../nbs/61_bench.ipynb #af328ae4
 def latency(
-    config: EngineConfig,       # What to run
+    config: EngineConfig,       # Which model, and how it is served
     requests: int = 16,         # How many in all
-    rate: float | None = None,  # So many a second, evenly; None: one after another
+    rate: float | None = None,  # Requests a second, evenly spaced; None: one after another
     input_len: int = 128,       # Tokens of each prompt
     output_len: int = 64,       # Tokens of each answer
     seed: int = 0,              # Start of the random tokens
@@ -296,9 +302,9 @@ def _model(name: str) -> ModelConfig:
     return read_config(embedded_path() if name == 'embedded' else resolve_model(name))
 
 def limits(
-    config: EngineConfig,   # Which model, in which format, where
+    config: EngineConfig,   # Which model, in which dtype, on which device
 ) -> Report:
-    "What this machine could do at best; the model's weights are not even read"
+    "What this machine could do at best for a model, whose weights are not read"
     model, device = _model(config.model), resolve_device(config.device)
     dtype = choose_dtype(config, model.dtype, device)
     threads = set_threads(config.threads)
@@ -319,7 +325,7 @@ def limits(
 
 # %% ../nbs/61_bench.ipynb #d68b9eb7
 def control_time() -> float:
-    "Microseconds of a fixed piece of work, a third of it numpy: the median of five"
+    "Microseconds of a fixed piece of work, half of it numpy: the median of five"
     numbers, times = np.arange(1000), []
     for _ in range(5):
         began, total = time.perf_counter(), 0
@@ -333,7 +339,7 @@ def _sized(
     steps: int,             # How many to time
     **sizes: int,           # `prompt_len`, `page_size` of `loaded`
 ) -> np.ndarray:            # Microseconds, [steps, parts]
-    "The parts of a decode step, with the messages of a real server"
+    "The parts of a decode step, messages over a socket included"
     with zmq.Context() as context, context.socket(zmq.PAIR) as here, context.socket(zmq.PAIR) as there:
         for o in (here, there): o.set_hwm(0)
         here.bind('inproc://bench')
@@ -343,7 +349,7 @@ def _sized(
         return step_times(loaded(n, steps=steps, **sizes), steps, receive, message) * 1e6
 
 def _steps(steps: int) -> dict[str, Callable[[], np.ndarray]]:
-    "Decode steps of several sizes"
+    "How to time decode steps of several sizes, by name"
     sizes = {'64': {}, '64_page_1': dict(page_size=1), '64_long': dict(prompt_len=10_000),
              '256': {}, '256_long': dict(prompt_len=10_000), '2048': {}}
     return {k: partial(_sized, int(k.split('_')[0]), steps, **o) for k, o in sizes.items()}
@@ -351,13 +357,13 @@ def _steps(steps: int) -> dict[str, Callable[[], np.ndarray]]:
 def _beside(
     work: Callable[[], object],   # Measures something
 ) -> tuple[object, float]:
-    "What it gives, and the control in microseconds: the mean of before and after"
+    "What `work` returns, and the control in microseconds: the mean of before and after"
     before, found = control_time(), work()
     return found, (before + control_time()) / 2
 
 # %% ../nbs/61_bench.ipynb #7da35bc3
 def _pieces() -> dict[str, tuple[str, Callable[[], float]]]:
-    "What else the scheduler does: its unit, and how it is measured"
+    "Work of the scheduler that not every step has: the unit, and how to measure it"
     return {'lpm_128_ms': ('ms', lambda: order_time('lpm', 128) * 1e3),
             'dfs_1000_ms': ('ms', lambda: order_time('dfs-weight', 1000) * 1e3),
             'inbatch_1000_ms': ('ms', lambda: grouping_time(1000) * 1e3),
@@ -368,7 +374,7 @@ def _pieces() -> dict[str, tuple[str, Callable[[], float]]]:
 def scheduler(
     steps: int = 300,    # Decode steps to time in each setting
 ) -> Report:
-    "What a decode step costs the host, part by part; beside each figure a control"
+    "What a decode step costs the host, part by part, and other work; beside each a control"
     _check(10_000, steps=steps)
     figures: list[Figure] = []
     def add(unit: str, **values: float) -> None:
@@ -392,7 +398,7 @@ def _seconds(
     code: str,     # Python
     *args: str,    # Its `sys.argv[1:]`
 ) -> float:
-    "How long a new Python takes for it, from the first to the last"
+    "Seconds from starting a new Python with this code until it has ended"
     began = time.perf_counter()
     subprocess.run([sys.executable, '-c', code, *args], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began
@@ -400,7 +406,7 @@ def _seconds(
 def _seconds_to_serve(
     model: str,   # What to serve
 ) -> float:
-    "How long a new server takes until a caller has its first answer"
+    "Seconds from starting a new server until a caller has its first answer"
     code = 'import sys; from minisgl_lit import serve; serve(sys.argv[1], port=0).wait()'
     began = time.perf_counter()
     with subprocess.Popen([sys.executable, '-c', code, model], stdout=subprocess.PIPE, text=True) as process:
@@ -418,8 +424,8 @@ def _seconds_to_serve(
 def start(
     model: str = 'embedded',  # A folder, or a name on the hub
 ) -> Report:
-    "Times from nothing to something"
-    _model(model)   # is there one?
+    "Times from nothing to the import, to the first answer, and to the first over HTTP"
+    _model(model)   # so that a wrong name is told before anything is timed
     torch_alone = _seconds('import torch')
     answer = ('import sys; from minisgl_lit import LLM, SamplingParams; '
               'LLM(sys.argv[1]).generate("Hello", SamplingParams(max_tokens=1))')
