@@ -44,7 +44,7 @@ class EngineClient(Protocol):
         self,
         requests: list[UserMsg],  # Requests that belong together
     ) -> AsyncIterator[Reply]:
-        """Replies of all of them, until each has ended; `RequestError` if one is refused.
+        """Replies of all of them, until each has ended; `RequestError` if one is refused, at once or later.
 
         To close it early, by whatever exception, aborts those that have not ended."""
         ...
@@ -108,14 +108,14 @@ class Job:
         async for _ in self.pieces(): pass
         return self.outputs
 
-# %% ../../nbs/55_serving.http.ipynb #0fca0465
+# %% ../../nbs/55_serving.http.ipynb #30c2357b
 _quoted = json.encoder.encode_basestring   # a text as JSON, and nothing else
 
 async def events(
     job: Job,        # What is asked of the engine
     answer: Answer,  # Writes the answer's JSON
 ) -> AsyncGenerator[str]:
-    "An answer as server-sent events"
+    "An answer as server-sent events; `ApiError` or `RequestError` only if there has been none yet"
     opened, frames = False, [answer.frame(i) for i in range(len(job.requests))]
     ahead = ''.join(map(sse, answer.opening(len(job.requests))))   # leaves with the first piece
     def written(i: int, o: Piece) -> str:
@@ -129,9 +129,9 @@ async def events(
                 opened = True
                 yield new
         for event in answer.closing(job.outputs): yield sse(event)
-    except ApiError as e:
+    except (ApiError, RequestError) as e:
         if not opened: raise
-        yield sse(e.body)
+        yield sse((e if isinstance(e, ApiError) else ApiError.of(e)).body)
     yield DONE
 
 # %% ../../nbs/55_serving.http.ipynb #3aa308a3
@@ -197,7 +197,7 @@ class Api:
 
     def _text(self, prompt: str | list[int], params: SamplingParams) -> str:
         if isinstance(prompt, str): return prompt
-        return self.tokenizer.decode([i for i in prompt if 0 <= i < 2**31], params.skip_special_tokens)
+        return self.tokenizer.decode([i for i in prompt if 0 <= i < 2**31], params.skip_special_tokens)   # others: the engine refuses
 
     async def _answer(self, request: Request, answer: Answer, params: list[SamplingParams], prompts: list[np.ndarray],
                       stream: bool | None) -> Response:
@@ -226,7 +226,7 @@ async def chat(self: Api, body: ChatRequest, request: Request) -> Response:
     names, most = tuple(f.name for f in body.offered), 1 if body.parallel_tool_calls is False else 1 << 30
     answer = ChatAnswer(*self._head('chatcmpl'), body.usage_in_stream, self.tokenizer.spell, params.n, names, most)
     template = self.tokenizer.tool_template
-    if body.forced and not (template and template.takes_tools): tools = []   # the form of the answer tells it enough
+    if body.forced and not (template and template.takes_tools): tools = []   # the grammar is enough
     ids = await self._in_thread(sum(len(m['content']) for m in messages), self.tokenizer.chat, messages, True, tools)
     return await self._answer(request, answer, [params], [ids], body.stream)
 
@@ -270,7 +270,7 @@ async def model_info(self: Api) -> dict[str, object]:
 # %% ../../nbs/55_serving.http.ipynb #2a09433f
 @patch
 async def health(self: Api) -> dict[str, object]:
-    "Whether the engine is there"
+    "Whether the engine is there, as far as its client knows"
     self.check_alive()
     return {'status': 'ok'}
 
@@ -319,8 +319,8 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     "The body of `/detokenize`."
     model_config = ConfigDict(strict=True)
-    tokens: list[int] | list[list[int]]
-    skip_special_tokens: bool = True
+    tokens: list[int] | list[list[int]]   # Of a text, or of several
+    skip_special_tokens: bool = True      # Leave out begin, end and the like
 
 @patch
 async def tokenize(self: Api, body: TokenizeRequest) -> dict[str, object]:
@@ -403,7 +403,7 @@ async def tell(request: Request, error: Exception) -> Response:
 
 # %% ../../nbs/55_serving.http.ipynb #f42d2750
 def _add_routes(app: FastAPI, api: Api) -> None:
-    "All that can be asked"
+    "Every path, and what answers it"
     orders = {'/flush_cache': 'flush_cache', '/continue_generation': 'resume', '/start_profile': 'profile_start', '/stop_profile': 'profile_stop'}
     posts = {'/v1/chat/completions': api.chat, '/v1/completions': api.completions, '/generate': api.generate,
              '/tokenize': api.tokenize, '/detokenize': api.detokenize, '/abort_request': api.abort_request,
