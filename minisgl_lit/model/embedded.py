@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['ASKING', 'Drawn', 'LISTS', 'TALK', 'KINDS', 'CHAT_TEMPLATE', 'Pieces', 'MARKS', 'PAD', 'END', 'Coded', 'Batch',
            'Graded', 'embedded_path', 'text_data', 'words', 'expand', 'as_typed', 'nonsense', 'Task', 'held_out',
-           'draw_numbers', 'draw_count', 'draw_list', 'skill', 'explain', 'small_talk', 'unknown', 'new_task', 'pieces',
-           'conversation', 'text_to_merge', 'make_tokenizer', 'new_model', 'to_batch', 'batches', 'loss_of',
-           'share_of_rate', 'make_optimizer', 'train', 'exam', 'question', 'answers', 'grade', 'by_kind',
-           'save_checkpoint', 'main']
+           'draw_numbers', 'draw_count', 'draw_list', 'skill', 'explain', 'small_talk', 'unknown', 'new_task', 'exam',
+           'pieces', 'conversation', 'text_to_merge', 'make_tokenizer', 'new_model', 'to_batch', 'batches', 'loss_of',
+           'share_of_rate', 'make_optimizer', 'train', 'question', 'answers', 'grade', 'by_kind', 'save_checkpoint',
+           'main']
 
 # %% ../../nbs/37_model.embedded.ipynb #5e1e3463
 import json, re, time, zlib
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import Qwen3ForCausalLM
 
-# %% ../../nbs/37_model.embedded.ipynb #e587e77a
+# %% ../../nbs/37_model.embedded.ipynb #a105c769
 def embedded_path() -> Path:  # A Hugging Face checkpoint folder
     "Where the embedded model lies; imports nothing heavy"
     return Path(str(files('minisgl_lit'))) / 'model' / 'embedded_data' / 'checkpoint'
 
-# %% ../../nbs/37_model.embedded.ipynb #bce0eb39
 @cache
 def text_data(
     name: str,  # `glossary` or `phrases`
@@ -45,7 +44,7 @@ def words(
     "A list of words from the phrases"
     return text_data('phrases')[name].split()
 
-# %% ../../nbs/37_model.embedded.ipynb #1b13ea82
+# %% ../../nbs/37_model.embedded.ipynb #bce0eb39
 ASKING = re.compile(
     r'(what|who|where|when|why|which|how|is|are|can|could|would|will|do|does|should)\b', re.I)
 
@@ -59,7 +58,7 @@ def expand(
     return re.sub(r'\{([^{}]*)\}', lambda m: rng.choice(m[1].split('|')), text)
 
 def as_typed(
-    text: str,    # A question or an order without its last mark
+    text: str,    # A question or an order, without a mark at its end
     rng: Random,  # Chooses
 ) -> str:
     "The same as somebody in a hurry would type it"
@@ -91,7 +90,7 @@ def held_out(
 Drawn = tuple[dict[str, object], str]   # fields of the pattern, answer
 
 def draw_numbers(kind: str, rng: Random) -> Drawn:
-    "Two numbers, or one: sums up to 24, comparisons up to 30, neighbours up to 40"
+    "Two numbers, or one: sums up to 24, comparisons up to 31, neighbours up to 40"
     a, b = (rng.randrange({'add': 13, 'subtract': 16}.get(kind, 31)) for _ in range(2))
     if kind in ('larger', 'smaller') and a == b: b += 1
     if kind == 'subtract': a, b = max(a, b), min(a, b)
@@ -173,6 +172,13 @@ def new_task(
         this = kind or rng.choices(tuple(KINDS), tuple(KINDS.values()))[0]
         task = TALK.get(this, skill)(this, rng)
         if this == 'new wording' or held_out(task) == exam: return task
+
+def exam(
+    n: int,  # Tasks of each kind
+) -> list[Task]:
+    "Tasks that training never draws, the same at every call"
+    rng = Random(99)
+    return [new_task(rng, kind, exam=True) for kind in (*KINDS, 'new wording') for _ in range(n)]
 
 # %% ../../nbs/37_model.embedded.ipynb #a41efaba
 CHAT_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -263,7 +269,7 @@ def to_batch(
 def batches(
     tok: 'Tokenizer',  # Of `make_tokenizer`
     rng: Random,       # Draws
-    tokens: int,       # Positions in a batch, at most
+    tokens: int,       # Positions in a batch, padding included, at most
     most: int,         # Questions in a conversation, at most
     n: int = 800,      # Conversations
 ) -> list[Batch]:
@@ -336,13 +342,6 @@ def train(
     return log
 
 # %% ../../nbs/37_model.embedded.ipynb #43a5103a
-def exam(
-    n: int,  # Tasks of each kind
-) -> list[Task]:
-    "Tasks that training never drew"
-    rng = Random(99)
-    return [new_task(rng, kind, exam=True) for kind in (*KINDS, 'new wording') for _ in range(n)]
-
 def question(
     task: Task,  # Of any kind
 ) -> str:
