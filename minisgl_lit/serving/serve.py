@@ -55,7 +55,8 @@ _code = 'import sys; sys.path.append(sys.argv[1]); from minisgl_lit.serving.work
 _settings = [*(f.name for f in fields(EngineConfig)), 'log_interval', 'log_json', 'watchdog_timeout']
 
 class EngineProcess:
-    "The scheduler's process, the socket to it, and the folder that they meet in. Made inside an event loop."
+    """The scheduler's process, the socket to it, and the folder with the socket's file: it owns all three,
+    and `close` ends them. Made inside an event loop, and used from there only."""
     def __init__(
         self,
         config: ServerConfig,  # What it should load, and how long it may be silent
@@ -151,7 +152,8 @@ async def close(self: EngineProcess) -> None:
 
 # %% ../../nbs/56_serving.serve.ipynb #b96acd11
 class ProcessClient:
-    "An `EngineClient` whose engine is another process."
+    """An `EngineClient` whose engine is another process. Each rid in `_open` belongs to one request whose
+    last reply has not come; nobody else can have it until then."""
     def __init__(
         self,
         process: EngineProcess,  # Where the engine is; it has started
@@ -285,7 +287,8 @@ def on_sigterm(
 
 # %% ../../nbs/56_serving.serve.ipynb #c46f4df2
 class Server:
-    "A running server. A context manager; leaving it stops the server."
+    """A running server. It owns the port, a thread with an event loop, and the engine's process; all of
+    them end with it. A context manager; leaving it stops the server."""
     def __init__(
         self,
         config: ServerConfig,  # What to serve, and where
