@@ -33,15 +33,15 @@ from .traces import Session, Turn
 
 # %% ../nbs/62_sim.ipynb #bc5eb677
 class Clock(Protocol):
-    "Tells the time, and waits."
+    "Tells the time in seconds since it was started, and waits."
     slept: float   # Seconds spent in `until` so far
     def __call__(self) -> float:
-        "Seconds since it was started"
+        "Seconds since the start"
     def until(self, t: float) -> None:
         "Return when it is `t`, or at once if it was already"
 
 class WallClock:
-    "The time that passes."
+    "Real time."
     def __init__(self):
         self.slept, self._began = 0., time.perf_counter()
 
@@ -54,32 +54,32 @@ class WallClock:
         self.slept += self() - began
 
 class VirtualClock:
-    "The time that would have passed."
+    "Simulated time: it stands still, and jumps when somebody waits."
     def __init__(self):
         self.now = self.slept = 0.
 
     def __call__(self) -> float: return self.now
 
     def until(self, t: float) -> None:
-        "Jump"
+        "Jump there"
         self.slept, self.now = self.slept + max(t - self.now, 0.), max(t, self.now)
 
 # %% ../nbs/62_sim.ipynb #52d588d6
 class Work(NamedTuple):
     "What one step has to do."
-    tokens: int   # Computed
-    reqs: int     # In the batch
-    new: int      # Of them, with a prompt
-    bytes: float  # Read
-    flops: float  # Computed with
+    tokens: int   # Computed in it
+    reqs: int     # Requests in it
+    new: int      # Of these, in a batch with prompts; none when all decode
+    bytes: float  # To read: weights, keys and values
+    flops: float  # Operations of products and attention
 
     @classmethod
     def of(
         cls,
-        batch: Batch,   # One step
+        batch: Batch,   # As the scheduler launches it
         costs: Costs,   # Of the model
     ) -> 'Work':
-        "Read off a batch"
+        "Count it from the lengths in a batch"
         start, end, n = batch.cached_lens, batch.device_lens, len(batch.positions)
         weights, kv = costs.read(n) + costs.head_weights, float(costs.seen(end).sum())
         scored = costs.used * n + costs.head_weights * len(batch.sampled)
@@ -90,28 +90,28 @@ class Work(NamedTuple):
 # %% ../nbs/62_sim.ipynb #42baed60
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    "How long steps take, in seconds; a roofline, and what comes on top."
+    "How long steps take, in seconds: the roofline and fixed prices, for engine and host."
     costs: Costs             # What the model reads and computes
-    byte: float = 0.         # To read a byte: one over the bandwidth
-    flop: float = 0.         # For an operation: one over the rate of matrix products
-    step: float = 0.         # For each step
-    token: float = 0.        # For each token of it
-    host_step: float = 0.    # Of the host, for each step
-    host_req: float = 0.     # for each request in it
-    host_new: float = 0.     # and for each with a prompt
+    byte: float = 0.         # Engine: to read a byte, one over the bandwidth
+    flop: float = 0.         # Engine: for an operation, one over the rate of products
+    step: float = 0.         # Engine: for each step
+    token: float = 0.        # Engine: for each token of it
+    host_step: float = 0.    # Host: for each step
+    host_req: float = 0.     # Host: for each request in it
+    host_new: float = 0.     # Host: for each request of a step with prompts
 
     def engine(self, work: Work) -> float:
-        "Seconds of the engine"
+        "Seconds from the engine's start to the step's end"
         roof = max(self.byte * work.bytes, self.flop * work.flops)
         return self.step + self.token * work.tokens + roof
 
     def host(self, work: Work) -> float:
-        "Seconds of the host: planning the step, and telling of it"
+        "Seconds of the host: to plan the step, and to process its results"
         return self.host_step + self.host_req * work.reqs + self.host_new * work.new
 
 # %% ../nbs/62_sim.ipynb #710459b8
 class SimEvent:
-    "A moment on a clock."
+    "The moment at which a batch is done, on a clock: an `Event`."
     def __init__(
         self,
         clock: Clock,   # Tells when it is
@@ -137,14 +137,14 @@ class SimEngine:
         self.clock, self.cost, self.free_at = clock, cost, 0.
 
     def forward(self, batch: Batch) -> float:
-        "Let the host's time pass; when the batch will be done"
+        "Let the host's time pass, and say when the batch will be done"
         work = Work.of(batch, self.cost.costs)
         self.clock.until(self.clock() + self.cost.host(work))
         self.free_at = max(self.clock(), self.free_at) + self.cost.engine(work)
         return self.free_at
 
     def sample(self, batch: Batch, launched: float, mask: np.ndarray | None = None) -> ForwardOutput:
-        "Tokens that nobody has thought about"
+        "Positions as tokens, and the event of `launched`, the moment that `forward` returned"
         tokens = batch.device_lens[batch.sampled]
         return ForwardOutput(tokens, np.ones(len(tokens), dtype=bool), SimEvent(self.clock, launched))
 
@@ -156,7 +156,7 @@ def sim_scheduler(
     config: EngineConfig,  # With `num_pages` and `max_seq_len`; `overlap` is off unless True
     cost: CostModel,       # How long steps take
 ) -> tuple[Scheduler, VirtualClock]:
-    "The real scheduler, on a clock that jumps"
+    "The real scheduler on a simulated engine, and the clock of both"
     for name in ('num_pages', 'max_seq_len'):
         if getattr(config, name) is None:
             raise ValueError(f'{name} must be given for a simulation, for there is no model to ask')
@@ -165,11 +165,12 @@ def sim_scheduler(
     prefix = make_prefix_cache(config.cache, size, config.eviction)
     cache = CacheManager(config.num_pages, table, prefix)
     config = replace(config, overlap=config.overlap is True, seed=config.seed or 0)
-    return Scheduler(SimEngine(clock, cost), cache, 2**20, clock, config), clock
+    vocab_size = 2**20   # tokens are positions, and no sequence is that long
+    return Scheduler(SimEngine(clock, cost), cache, vocab_size, clock, config), clock
 
 # %% ../nbs/62_sim.ipynb #eaee8548
 class _Wish(SamplingParams):
-    "Wishes that leave nothing open"
+    "Sampling parameters that leave nothing open"
     def resolve(self, defaults: Mapping[str, float], seed: int = 0) -> SamplingParams: return self
 
 @lru_cache(10_000)
@@ -180,10 +181,13 @@ def _wish(n: int) -> SamplingParams:
 
 # %% ../nbs/62_sim.ipynb #a7546bb6
 class Crowd:
-    "The conversations of a trace: who speaks next, and who waits for an answer."
+    """The conversations of a trace: who speaks next, and who waits for an answer.
+
+    Only those that have begun are kept, and the one that begins next.
+    """
     def __init__(
         self,
-        sessions: Iterable[Session],   # In the order in which they begin
+        sessions: Iterable[Session],   # In the order of their first turns
     ):
         self._sessions, self._numbers = iter(sessions), count()
         self._newest: Session | None = None   # the last one that was started
@@ -192,7 +196,7 @@ class Crowd:
         self._begin()
 
     def _begin(self) -> None:
-        "Let one more conversation stand in line"
+        "Take the next conversation that has anything to say into the line"
         for session in self._sessions:
             if turn := next(session, None):
                 self._newest = session
@@ -203,11 +207,11 @@ class Crowd:
 
     @property
     def next_at(self) -> float:
-        "When somebody speaks next, in seconds; infinite if all wait or have ended"
+        "When the next turn is due, in seconds of the clock; infinite if all wait or have ended"
         return self._next[0][0] if self._next else math.inf
 
     def speak(self, scheduler: Scheduler) -> bool:
-        "Let the next one ask; False if the queue is full, which ends the conversation"
+        "Send the next turn to a scheduler; False if the queue is full: that ends the conversation"
         _, number, turn, session = heappop(self._next)
         if session is self._newest: self._begin()
         prompt = turn.prompt % scheduler.door.vocab_size
@@ -217,7 +221,7 @@ class Crowd:
         return True
 
     def hear(self, rid: str, now: float) -> None:
-        "Let somebody have an answer, and think of what to say next"
+        "Give an ended answer to its conversation, which may have a next turn"
         pending, session = self._answers.pop(rid)
         try: self._say(session.send(pending.output_ids), session, now)
         except StopIteration: pass
@@ -236,14 +240,18 @@ def quantile(
     counts: np.ndarray,   # Of each bin, [bins]
     q: float,             # Share of all that is not longer
 ) -> float:               # Seconds, the middle of a bin; nan if nothing was counted
-    "Such as the median of a histogram"
+    "A quantile of what a histogram has counted, such as the median"
     if not counts.any(): return math.nan
     i = int(counts.cumsum().searchsorted(max(q * counts.sum(), 1)))
     return 10**((i + .5) / 100 - 6)
 
 # %% ../nbs/62_sim.ipynb #023c7134
 class Meter(Observer):
-    "Histograms of how requests were served; it takes no more room for more requests."
+    """Histograms of how requests were served; more requests take no more room.
+
+    `served` counts those that ended with `stop` or `length`; `reasons` counts all endings.
+    Figures run from when the meter was made to the last end of a request.
+    """
     def __init__(
         self,
         scheduler: Scheduler,   # Who is watched from now on
@@ -253,7 +261,7 @@ class Meter(Observer):
         self.gaps = np.zeros(bins, dtype=np.int64)             # between two tokens of one request
         self.reasons: Counter[FinishReason] = Counter()        # of those that ended
         self.refused = 0                                       # found the queue full
-        self.course: list[tuple[float, int, int, int, int]] = []
+        self.course: list[tuple[float, int, int, int, int]] = []   # see `_note`
         self.seconds, self.counts = 0., dict.fromkeys(scheduler.counts, 0)   # up to the last end
         self._began, self._before, self._every = self.clock(), dict(scheduler.counts), 1
         self._last: dict[PendingReq, float] = {}               # when each made its last token
@@ -282,6 +290,7 @@ class Meter(Observer):
         if batch.step % self._every == 0: self._note(now)
 
     def _note(self, now: float) -> None:
+        "A sample: time, requests running and waiting, pages in use and evictable"
         s, pages = self.scheduler, self.scheduler.cache.figures
         waiting = len(s.prefill.waiting) + len(s.prefill.retracted)
         self.course.append((now, len(s.alive) - waiting, waiting, pages['held'] + pages['protected'],
@@ -294,7 +303,7 @@ def goodput(
     ttft: float,    # Seconds allowed to the first token
     tpot: float,    # Seconds allowed per further token, on average
 ) -> float:         # Requests a second
-    "How many were served well"
+    "Requests a second that kept both limits"
     well = meter.served[:bin_of(ttft) + 1, :bin_of(tpot) + 1].sum()
     return float(well) / max(meter.seconds, 1e-9)
 
@@ -303,7 +312,7 @@ def report(
     ttft: float = 1.,    # Seconds allowed to the first token
     tpot: float = .1,    # Seconds allowed per further token, on average
 ) -> Report:
-    "Throughput, percentiles and goodput, with what the cache has spared"
+    "Throughput, goodput, percentiles, the share of prompts found in the cache, and what failed"
     seconds, counts = max(meter.seconds, 1e-9), meter.counts
     served, by = int(meter.served.sum()), dict(TTFT=meter.served.sum(1), ITL=meter.gaps, TPOT=meter.served.sum(0))
     times = [Figure(f'{name} p{q}', quantile(o, q / 100), 's')
@@ -321,7 +330,7 @@ def replay(
     clock: Clock,                  # Its clock
     sessions: Iterable[Session],   # Who comes
 ) -> Meter:
-    "Serve a whole trace"
+    "Serve a whole trace, and return what was measured"
     meter, crowd = Meter(scheduler), Crowd(sessions)
     while scheduler.has_work or crowd.next_at < math.inf:
         if not scheduler.has_work: clock.until(crowd.next_at)
@@ -335,7 +344,7 @@ def simulate(
     cost: CostModel,               # How long steps take
     sessions: Iterable[Session],   # Who comes
 ) -> Meter:
-    "What a server of this kind would make of this trace"
+    "Serve a whole trace in simulated time, and return what was measured"
     return replay(*sim_scheduler(config, cost), sessions)
 
 # %% ../nbs/62_sim.ipynb #e7fda222
@@ -343,7 +352,7 @@ def plot(
     meters: dict[str, Meter],   # Runs to compare, by name
     tpot: float = .1,           # Seconds allowed per further token, on average
 ) -> None:
-    "Draw requests within a limit on TTFT, gaps between tokens, and who runs or waits"
+    "Draw the share served well by allowed TTFT, the gaps between tokens, and the requests there"
     from matplotlib.pyplot import subplots   # of the extra `viz`: a simulation needs no pictures
     seconds = 10**((np.arange(bins) + .5) / 100 - 6)
     _, axes = subplots(1, 3, figsize=(9, 2.6))
@@ -357,5 +366,5 @@ def plot(
         ax.set(xscale='log', ylim=(0, 1.02), xlim=(quantile(counts, 0) / 3, quantile(counts, 1) * 3))
     axes[0].set(xlabel='TTFT allowed, seconds', title='served well')
     axes[1].set(xlabel='seconds', title='gaps between tokens')
-    axes[2].set(xlabel='second of the day', title='running and waiting')
+    axes[2].set(xlabel='seconds since the start', title='running and waiting')
     axes[0].legend(loc='upper left')
