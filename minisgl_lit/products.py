@@ -202,7 +202,7 @@ class Packed:
 
     def rows(
         self,
-        ids: torch.Tensor,  # Numbers of outputs, [n]
+        ids: torch.Tensor,  # Numbers of outputs, each below `shape[0]`, [n]
     ) -> torch.Tensor:      # [n, n_in]
         "Some rows of what was packed"
         found = self.words[ids // self.panel, :, ids % self.panel]
