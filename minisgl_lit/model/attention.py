@@ -20,7 +20,11 @@ from ..kv.table import to_device
 
 # %% ../../nbs/31_model.attention.ipynb #3c672a83
 class AttentionBackend(Protocol):
-    "Attention of a whole batch, layer by layer; what a backend prepares, nobody else looks into."
+    """Attention of a whole batch, layer by layer, over the pages of a pool.
+
+    Each token sees the tokens of its own request up to itself, and nothing else.
+    What a backend prepares, nobody else looks into.
+    """
     def prepare(self, batch: Batch) -> object:
         "What `forward` needs to know of a batch, on the device; made once, used by every layer"
         ...
@@ -69,7 +73,7 @@ class Group:
     "Requests that compute equally many tokens, padded to the longest of them."
     tokens: torch.Tensor   # Where their tokens stand in the batch, [n, extend_len]
     slots: torch.Tensor    # Where keys and values lie, position by position, [n, longest]
-    visible: dict[int | None, torch.Tensor | None]  # By window; see `attend`
+    visible: dict[int | None, torch.Tensor | None]  # For each window, the mask that `attend` takes
 
 @dataclass(frozen=True)
 class TorchMetadata:
@@ -77,7 +81,6 @@ class TorchMetadata:
     out_loc: torch.Tensor      # Slot of each new token, [n_tokens]
     groups: list[Group]        # Every request of the batch is in one of them
 
-# %% ../../nbs/31_model.attention.ipynb #00970c5b
 def _visible(
     positions: torch.Tensor,  # Of the new tokens of a group, [n, extend_len]
     longest: int,             # Tokens of its longest request
@@ -146,17 +149,14 @@ class TorchAttention:
         pool: KVPool,              # Where keys and values lie
         page_table: torch.Tensor,  # On the pool's device, int32, [n_rows, max_pages]
         windows: Sequence[int | None] = (),   # Of each layer, in tokens; `None` or none given: all
-        most: int | None = None,   # Slots that one group reads at once; `None`: what suits the device
+        most: int | None = None,   # Slots that one group reads; `None`: as suits the device
     ):
         self.pool, self.page_table, self.device = pool, page_table, page_table.device
         self.windows = dict(enumerate(windows))
         self.most = most or 1 << (18 if self.device.type == 'cuda' else 12)
 
-    def prepare(
-        self,
-        batch: Batch,      # What will be computed
-    ) -> TorchMetadata:    # For `forward`, in every layer
-        "Find each request's tokens and slots"
+    def prepare(self, batch: Batch) -> TorchMetadata:
+        "Find each request's tokens and slots, for `forward` in every layer"
         windows = set(self.windows.values()) or {None}
         groups = [_group(batch, reqs, self.page_table, self.pool.page_size, windows)
                   for reqs in split(batch, self.most)]
@@ -175,8 +175,7 @@ class TorchAttention:
         keys, values, out = self.pool.k(layer), self.pool.v(layer), torch.empty_like(q)
         window = self.windows.get(layer)
         for g in metadata.groups:
-            visible = g.visible[window]
-            out[g.tokens] = attend(q[g.tokens], keys[g.slots], values[g.slots], visible)
+            out[g.tokens] = attend(q[g.tokens], keys[g.slots], values[g.slots], g.visible[window])
         return out
 
 # %% ../../nbs/31_model.attention.ipynb #3683e4bc
