@@ -33,16 +33,15 @@ if TYPE_CHECKING:   # only names in annotations: `--help` shall not wait for the
     from minisgl_lit.limits import Report
     from minisgl_lit.llm import LLM
     from minisgl_lit.load import LoadConfig
-    from minisgl_lit.serving.tokenizer import Output, Piece
 
-# %% ../nbs/63_cli.ipynb #6007a2da
+# %% ../nbs/63_cli.ipynb #cb7dcaa5
 def _nearest(name: str, known: Iterable[str]) -> str:
     "A hint at what somebody may have meant"
     near = difflib.get_close_matches(name, list(known), 1)
     return f'; did you mean {near[0]}?' if near else ''
 
 class Parser(ArgumentParser):
-    "A parser whose errors are one sentence; `fill`, if set, adds arguments at the last moment."
+    "A parser whose errors are one sentence; `fill`, if set, adds its arguments when it is used."
     fill: Callable[['Parser'], None] | None = None
 
     def __init__(self, *args: object, **kwargs: object):
@@ -51,12 +50,12 @@ class Parser(ArgumentParser):
         self.names: dict[str, Parser] = {}   # of commands
 
     def add_commands(self, **kwargs: object) -> None:
-        "From now on its first argument is the name of a command"
+        "Let the first argument be the name of a command; their parsers are in `names`"
         self.commands = self.add_subparsers(**kwargs)
         self.names = self.commands.choices
 
     def parse_known_args(self, args: list[str], namespace: Namespace | None = None) -> tuple:
-        "What `args` say, and those that nobody understands"
+        "The arguments understood, and a list of the others"
         fill, self.fill = self.fill, None
         if fill: fill(self)
         first = next(iter(args), '-')
@@ -65,11 +64,11 @@ class Parser(ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        "Say it, and leave with code 2"
+        "Print one sentence, and leave with code 2"
         self.exit(2, f'{self.prog}: {message}; see {self.prog} --help\n')
 
     def refuse(self, unknown: str) -> NoReturn:
-        "Refuse an argument that nobody knows, with the nearest flag that somebody does"
+        "Leave because of an argument that was not understood, and name the nearest flag"
         flags = [o for action in self._actions for o in action.option_strings]
         if unknown in flags: self.error(f'{unknown} must stand after {self.prog}')
         self.error(f'{unknown} is not understood{_nearest(unknown.split("=")[0], flags)}')
@@ -85,7 +84,7 @@ wishes: dict[str, tuple[type, str]] = dict(
 def add_wishes(
     parser: ArgumentParser,  # Gets the flags
 ) -> None:
-    "Flags for what a request may wish for"
+    "Give a parser the flags of the sampler"
     group = parser.add_argument_group('sampling (left out: as the checkpoint advises)')
     for name, (kind, help) in wishes.items():
         group.add_argument('--' + name.replace('_', '-'), type=kind, help=help)
@@ -95,13 +94,13 @@ def add_wishes(
 def read_wishes(
     args: Namespace,  # What a parser with these flags returned
 ) -> 'SamplingParams':
-    "The wishes, checked"
+    "The sampling parameters that were given, checked"
     given = {k: getattr(args, k) for k in (*wishes, 'stop')}
     return minisgl_lit.SamplingParams(**{k: v for k, v in given.items() if v is not None})
 
 # %% ../nbs/63_cli.ipynb #bc8f5856
 def _interruptible() -> None:
-    "From here on Ctrl-C is an exception, and leaves time to tidy up; `__main__` begins without"
+    "From here on Ctrl-C raises `KeyboardInterrupt`; until then, as `__main__` sets it, it kills"
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -124,14 +123,14 @@ def serve(
     except RuntimeError as e: print(f'minisgl-lit serve: {e}', file=sys.stderr)
     return 1   # nobody asked it to end
 
-# %% ../nbs/63_cli.ipynb #b51f9de6
+# %% ../nbs/63_cli.ipynb #353b5393
 Ask = Callable[[list[dict[str, str]]], Iterator[str]]
 
 def local(
     llm: 'LLM',                 # Who answers
-    params: 'SamplingParams',   # Wishes for each answer
+    params: 'SamplingParams',   # For each answer
 ) -> Ask:
-    "A model in this process, to talk with"
+    "A conversation with a model in this process; `ValueError` if an answer fails"
     def ask(messages: list[dict[str, str]]) -> Iterator[str]:
         with closing(llm.stream(llm.tokenizer.chat(messages), params)) as pieces:
             for piece in pieces:
@@ -139,14 +138,14 @@ def local(
                 if piece.error: raise ValueError(piece.error)
     return ask
 
-# %% ../nbs/63_cli.ipynb #353b5393
+# %% ../nbs/63_cli.ipynb #8dea7618
 def remote(
     url: str,                   # A server with an API like that of OpenAI
     key: str | None,            # What it wants as a bearer token
     model: str,                 # Name of the model there
-    params: 'SamplingParams',   # Wishes for each answer
+    params: 'SamplingParams',   # For each answer; what it leaves open is not sent
 ) -> Ask:
-    "A model behind an address, to talk with"
+    "A conversation with a model on a server; `ValueError` if it cannot be reached or breaks off"
     from minisgl_lit.load import base, call, read_event
     given = {k: v for k in (*wishes, 'stop') if (v := getattr(params, k)) not in (None, ())}
     def ask(messages: list[dict[str, str]]) -> Iterator[str]:
@@ -160,17 +159,17 @@ def remote(
         raise ValueError(f'{url} broke off')
     return ask
 
-# %% ../nbs/63_cli.ipynb #8dea7618
+# %% ../nbs/63_cli.ipynb #b5e8245c
 def reply(
     ask: Ask,                         # Who answers
-    messages: list[dict[str, str]],   # The conversation, up to what was said last
-) -> list[dict[str, str]]:            # The conversation, to be continued
+    messages: list[dict[str, str]],   # The conversation; the user's message is the last
+) -> list[dict[str, str]]:            # With the answer; or without the user's message
     "Print the answer while it is made; Ctrl-C ends it"
     said = ''
     try:
         with suppress(KeyboardInterrupt), closing(ask(messages)) as pieces:
             for text in pieces:
-                said += text   # first of all: what is seen was said
+                said += text   # before it is printed, so that Ctrl-C loses nothing seen
                 print(text, end='', flush=True)
     except ValueError as e:
         print(f'{e}; /reset begins anew', file=sys.stderr)
@@ -185,15 +184,14 @@ def talk(
     read: Callable[[str], str] = input,   # Asks for a line; `EOFError` at the end
 ) -> None:
     "Take turns until there is no more input"
-    begin = [dict(role='system', content=system)] if system else []
-    messages = list(begin)
+    messages = begin = [dict(role='system', content=system)] if system else []
     while True:
         try: line = read('> ' if sys.stdin.isatty() else '').strip()
         except EOFError: return
-        except KeyboardInterrupt:   # there is nothing to stop, so a new line
+        except KeyboardInterrupt:   # at the prompt: a new line
             print()
             continue
-        if line == '/reset': messages = list(begin)
+        if line == '/reset': messages = begin
         elif line.startswith('/'):
             print(f'{line} is no command; there is /reset. Ctrl-D leaves', file=sys.stderr)
         elif line: messages = reply(ask, [*messages, dict(role='user', content=line)])
@@ -211,11 +209,11 @@ class ChatConfig(EngineConfig):
         None, 'What that server wants as a bearer token; None takes the variable OPENAI_API_KEY')
 
 def _engine(config: EngineConfig) -> dict[str, object]:
-    "Of a config's settings those of the engine"
+    "Those settings of a config that are the engine's, by name"
     return {f.name: getattr(config, f.name) for f in fields(EngineConfig)}
 
 def _chat_with(config: ChatConfig, params: 'SamplingParams', system: str | None) -> int:
-    "Talk with a server"
+    "Talk with the server at `config.url`; its first model unless one is named"
     from minisgl_lit.load import first_model, refuse_settings
     refuse_settings(replace(config, model=EngineConfig.model))
     _interruptible()
@@ -226,7 +224,7 @@ def _chat_with(config: ChatConfig, params: 'SamplingParams', system: str | None)
     return 0
 
 def chat(
-    args: Namespace,  # With the fields of `ChatConfig`, the sampler's wishes, `system`
+    args: Namespace,  # With the fields of `ChatConfig`, the sampler's flags, `system`
 ) -> int:
     "Talk with a model in the terminal. Ctrl-C stops an answer, /reset begins anew, Ctrl-D leaves."
     params, config = read_wishes(args), from_args(ChatConfig, args)
@@ -243,7 +241,7 @@ def chat(
 
 # %% ../nbs/63_cli.ipynb #6a9f748d
 def _lines(args: Namespace, stdin: Iterable[str]) -> dict[int, str]:
-    "The lines that are not empty, by number, from 1; `ValueError` if there are none"
+    "The prompts: lines that are not empty, by number from 1; `ValueError` if there are none"
     lines = args.prompts or stdin
     if args.file:
         try: lines = Path(args.file).read_text(encoding='utf-8').split('\n')
@@ -263,8 +261,8 @@ _kinds: dict[str, tuple[str, Callable[[object], bool]]] = dict(
 
 def question(
     text: str,                  # A line of JSON
-    params: 'SamplingParams',   # Wishes that it does not have itself
-) -> tuple[dict[str, object], 'SamplingParams']:   # The prompt by its kind, with its `id`; wishes
+    params: 'SamplingParams',   # For what the line does not say itself
+) -> tuple[dict[str, object], 'SamplingParams']:   # The prompt by its kind, with its `id`; how
     "Understand a line; `ValueError` naming the field that is wrong"
     try: told = json.loads(text)
     except ValueError as e: raise ValueError(f'this is no JSON: {e}') from None
@@ -278,27 +276,25 @@ def question(
     check_names(type(params), told)
     return asked, replace(params, **told)
 
-def _questions(lines: dict[int, str], params: 'SamplingParams') -> Iterator[tuple]:
-    "Understand all lines; `ValueError` with the number of the first that is wrong"
+def _questions(lines: dict[int, str], params: 'SamplingParams', jsonl: bool) -> Iterator[tuple]:
+    "Understand all lines, as JSON or text; `ValueError` with the number of the first wrong one"
     for number, line in lines.items():
-        try: yield question(line, params)
+        try: yield question(line, params) if jsonl else (dict(prompt=line), params)
         except ValueError as e: raise ValueError(f'line {number}: {e}') from None
 
 # %% ../nbs/63_cli.ipynb #72d8404b
-def _failed(outs: Iterable['Output | Piece']) -> int:
+def _failed(errors: Iterable[str | None]) -> int:
     "Say what went wrong, if anything did; the exit code"
-    for error in (errors := [o.error for o in outs if o.error]): print(error, file=sys.stderr)
+    for error in (errors := [o for o in errors if o]): print(error, file=sys.stderr)
     return int(bool(errors))
 
 def generate(
-    args: Namespace,  # With the fields of `EngineConfig`, wishes, `prompts`, `file`, `json`
+    args: Namespace,  # Fields of `EngineConfig`, sampler, `prompts`, `file`, `json`, `jsonl`
 ) -> int:
     "Complete prompts: from the arguments, from a file, or from standard input, one a line."
     params, config = read_wishes(args), from_args(EngineConfig, args)
     lines, jsonl = _lines(args, sys.stdin), args.jsonl or str(args.file).endswith('.jsonl')
-    if jsonl: asked = list(_questions(lines, params))
-    else: asked = [(dict(prompt=o), params) for o in lines.values()]
-    as_json = args.json or jsonl
+    asked, as_json = list(_questions(lines, params, jsonl)), args.json or jsonl
     LLM = minisgl_lit.LLM
     _interruptible()
     with LLM(**asdict(config)) as llm:
@@ -307,13 +303,13 @@ def generate(
             with closing(llm.stream(asked[0][0]['prompt'], params)) as pieces:
                 for piece in pieces: print(piece.text, end='', flush=True)
             print()
-            return _failed([piece])
+            return _failed([piece.error])
         def prompt(messages=None, prompt=None, input_ids=None, id=None) -> str | Iterable[int]:
             return llm.tokenizer.chat(messages) if messages else input_ids or prompt
         outs = llm.generate([prompt(**o) for o, _ in asked], [o for _, o in asked])
     for told, out in zip([o for o, p in asked for _ in range(p.n)], outs):
         print(json.dumps(told | asdict(out), ensure_ascii=False) if as_json else out.text)
-    return _failed(outs)
+    return _failed(o.error for o in outs)
 
 # %% ../nbs/63_cli.ipynb #8bc9060a
 benchmarks = dict(
@@ -322,13 +318,13 @@ benchmarks = dict(
     latency='How long callers wait for their first token, and between tokens',
     serving='What callers of a server wait for, when they come by chance, by plan or in turn',
     scheduler='What a decode step costs the host, part by part; beside each figure a control',
-    limits="What this machine could do at best; the model's weights are not even read",
-    start='Times from nothing to something')
+    limits='What this machine could do at best for a model, whose weights are not read',
+    start='Times from nothing to the import, to the first answer, and to the first over HTTP')
 
 def settings_of(
     function: Callable[..., object],  # Its parameters have defaults and comments
 ) -> type:
-    "A config with a field for each parameter; one named `config` stands for the engine's"
+    "A config with a field for each parameter; one named `config` stands for all of the engine's"
     from fastcore.docments import docments
     params, about = signature(function).parameters, docments(function)
     own = [(k, o.annotation, setting(o.default, about[k]))
@@ -338,7 +334,7 @@ def settings_of(
                           namespace=dict(__post_init__=EngineConfig.__post_init__))
 
 def _measure(function: Callable[..., 'Report'], config: object) -> 'Report':
-    "Call a benchmark with its settings"
+    "Call a benchmark with the settings of a config that `settings_of` made"
     given = {k: getattr(config, k) for k in signature(function).parameters if k != 'config'}
     if isinstance(config, EngineConfig): given['config'] = EngineConfig(**_engine(config))
     return function(**given)
@@ -347,7 +343,7 @@ def _measure(function: Callable[..., 'Report'], config: object) -> 'Report':
 def serving(
     config: 'LoadConfig',  # Who asks what, how often
 ) -> 'Report':
-    "Drive a server"
+    "Send a server many requests, and report what callers had to wait"
     from minisgl_lit import load
     from minisgl_lit.limits import Figure, Report
     with nullcontext(config.url) if config.url else load.own_server(config) as url:
@@ -360,14 +356,14 @@ def serving(
                   [Figure(*o) for o in load.figures(traffic)])
 
 def _fill_bench(parser: Parser) -> None:
-    "Flags of the benchmark with which its name ends; only now that is imported"
+    "Import the benchmark that this parser is named after, and add its flags"
     if (name := parser.prog.split()[-1]) == 'serving':
         from minisgl_lit.load import LoadConfig as config
         run = serving
     else:
         from minisgl_lit.bench import benchmarks as functions
         config, run = settings_of(functions[name]), partial(_measure, functions[name])
-    parser.set_defaults(config=config, measure=run)
+    parser.set_defaults(parser=parser, config=config, measure=run)
     parser.add_argument('--json', action='store_true', help='print JSON, in one line')
     add_arguments(parser.add_argument_group('settings'), config)
 
@@ -420,9 +416,7 @@ def make_parser() -> Parser:
     measuring = _add_command(parser, bench, None)
     measuring.add_commands(title='benchmarks', dest='name', metavar='NAME', required=True)
     for name, about in benchmarks.items():
-        leaf = measuring.commands.add_parser(name, help=about, description=about)
-        leaf.set_defaults(parser=leaf)
-        leaf.fill = _fill_bench
+        measuring.commands.add_parser(name, help=about, description=about).fill = _fill_bench
     return parser
 
 # %% ../nbs/63_cli.ipynb #fcf27cee
