@@ -374,7 +374,7 @@ def _pieces() -> dict[str, tuple[str, Callable[[], float]]]:
 def scheduler(
     steps: int = 300,    # Decode steps to time in each setting
 ) -> Report:
-    "What a decode step costs the host, part by part, and other work; beside each a control"
+    "What a decode step costs the host, part by part; beside each figure a control"
     _check(10_000, steps=steps)
     figures: list[Figure] = []
     def add(unit: str, **values: float) -> None:
