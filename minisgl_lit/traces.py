@@ -43,7 +43,7 @@ def shared_text(
     name: tuple[int, ...],  # The same name, the same text
     n: int,                 # Tokens
 ) -> np.ndarray:            # int32, [n], read-only
-    "The same text in the same memory, for as long as many ask for it"
+    "The same text, made once: the last 1,024 that were asked for are kept"
     tokens = text(name, n)
     tokens.flags.writeable = False
     return tokens
@@ -51,8 +51,8 @@ def shared_text(
 # %% ../nbs/59_traces.ipynb #216442ac
 def arrivals(
     rate: float,             # How many a second, on average
-    burstiness: float = 1.,  # Spread of the gaps between them; 1 is a Poisson process
-    seed: int = 0,           # Start of all chance
+    burstiness: float = 1.,  # Standard deviation of the gaps over their mean; 1 is a Poisson process
+    seed: int = 0,           # The same seed, the same times
 ) -> Iterator[float]:        # Seconds, rising, without end
     "When somebody comes"
     if not (rate > 0 and burstiness > 0):
@@ -64,10 +64,10 @@ def arrivals(
 
 # %% ../nbs/59_traces.ipynb #38118875
 def length(
-    rng: np.random.Generator,  # The dice
-    mean: float,               # On average, at least 1
-) -> int:                      # At least 1
-    "How long something is, in tokens: log-normal, as spread out as it is long"
+    rng: np.random.Generator,  # Where chance comes from
+    mean: float,               # Tokens, on average
+) -> int:                      # Tokens, at least 1
+    "How long something is: log-normal, with a standard deviation as large as the mean"
     return max(round(rng.lognormal(log(mean) - log(2) / 2, log(2)**.5)), 1)
 
 # %% ../nbs/59_traces.ipynb #cbb0f93b
@@ -78,9 +78,9 @@ class Kind:
     output_len: float = 100      # Answer
     turns: float = 1             # Turns of a conversation
     pause: float = 20            # Seconds from an answer to the next turn
-    prefixes: int = 20           # Beginnings to share; the k-th is chosen about 1/k as often
+    prefixes: int = 20           # How many there are to share; the k-th is chosen about 1/k as often
     prefix_len: int = 500        # Length of each, exactly
-    max_len: int = 8192          # No conversation becomes longer
+    max_len: int = 8192          # A conversation ends before a turn that would make it longer
 
 kinds = dict(
     question=Kind(),
@@ -91,10 +91,10 @@ kinds = dict(
 # %% ../nbs/59_traces.ipynb #667ac936
 def converse(
     kind: Kind,             # What it is like
-    name: tuple[int, ...],  # Start of its chance; the first number also names shared texts
+    name: tuple[int, ...],  # Its seed; the first number also names the shared prefixes
     at: float,              # When it begins, in seconds
 ) -> Session:
-    "One conversation"
+    "One conversation; each prompt is the one before, the answer to it, and something new"
     rng = np.random.default_rng(name)
     which = int((kind.prefixes + 1)**rng.random())   # from 1 on
     prompt, delay = shared_text((name[0], which), kind.prefix_len), at
@@ -113,8 +113,8 @@ def trace(
     kind: Kind,              # What conversations are like
     n: int,                  # How many there are
     rate: float,             # How many begin in a second, on average
-    burstiness: float = 1.,  # Spread of the gaps between them; 1 is a Poisson process
-    seed: int = 0,           # Start of all chance
+    burstiness: float = 1.,  # Standard deviation of the gaps over their mean; 1 is a Poisson process
+    seed: int = 0,           # The same seed, the same day
 ) -> Iterator[Session]:      # In the order in which they begin
     "A day, made up from a few numbers"
     for i, at in zip(range(n), arrivals(rate, burstiness, seed)): yield converse(kind, (seed, i), at)
