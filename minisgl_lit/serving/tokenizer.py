@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import numpy as np
 import tokenizers
+from fastcore.basics import patch
 from jinja2 import Environment, Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -33,9 +34,12 @@ class _Generation(Extension):
         next(parser.stream)
         return parser.parse_statements(('name:endgeneration',), drop_needle=True)
 
-def _raise(message: str) -> NoReturn: raise TemplateError(message)
+def _raise(message: str) -> NoReturn:
+    "With this a template refuses a conversation"
+    raise TemplateError(message)
 
 def _tojson(value: object, ensure_ascii: bool = False, **how: object) -> str:
+    "A value as JSON, as models were trained to read it"
     return json.dumps(value, ensure_ascii=ensure_ascii, **how)   # Jinja's own would escape < and >
 
 @cache
@@ -50,27 +54,27 @@ def _environment() -> Environment:
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #4c49fd8c
 def _check_messages(messages: object) -> None:
-    "Raise if this is not even the beginning of a conversation"
+    "`RequestError` unless this is a list of messages that have roles, and not empty"
     if messages and isinstance(messages, (list, tuple)):
         if all(isinstance(m, Mapping) and 'role' in m for m in messages): return
-    raise RequestError('messages', 'messages must be a list of at least one message, each with a role '
-                                   f'and a content, not {messages!r:.80}')
+    raise RequestError('messages', 'messages must be a list of at least one message, '
+                                   f'each with a role and a content, not {messages!r:.80}')
 
 class ChatTemplate:
-    "How a checkpoint writes a conversation down."
+    "How a checkpoint writes a conversation down. It is compiled when it is first used."
     def __init__(
         self,
-        source: str,                  # Jinja
-        special: Mapping[str, str],   # Special tokens by their role, such as `bos_token`
+        source: str,                 # The template, in Jinja
+        special: Mapping[str, str],  # Special tokens by what they are for, such as `bos_token`
     ):
         self.source, self.special = source, special
 
-    @cached_property   # to compile a long one takes tens of milliseconds
+    @cached_property   # compiling a long one takes time, and a server may never be asked to chat
     def _template(self) -> Template: return _environment().from_string(self.source)
 
     @cached_property
     def takes_tools(self) -> bool:
-        "Whether it has a place for tools; in one that has not, nobody would see them"
+        "Whether it tells the model of tools"
         try: return 'tools' in meta.find_undeclared_variables(_environment().parse(self.source))
         except TemplateError: return False
 
@@ -82,34 +86,35 @@ class ChatTemplate:
     ) -> str:
         "The conversation as one text"
         _check_messages(messages)
-        if tools and not self.takes_tools:
-            raise RequestError('tools', 'the chat template of this model has no place for tools; leave them out')
+        if tools and not self.takes_tools: raise RequestError(
+            'tools', 'the chat template of this model has no place for tools; leave them out')
         try: return self._template.render(self.special, messages=messages, tools=tools or None,
                                           add_generation_prompt=add_generation_prompt)
-        except (TemplateError, TypeError, ValueError, LookupError) as e:
-            raise RequestError('messages', f'the chat template refuses these messages: {e}') from None
+        except (TemplateError, TypeError, ValueError, LookupError) as e: raise RequestError(
+            'messages', f'the chat template refuses these messages: {e}') from None
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #bd60aa06
 def _json(file: Path) -> dict:
-    "The content of a JSON file, or nothing if there is no such file"
+    "The content of a JSON file; `{}` if there is no such file"
     if not file.exists(): return {}
     try: return json.loads(file.read_text(encoding='utf-8'))
     except ValueError as e: raise ValueError(f'{file} cannot be read as JSON: {e}') from None
 
 def _template_sources(path: Path, config: dict) -> dict[str, str]:
-    "Chat templates by name: one in a file of its own, or in the config, where several may have names"
-    if (file := path/'chat_template.jinja').exists(): return {'default': file.read_text(encoding='utf-8')}
-    source = config.get('chat_template') or []
-    return {o['name']: o['template'] for o in source} if isinstance(source, list) else {'default': source}
+    "Chat templates by name: one in its own file, or in the config, where several may have names"
+    file, source = path/'chat_template.jinja', config.get('chat_template') or []
+    if file.exists(): source = file.read_text(encoding='utf-8')
+    if not isinstance(source, list): return {'default': source}
+    return {o['name']: o['template'] for o in source}
 
 def _special_tokens(config: dict) -> dict[str, str]:
-    "Special tokens by their role, such as `bos_token`; each a text, or an object with a text in it"
+    "Special tokens, such as `bos_token`; in the file, texts or objects with a text in them"
     found = {k: v.get('content') if isinstance(v, dict) else v for k, v in config.items()}
     return {k: v for k, v in found.items() if k.endswith('_token') and isinstance(v, str)}
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #72ddeeb0
 def _load(path: Path) -> tokenizers.Tokenizer:
-    "The vocabulary and its rules"
+    "The vocabulary and its rules; `ValueError` if they cannot be read"
     file = path/'tokenizer.json'
     try:
         if file.exists(): return tokenizers.Tokenizer.from_file(str(file))
@@ -123,7 +128,7 @@ def _load(path: Path) -> tokenizers.Tokenizer:
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #d2a86b95
 class Tokenizer:
-    "Text to token ids and back."
+    "Text and conversations to token ids, and back. Nothing that is asked changes it."
     def __init__(
         self,
         path: str | Path,  # Folder of the checkpoint
@@ -134,27 +139,30 @@ class Tokenizer:
         self.backend.no_padding(); self.backend.no_truncation()
         known = [o for o in self.special.values() if self.backend.token_to_id(o) is not None]
         self.backend.add_special_tokens(known)   # tokenizer.json may have forgotten to say so
-        named = {k: ChatTemplate(v, self.special) for k, v in _template_sources(path, config).items()}
+        sources = _template_sources(path, config)
+        named = {k: ChatTemplate(v, self.special) for k, v in sources.items()}
         self.chat_template = named.get('default')
-        self.tool_template = named.get('tool_use', self.chat_template)   # for conversations with tools
+        self.tool_template = named.get('tool_use', self.chat_template)   # for those with tools
         self._bos = self.backend.token_to_id(self.special.get('bos_token', ''))
         self._alone: dict[tuple[int, bool], str | None] = {}   # what `alone` has found out
-        self.bytewise = isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel)   # texts just follow each other
+        self.bytewise = isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel)
         self._hidden = {i for i, t in self.backend.get_added_tokens_decoder().items() if t.special}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
-        "Token ids of a text, int64, in the checkpoint's frame, but with one begin token at most"
+        "Token ids of a text, int64, [n]; they begin with one begin token at most"
         if text and not self.backend.get_vocab_size():
-            raise RequestError('prompt', 'this checkpoint has no tokenizer; give a list of token ids')
+            what = 'this checkpoint has no tokenizer; give a list of token ids'
+            raise RequestError('prompt', what)
         try: ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
-            raise RequestError('prompt', f'a prompt must be valid Unicode, not {text!r:.80}') from None
+            what = f'a prompt must be valid Unicode, not {text!r:.80}'
+            raise RequestError('prompt', what) from None
         while ids[:2] == [self._bos]*2: del ids[0]
         return np.array(ids, dtype=np.int64)
 
     def chat(self, messages: Sequence[Mapping], add_generation_prompt: bool = True,
              tools: Sequence[Mapping] | None = None) -> np.ndarray:
-        "Token ids of a conversation, int64, up to where the model speaks; `tools` are functions it may call"
+        "Token ids of a conversation, int64, [n], up to where the model speaks"
         template = self.tool_template if tools else self.chat_template
         if template is None:
             raise RequestError('messages', 'this model has no chat template; use a prompt instead')
@@ -164,28 +172,33 @@ class Tokenizer:
         "The text of all these tokens"
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def visible(self, token: int, skip_special_tokens: bool = True) -> bool:
-        "Whether a token is any text; models have more numbers than the vocabulary has tokens"
-        if skip_special_tokens and token in self._hidden: return False
-        return self.backend.id_to_token(token) is not None
+# %% ../../nbs/51_serving.tokenizer.ipynb #bf961f7b
+@patch
+def visible(self: Tokenizer, token: int, skip_special_tokens: bool = True) -> bool:
+    "Whether a token is any text; models have more numbers than the vocabulary has tokens"
+    if skip_special_tokens and token in self._hidden: return False
+    return self.backend.id_to_token(token) is not None
 
-    def alone(self, token: int, skip_special_tokens: bool = True) -> str | None:
-        "The text of a token that stands first; `None` if it is no text. Remembered"
-        key = token, skip_special_tokens
-        if key not in self._alone:
-            self._alone[key] = self.decode([token], skip_special_tokens) if self.visible(*key) else None
-        return self._alone[key]
+@patch
+def alone(self: Tokenizer, token: int, skip_special_tokens: bool = True) -> str | None:
+    "The text of a token that stands first; `None` if it is no text. Remembered"
+    key = token, skip_special_tokens
+    if key not in self._alone:
+        self._alone[key] = self.decode([token], skip_special_tokens) if self.visible(*key) else None
+    return self._alone[key]
 
-    def spell(self, token: int) -> str:
-        "A token by itself, with the space that it begins with in the middle of a text"
-        once, twice = (self.backend.decode([token]*n, skip_special_tokens=False) for n in (1, 2))
-        return twice[len(once):]
+@patch
+def spell(self: Tokenizer, token: int) -> str:
+    "A token by itself, with the space that it begins with in the middle of a text"
+    once, twice = (self.decode([token]*n, skip_special_tokens=False) for n in (1, 2))
+    return twice[len(once):]
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #6a7edd79
 class TextDecoder:
     """Token ids to text, in pieces that add up to the text of all the tokens.
 
-    Only whole characters leave. The cost of a token does not depend on how many came before.
+    Only whole characters leave, and `�` for bytes that can no longer become one. The cost of a
+    token does not depend on how many came before.
     """
     def __init__(
         self,
@@ -197,7 +210,9 @@ class TextDecoder:
         self._context, self._shown = 0, 0    # tokens of context; characters that have left
         self._broken = False                 # the last character is not complete
 
-    def _decode(self, ids: list[int]) -> str: return self._tokenizer.decode(ids, self._skip)
+    def _decode(self, ids: list[int]) -> str:
+        "Their text, as this reader wants it"
+        return self._tokenizer.decode(ids, self._skip)
 
     def push(self, token_ids: Sequence[int]) -> str:
         "Take some tokens, and give the text that is now certain"
@@ -220,12 +235,12 @@ class TextDecoder:
         return piece
 
     def finish(self) -> str:
-        "What was held back: it will not get better"
+        "What was held back; no token will complete it any more"
         return self._decode(self._ids)[self._shown:]
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #59e485ff
 class Detokenizer:
-    "The text of one answer while it is being made: whole characters, and nothing of a stop."
+    "The text of one answer while it is being made: whole characters, up to the first stop."
     def __init__(
         self,
         tokenizer: Tokenizer,    # Whose tokens
@@ -244,7 +259,8 @@ class Detokenizer:
         "Take some tokens, and give the text that may be shown now"
         free, seen = token_ids[:self._free], token_ids[self._free:]
         self._free -= len(free)
-        return (self._decoder.push(free) if free else '') + self._finder.push(self._decoder.push(seen))
+        shown = self._decoder.push(free) if free else ''
+        return shown + self._finder.push(self._decoder.push(seen))
 
     def finish(self) -> str:
         "No token follows: give the rest"
@@ -284,13 +300,13 @@ class Output:
     error: str | None = None     # One sentence, if the reason is 'error'
     prompt_tokens: int = 0       # Length of the prompt
     cached_tokens: int = 0       # Of these, found in the cache
-    times: tuple[float, float, float] | None = None   # Seconds to its first step, first token, end
+    times: tuple[float, float, float] | None = None   # Seconds to first step, first token, end
     logprobs: list[Logprob] | None = None          # How likely each token was, if asked for
-    prompt_logprobs: list[Logprob] | None = None   # The same of the prompt, from `logprob_start_len`
+    prompt_logprobs: list[Logprob] | None = None   # The same of the prompt, if asked for
 
 # %% ../../nbs/51_serving.tokenizer.ipynb #6e7181bf
 class Collector:
-    "Makes pieces of one request's replies, and in the end its output."
+    "Makes pieces of one request's replies, in order, and in the end its output."
     def __init__(
         self,
         tokenizer: Tokenizer,    # Whose tokens
