@@ -44,7 +44,7 @@ class _Awaited:
 # %% ../nbs/60_viz.ipynb #f2a2a062
 @dataclass
 class Timed:
-    "An engine, and when it was called and waited for."
+    "An engine in front of an engine: notes when that was called, and when it was waited for."
     engine: Engine                  # Does the work
     clock: Callable[[], float]      # Seconds
     steps: dict[int, Step] = field(default_factory=dict)   # In flight, by number
@@ -243,12 +243,14 @@ class Timeline(View):
 
 # %% ../nbs/60_viz.ipynb #86d3d08d
 class ChatWidget(widgets.Box):
-    "A conversation with a model, and beside it the scheduler at work on it."
+    """A conversation with a model, and beside it the scheduler at work on it.
+
+    It owns the recorder, until `close` or until another recorder comes; the model is the caller's."""
     def __init__(
         self,
         llm: LLM,                                # Who answers
-        params: SamplingParams | None = None,    # How
-        view: type[View] = Timeline,             # What stands beside
+        params: SamplingParams | None = None,    # For its answers
+        view: type[View] = Timeline,             # The picture beside the chat
     ):
         self.llm, self.params, self.messages, self.bills = llm, params, [], []
         self.recorder = record(llm).attach()
