@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PlanArrays', 'plan_arrays', 'page_indices', 'Desk', 'workspace_bytes', 'tensor_cores', 'FlashInferMetadata',
-           'kind_of', 'FlashInferAttention', 'StaticMetadata', 'why_not', 'PairAttention', 'flashinfer_attention',
+           'kind_of', 'FlashInferAttention', 'StaticMetadata', 'why_not', 'flashinfer_attention', 'PairAttention',
            'choose_attention', 'graph_attention']
 
 # %% ../../nbs/33_model.attention_flashinfer.ipynb #b23cbb66
@@ -20,7 +20,8 @@ from ..core import Batch
 from ..device import T, Turns, mark
 from ..kernels import Library, Wrapper, find_library
 from ..kv.pool import KVPool
-from .attention import AttentionBackend, to_device
+from ..kv.table import to_device
+from .attention import AttentionBackend
 from .attention_cpu import backends
 from ..native import tell
 
@@ -36,11 +37,12 @@ def plan_arrays(
     batch: Batch,    # What will be computed
     page_size: int,  # Token slots in a page
 ) -> PlanArrays:
-    "What a batch looks like to a kernel that walks pages"
-    def pointers(counts: np.ndarray) -> np.ndarray: return np.r_[0, counts.cumsum()].astype(np.int32)
+    "What a plan is told of a batch, but for the pages"
+    def pointers(counts: np.ndarray) -> np.ndarray:
+        return np.r_[0, counts.cumsum()].astype(np.int32)
     lens = batch.device_lens
-    last = (lens - 1) % page_size + 1
-    return PlanArrays(pointers(batch.extend_lens), pointers(-(-lens // page_size)), last.astype(np.int32))
+    last = ((lens - 1) % page_size + 1).astype(np.int32)
+    return PlanArrays(pointers(batch.extend_lens), pointers(-(-lens // page_size)), last)
 
 # %% ../../nbs/33_model.attention_flashinfer.ipynb #2847fe84
 def page_indices(
@@ -79,7 +81,7 @@ def workspace_bytes(
     n: int,              # Requests that may decode at once
     processors: int,     # Of the card
 ) -> int:
-    "Room for partial results, and never less than is recommended"
+    "Room for partial results, and never less than FlashInfer recommends"
     parts, family = -(-2 * processors // num_kv_heads), num_heads // num_kv_heads
     tile = next((o for o in (16, 64) if family <= o), 128)
     return max(128 << 20, 4 * num_heads * (head_dim + 1) * max(128 * parts, n * (family + tile)))
@@ -87,7 +89,7 @@ def workspace_bytes(
 def tensor_cores(
     family: int,  # Query heads that share one key and value head
 ) -> bool:
-    "Whether decoding on tensor cores pays; they take 16 queries at once, whether there are or not"
+    "Whether to decode on tensor cores; they compute 16 queries at once, so few would be a waste"
     return family >= 4
 
 # %% ../../nbs/33_model.attention_flashinfer.ipynb #738873f2
@@ -96,7 +98,7 @@ class FlashInferMetadata:
     "A batch as `FlashInferAttention` sees it."
     out_loc: torch.Tensor                  # Slot of each new token, [n_tokens]
     wrappers: dict[int | None, Wrapper]    # Planned for this batch, by window
-    ragged: bool                           # Whether they take keys and values themselves
+    ragged: bool                           # Whether they take keys and values, and no pages
 
 def kind_of(
     batch: Batch,  # Any mode
@@ -132,45 +134,48 @@ class FlashInferAttention:
         self.mark = partial(mark, self.device)
         self.turns = Turns([self._desk() for _ in range(2)], lambda: self.mark())
 
-    def _workspace(self) -> int:
-        "Bytes that kernels need for partial results"
-        if self.device.type != 'cuda': return 0
-        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return workspace_bytes(*self.shape, len(self.page_table), processors)
-
     def by_window(self, make: Callable[[], T]) -> dict[int | None, T]:
         "Something for each window that some layer has"
         return {o: make() for o in set(self.windows.values()) or {None}}
 
     def host(self) -> torch.Tensor:
-        "Room for the arrays of a plan"
+        "Room for the arrays of a plan, pinned where there is a GPU"
         size = 3 * len(self.page_table) + 2
         return torch.zeros(size, dtype=torch.int32, pin_memory=self.device.type == 'cuda')
 
-    def _desk(self) -> Desk:
-        library, work = self.library, self.workspace
-        decode = partial(library.BatchDecodeWithPagedKVCacheWrapper, work,
-                         use_tensor_cores=self.tensor_cores)
-        ragged = partial(library.BatchPrefillWithRaggedKVCacheWrapper, work, backend='fa2')
-        prefill = partial(library.BatchPrefillWithPagedKVCacheWrapper, work, backend='fa2')
-        kinds = dict(ragged=ragged, prefill=prefill, decode=decode)
-        return Desk(self.host(), {kind: self.by_window(make) for kind, make in kinds.items()})
+    def _words(self, window: int | None) -> dict[str, int | torch.dtype]:
+        "What a plan is told by name"
+        left, dtype = -1 if window is None else window - 1, self.pool.buffer.dtype
+        return dict(window_left=left, q_data_type=dtype, kv_data_type=dtype)
 
-# %% ../../nbs/33_model.attention_flashinfer.ipynb #33deee57
+# %% ../../nbs/33_model.attention_flashinfer.ipynb #ccd2f842
 @patch
-def _words(self: FlashInferAttention, window: int | None) -> dict[str, int | torch.dtype]:
-    "What a plan is told by name"
-    left, dtype = -1 if window is None else window - 1, self.pool.buffer.dtype
-    return dict(window_left=left, q_data_type=dtype, kv_data_type=dtype)
+def _workspace(self: FlashInferAttention) -> int:
+    "Bytes that kernels need for partial results"
+    if self.device.type != 'cuda': return 0
+    processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+    return workspace_bytes(*self.shape, len(self.page_table), processors)
 
-# %% ../../nbs/33_model.attention_flashinfer.ipynb #3eabcaf7
+@patch
+def _desk(self: FlashInferAttention) -> Desk:
+    "Memory for one plan at a time, of any kind"
+    library, work = self.library, self.workspace
+    decode = partial(library.BatchDecodeWithPagedKVCacheWrapper, work,
+                     use_tensor_cores=self.tensor_cores)
+    ragged = partial(library.BatchPrefillWithRaggedKVCacheWrapper, work, backend='fa2')
+    prefill = partial(library.BatchPrefillWithPagedKVCacheWrapper, work, backend='fa2')
+    kinds = dict(ragged=ragged, prefill=prefill, decode=decode)
+    return Desk(self.host(), {kind: self.by_window(make) for kind, make in kinds.items()})
+
+# %% ../../nbs/33_model.attention_flashinfer.ipynb #eab9bc45
 @patch
 def prepare(
     self: FlashInferAttention,
     batch: Batch,            # What will be computed
 ) -> FlashInferMetadata:     # For `forward`, in every layer
     "Plan a batch"
-    arrays, kind, size = plan_arrays(batch, self.pool.page_size), kind_of(batch), self.pool.page_size
+    kind, size = kind_of(batch), self.pool.page_size
+    arrays = plan_arrays(batch, size)
     with self.turns.take() as desk:
         qo, kv, last = desk.fill(arrays)
         if kind != 'ragged': pages = page_indices(self.page_table, batch.rows, arrays.kv_indptr)
@@ -182,6 +187,7 @@ def prepare(
     out_loc = to_device(batch.out_loc, self.device)
     return FlashInferMetadata(out_loc, desk.wrappers[kind], kind == 'ragged')
 
+# %% ../../nbs/33_model.attention_flashinfer.ipynb #13884483
 @patch
 def forward(
     self: FlashInferAttention,
@@ -203,7 +209,7 @@ class StaticMetadata(FlashInferMetadata):
     indptr: torch.Tensor         # int32, [n + 1]
     indices: torch.Tensor        # int32, room for all pages of all rows
     last_page_len: torch.Tensor  # int32, [n]
-    turns: Turns[Desk]           # Of one
+    turns: Turns[Desk]           # One desk
 
 @patch
 def static(
@@ -211,12 +217,13 @@ def static(
     batch: Batch,            # Any that decodes, of the wanted size
     out_loc: torch.Tensor,   # Slot of each new token; it never moves, [n]
 ) -> StaticMetadata:         # For `forward`, and `update`
-    "Wrappers for a graph, planned for this batch"
+    "Wrappers for a graph, planned for this batch; the next ones are told by `update`"
     n, rows = len(batch.rows), len(self.page_table)
     if not hasattr(self, '_room'):
         sizes = rows + 1, self.page_table.numel(), rows
         self._room = [torch.zeros(o, dtype=torch.int32, device=self.device) for o in sizes]
-        self._plans = self.by_window(lambda: torch.empty(1 << 20, dtype=torch.uint8, device=self.device))
+        new = partial(torch.empty, 1 << 20, dtype=torch.uint8, device=self.device)
+        self._plans = self.by_window(new)
     indptr, indices, last = self._room[0][:n + 1], self._room[1], self._room[2][:n]
     wrappers = self.by_window(lambda: self.library.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
         self.workspace, indptr, indices, last, use_tensor_cores=self.tensor_cores))
@@ -226,19 +233,11 @@ def static(
     self._plan_static(metadata, batch, lambda o, *args, **kw: o.plan(*args, **kw))
     return metadata
 
-@patch
-def update(
-    self: FlashInferAttention,
-    metadata: StaticMetadata,  # From `static`
-    batch: Batch,              # One of that size
-) -> None:
-    "Let the tensors of a graph tell of another batch"
-    self._plan_static(metadata, batch, self.library.fast_decode_plan)
-
 # %% ../../nbs/33_model.attention_flashinfer.ipynb #9ae75d23
 @patch
 def _plan_static(self: FlashInferAttention, m: StaticMetadata, batch: Batch,
                  plan: Callable[..., None]) -> None:
+    "Fill the tensors of a graph, and plan every wrapper"
     arrays = plan_arrays(batch, self.pool.page_size)
     pages = page_indices(self.page_table, batch.rows, arrays.kv_indptr)
     with m.turns.take() as desk:
@@ -249,19 +248,42 @@ def _plan_static(self: FlashInferAttention, m: StaticMetadata, batch: Batch,
         for window, o in m.wrappers.items():
             plan(o, kv, pages, last, *self.shape, self.pool.page_size, **self._words(window))
 
-# %% ../../nbs/33_model.attention_flashinfer.ipynb #c23e788e
+@patch
+def update(
+    self: FlashInferAttention,
+    metadata: StaticMetadata,  # From `static`
+    batch: Batch,              # One of that size
+) -> None:
+    "Let the tensors of a graph tell of another batch"
+    self._plan_static(metadata, batch, self.library.fast_decode_plan)
+
+# %% ../../nbs/33_model.attention_flashinfer.ipynb #87e8c18e
 def why_not(
     pool: KVPool,    # Where keys and values lie
 ) -> str | None:     # A sentence, or `None` if it can
     "What keeps FlashInfer from serving this pool"
     device, dtype, head_dim = pool.buffer.device, pool.buffer.dtype, pool.buffer.shape[-1]
-    if device.type != 'cuda': return f'FlashInfer needs an NVIDIA GPU, and this runs on {device.type}'
+    if device.type != 'cuda':
+        return f'FlashInfer needs an NVIDIA GPU, and this runs on {device.type}'
     if dtype not in (torch.bfloat16, torch.float16):
         return f'FlashInfer computes in bfloat16 or float16, not in {str(dtype)[6:]}'
     if head_dim not in (64, 128, 256):
         return f'FlashInfer has kernels for a head_dim of 64, 128 or 256, not of {head_dim}'
     found = find_library(device)
     return found if isinstance(found, str) else None
+
+def flashinfer_attention(
+    pool: KVPool,              # On a GPU
+    page_table: torch.Tensor,  # On the same, int32, [n_rows, max_pages]
+    windows: Sequence[int | None] = (),  # Of each layer, in tokens; `None` or none given: all
+    *,
+    num_heads: int,            # Query heads of the model
+) -> FlashInferAttention:
+    "FlashInfer's kernels; `ValueError` if they cannot serve this pool"
+    if sentence := why_not(pool):
+        raise ValueError(f"attention cannot be 'flashinfer' here: {sentence}")
+    return FlashInferAttention(pool, page_table, windows, num_heads=num_heads,
+                               library=find_library(pool.buffer.device))
 
 # %% ../../nbs/33_model.attention_flashinfer.ipynb #c74207e8
 class PairAttention:
@@ -276,8 +298,8 @@ class PairAttention:
     def prepare(
         self,
         batch: Batch,    # What will be computed
-    ) -> tuple[AttentionBackend, object]:   # Who will, and what he needs to know
-        "Choose, and let him prepare"
+    ) -> tuple[AttentionBackend, object]:   # Which one will, and what it needs to know
+        "Choose, and prepare there"
         chosen = self.decode if kind_of(batch) == 'decode' else self.prefill
         return chosen, chosen.prepare(batch)
 
@@ -294,18 +316,6 @@ class PairAttention:
         return chosen.forward(q, k, v, layer, known)
 
 # %% ../../nbs/33_model.attention_flashinfer.ipynb #b78259ff
-def flashinfer_attention(
-    pool: KVPool,              # On a GPU
-    page_table: torch.Tensor,  # On the same, int32, [n_rows, max_pages]
-    windows: Sequence[int | None] = (),  # Of each layer, in tokens; `None` or none given: all
-    *,
-    num_heads: int,            # Query heads of the model
-) -> FlashInferAttention:
-    "FlashInfer's kernels; `ValueError` if they cannot serve this pool"
-    if sentence := why_not(pool): raise ValueError(f"attention cannot be 'flashinfer' here: {sentence}")
-    return FlashInferAttention(pool, page_table, windows, num_heads=num_heads,
-                               library=find_library(pool.buffer.device))
-
 def choose_attention(
     name: str,                 # A backend, 'auto', or two of them: 'prefill,decode'
     pool: KVPool,              # Where keys and values lie
@@ -329,6 +339,6 @@ def choose_attention(
 def graph_attention(
     attention: AttentionBackend,  # From `choose_attention`
 ) -> FlashInferAttention | None:  # `None`: none
-    "Who of a backend can decode from tensors that never move"
+    "The part of a backend that can decode from tensors that never move"
     chosen = attention.decode if isinstance(attention, PairAttention) else attention
     return chosen if isinstance(chosen, FlashInferAttention) else None
