@@ -8,6 +8,7 @@ __all__ = ['ApiError', 'explain', 'Wishes', 'as_prompts', 'NativeWishes', 'Gener
 # %% ../../nbs/48_serving.wishes.ipynb #18ad208d
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -16,13 +17,13 @@ from ..core import QueueFull, RequestError, SamplingParams
 
 # %% ../../nbs/48_serving.wishes.ipynb #7cb0c06f
 class ApiError(Exception):
-    "What a caller is told instead of an answer."
+    "What a caller is told instead of an answer: one sentence, an HTTP status, and the field to change."
     def __init__(
         self,
         message: str,              # One sentence: the field, the value, what is allowed
         status: int = 400,         # HTTP status
         param: str | None = None,  # The field to change
-        code: str | None = None,   # A word that programs may look for
+        code: str | None = None,   # A word for programs, such as 'queue_full'
     ):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
@@ -31,26 +32,26 @@ class ApiError(Exception):
     def of(
         cls,
         error: RequestError,  # What the scheduler, or `SamplingParams`, refused
-        param: str | None = None,  # What the field is called in this request; default: as there
+        param: str | None = None,  # The field's name in this request, if it is another
     ) -> 'ApiError':
-        "The same refusal for HTTP"
+        "The same refusal over HTTP: 503 if the queue is full, else 400"
         full = isinstance(error, QueueFull)
         return cls(str(error), 503 if full else 400, param or error.field, 'queue_full' if full else None)
 
     @property
     def headers(self) -> dict[str, str]:
-        "What clients and browsers act upon"
+        "HTTP headers on which clients act"
         return {503: {'retry-after': '1'}, 401: {'www-authenticate': 'Bearer'}}.get(self.status, {})
 
     @property
     def body(self) -> dict[str, dict]:
-        "What is sent"
+        "What is sent as JSON, in the shape of OpenAI's errors"
         kind = 'invalid_request_error' if self.status < 500 else 'server_error'
         return {'error': {'message': str(self), 'type': kind, 'param': self.param, 'code': self.code}}
 
 # %% ../../nbs/48_serving.wishes.ipynb #7ecb77f7
 def _path(loc: Sequence[str | int]) -> str:
-    "Where in the request: `messages[0].role`"
+    "A field's place in the request, such as `messages[0].role`"
     path = ''
     for o in loc:
         if isinstance(o, int): path += f'[{o}]'
@@ -60,7 +61,7 @@ def _path(loc: Sequence[str | int]) -> str:
 
 # %% ../../nbs/48_serving.wishes.ipynb #0b4f5213
 def explain(
-    errors: Sequence[dict],  # What pydantic found
+    errors: Sequence[dict],  # As `ValidationError.errors()` gives them; not empty
 ) -> ApiError:
     "One sentence about the first field that is wrong"
     path = _path(errors[0]['loc'])
@@ -78,7 +79,7 @@ _not_served = dict(functions=([],), function_call=('none', 'auto'), modalities=(
 
 # %% ../../nbs/48_serving.wishes.ipynb #e8dcbad4
 def _ours(given: dict[str, object]) -> dict[str, object]:
-    "The same wishes, as `SamplingParams` spells them"
+    "The same wishes, as `SamplingParams` writes them"
     bias, asked = given.get('logit_bias'), given.get('logprobs')
     if asked is False: given['logprobs'] = None
     if isinstance(bias, Mapping):
@@ -87,10 +88,13 @@ def _ours(given: dict[str, object]) -> dict[str, object]:
 
 # %% ../../nbs/48_serving.wishes.ipynb #2606776b
 class Wishes(BaseModel):
-    "What to sample: a description of `SamplingParams` for people who send JSON; `None` is not given."
+    """What to sample: the fields of `SamplingParams`, as they come in JSON; `None`: not given.
+
+    Types are checked here, values by `SamplingParams`. Unknown fields are ignored.
+    """
     model_config = ConfigDict(strict=True, extra='allow')
     max_tokens: int | None = None     # Longest answer, in tokens
-    min_tokens: int | None = None     # All the rest as in `SamplingParams`
+    min_tokens: int | None = None     # This and all others as in `SamplingParams`
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -134,7 +138,7 @@ class Wishes(BaseModel):
 def as_prompts(
     prompt: object,  # What came as a prompt
 ) -> list[str | list[int]]:
-    "Each prompt, as text or as token ids; `ValueError` if it is none"
+    "A list of prompts, each a text or token ids; `ValueError` for anything else"
     items = prompt if isinstance(prompt, list) else [prompt] if isinstance(prompt, str) else []
     kinds = {type(o) for o in items}
     if kinds == {int}: return [prompt]
@@ -148,32 +152,41 @@ class NativeWishes(Wishes):
     max_new_tokens: int | None = None  # Another name of `max_tokens`
 
     def wishes(self) -> dict[str, object]:
-        "As everywhere, but a name that nobody knows is a mistake"
+        "The same, but `ApiError` for a name that is unknown"
         if self.model_extra:
             unknown = min(self.model_extra)
             raise ApiError(f'sampling_params has no field {unknown!r}', param=f'sampling_params.{unknown}')
         return super().wishes() | {'max_tokens': n for n in [self.max_new_tokens] if n is not None}
 
+# %% ../../nbs/48_serving.wishes.ipynb #685442a0
+_kinds = {'text': (str, 'a text, or a list of texts'),
+          'input_ids': (list, 'a list of token ids, or of such lists')}
+
+def _one_kind(prompt: object, field: str) -> object:
+    "The prompt as it came, if it is of the kind that this field takes; else `ValueError`"
+    want, words = _kinds[field]
+    if prompt is None or prompt == [] and want is list: return prompt   # refused later, as empty
+    with suppress(ValueError):   # its sentence speaks of both fields
+        if all(isinstance(o, want) for o in as_prompts(prompt)): return prompt
+    raise ValueError(words)
+
 # %% ../../nbs/48_serving.wishes.ipynb #ccc1a569
 class GenerateRequest(BaseModel):
-    "The body of `/generate`."
+    "The body of `/generate`: one prompt or many, in `text` or in `input_ids`, and wishes."
     model_config = ConfigDict(strict=True)
-    text: str | list[str] | None = None                    # The prompt, or several; these
-    input_ids: list[int] | list[list[int]] | None = None   # or these
+    text: str | list[str] | None = None                    # The prompt, or several; either this
+    input_ids: list[int] | list[list[int]] | None = None   # or this
     sampling_params: NativeWishes | list[NativeWishes] | None = None   # Fields of `SamplingParams`, for all or each
-    stream: bool | None = None             # Send the answer piece by piece
+    stream: bool | None = None             # Whether to send the answer in pieces
     rid: str | None = None                 # A name for it, unique among those alive
-    return_logprob: bool | None = None     # Tell how likely each token was
-    top_logprobs_num: int | None = None    # and so many of the likeliest
-    logprob_start_len: int | None = None   # and the prompt's from this token on; -1: none of it
+    return_logprob: bool | None = None     # Whether to give each token's log-probability
+    top_logprobs_num: int | None = None    # and those of so many of the likeliest
+    logprob_start_len: int | None = None   # and those of the prompt from this token on; -1: none of it
 
     @field_validator('text', 'input_ids', mode='before')
     @classmethod
-    def _one_kind(cls, prompt: object, info: ValidationInfo) -> object:
-        want, words = (str, 'a text, or a list of texts') if info.field_name == 'text' else (list, 'a list of token ids, or of such lists')
-        if prompt is None or prompt == [] and want is list: return prompt   # no tokens: refused as an empty prompt
-        if all(isinstance(o, want) for o in as_prompts(prompt)): return prompt
-        raise ValueError(words)
+    def _check_prompt(cls, prompt: object, info: ValidationInfo) -> object:
+        return _one_kind(prompt, info.field_name)
 
     @property
     def single(self) -> bool:
@@ -181,21 +194,23 @@ class GenerateRequest(BaseModel):
         return self.prompts() != (self.input_ids if self.text is None else self.text)
 
     def prompts(self) -> list[str | list[int]]:
-        "The one or the other"
+        "Those of `text` or of `input_ids`; `ApiError` unless just one of them is given"
         if (self.text is None) == (self.input_ids is None):
             raise ApiError('give the prompt either as text or as input_ids', param='text')
         return [[]] if self.input_ids == [] else as_prompts(self.input_ids if self.text is None else self.text)
 
     def params(self) -> list[SamplingParams]:
-        "Wishes for each prompt; `ApiError` for what is wrong"
+        "Checked wishes for each prompt; `ApiError` for what is wrong"
         n, wishes = len(self.prompts()), self.sampling_params or NativeWishes()
         each = wishes if isinstance(wishes, list) else [wishes]*n
         if len(each) != n:
-            raise ApiError(f'sampling_params must be one map, or one for each of {n} prompts, not {len(each)}', param='sampling_params')
+            raise ApiError(f'sampling_params must be one map, or one for each of {n} prompts, '
+                           f'not {len(each)}', param='sampling_params')
         try: return [replace(o.params(), **self._likely()) for o in each]
         except RequestError as e: raise ApiError.of(e, 'top_logprobs_num') from None
 
     def _likely(self) -> dict[str, int]:
+        "The three fields of SGLang, as `SamplingParams` has them"
         if not self.return_logprob: return {}
         top, start = self.top_logprobs_num or 0, self.logprob_start_len
         told = {} if start in (None, -1) else {'prompt_logprobs': top, 'logprob_start_len': start}
