@@ -19,30 +19,33 @@ from .sim import Clock, CostModel, Work
 class Step(NamedTuple):
     "One step of a real engine."
     work: Work      # What it had to do
-    host: float     # Seconds of the host before it
-    engine: float   # Seconds of the engine
+    host: float     # Seconds from the end of the step before, without sleep
+    engine: float   # Seconds from `forward` until the results were there
 
 class Recorder:
-    "An `Engine` that notes how long another one takes; for a scheduler without overlap."
+    """An `Engine` that passes everything on to another one, and notes how long each step takes.
+
+    It waits for each step, so the scheduler's loop must be the normal one, without overlap.
+    """
     def __init__(
         self,
         engine: Engine,   # Computes
         costs: Costs,     # Of its model
-        clock: Clock,     # Seconds
+        clock: Clock,     # The one that the requests wait by, in seconds
     ):
         self.engine, self.costs, self.clock = engine, costs, clock
         self.steps: list[Step] = []
         self._since = clock(), clock.slept   # when the last step ended
 
     def forward(self, batch: Batch) -> tuple[object, float, float]:
-        "Look at the clock, and pass on"
+        "Note when it began, and the host's time before; pass on"
         began, (ended, slept) = self.clock(), self._since
         host = began - ended - (self.clock.slept - slept)
         return self.engine.forward(batch), began, host
 
     def sample(self, batch: Batch, launched: tuple[object, float, float],
                mask: np.ndarray | None = None) -> ForwardOutput:
-        "Pass on, wait, and note"
+        "Pass on, wait for the results, and note the step"
         handed, began, host = launched
         output = self.engine.sample(batch, handed, mask)
         output.copy_done.synchronize()
@@ -56,10 +59,10 @@ class Recorder:
 
 # %% ../nbs/66_calibrate.ipynb #96a569e3
 def _factors(
-    columns: Sequence[np.ndarray],   # Known quantities of each step, [n] each
-    seconds: np.ndarray,             # It took, [n]
-) -> np.ndarray:                     # Seconds for one of each quantity, none negative
-    "Least squares; what would be negative is left out"
+    columns: Sequence[np.ndarray],   # A known quantity of each step, [n] each
+    seconds: np.ndarray,             # How long each step took, [n]
+) -> np.ndarray:                     # Seconds for one of each quantity, none negative, [columns]
+    "Least squares; a column whose factor would be negative is left out"
     x, left, found = np.stack(columns, 1).astype(float), list(range(len(columns))), np.empty(0)
     scale = np.maximum(x.max(0), 1e-300)
     while left:
@@ -73,12 +76,12 @@ def _factors(
 # %% ../nbs/66_calibrate.ipynb #5c83ea4a
 def fit(
     costs: Costs,            # Of the model that took these steps
-    steps: Sequence[Step],   # As recorded
+    steps: Sequence[Step],   # As recorded, prompts and decode
 ) -> CostModel:
-    "The factors that explain how long these steps took"
+    "The prices that explain best how long these steps took"
     tokens, reqs, new, read, done = np.array([o.work for o in steps], dtype=float).T
     host, engine, one = [o.host for o in steps], np.array([o.engine for o in steps]), np.ones(len(steps))
-    reading, tried = tokens == reqs, []   # decode reads, prefill computes: a first guess
+    reading, tried = tokens == reqs, []   # a first guess
     while tried.count(reading.tobytes()) == 0:
         tried.append(reading.tobytes())
         step, token, byte, flop = _factors([one, tokens, read * reading, done * ~reading], engine)
@@ -89,10 +92,10 @@ def fit(
 
 # %% ../nbs/66_calibrate.ipynb #4a93dc41
 def error(
-    cost: CostModel,         # Says how long they take
+    cost: CostModel,         # To be judged
     steps: Sequence[Step],   # As recorded
 ) -> tuple[float, float]:    # Median error of a step, and error of the sum, as shares
-    "How wrong a cost model is"
+    "How wrong a cost model is about these steps"
     said = np.array([cost.engine(o.work) + cost.host(o.work) for o in steps])
     took = np.array([o.engine + o.host for o in steps])
     return float(np.median(abs(said / took - 1))), float(said.sum() / took.sum() - 1)
