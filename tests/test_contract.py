@@ -214,6 +214,17 @@ def test_errors_of_the_client(client):
         with pytest.raises(kind) as e: client.completions.create(**ask | more)
         assert (e.value.param, e.value.type, bool(e.value.message)) == (param, "invalid_request_error", True)
 
+@pytest.mark.parametrize("path, param, body", [
+    ("/v1/chat/completions", "messages", {}), ("/v1/chat/completions", "tools[0].type", {"messages": say("x"), "tools": [{}]}),
+    ("/v1/completions", "prompt", {"prompt": [1, "x"]}), ("/v1/completions", "prompt", {"prompt": "\ud800"}),
+    ("/v1/completions", "top_p", {"prompt": "x", "top_p": 1.5}), ("/generate", "text", {}), ("/tokenize", "prompt", {}),
+    ("/abort_request", "rid", {}), ("/pause_generation", "mode", {"mode": "x"})])
+def test_errors_name_their_field(url, path, param, body):
+    for extra in ({}, {"stream": True}) if path.startswith(("/v1", "/gen")) else ({},):
+        r = httpx.post(url + path, content=json.dumps(body | extra), headers={"content-type": "application/json"})
+        error = r.json()["error"]
+        assert (r.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error") and len(error["message"]) > 9
+
 def test_full_and_too_long(url):
     r = post(url, "/v1/completions", prompt="x"*20_001)
     assert (r.status_code, r.headers["retry-after"], r.json()["error"]["code"]) == (503, "1", "queue_full")
@@ -259,7 +270,7 @@ def test_generate(url):
 def test_tokens_and_orders(url, engine):
     said = post(url, "/tokenize", prompt=["Grüße", "👋"]).json()
     assert said["count"] == 11 and post(url, "/detokenize", tokens=said["tokens"]).json() == {"text": ["Grüße", "👋"]}
-    assert post(url, "/detokenize", tokens=[]).json() == {"text": ""}
+    assert post(url, "/detokenize", tokens=[]).json() == {"text": ""} and post(url, "/tokenize", prompt=[]).json()["count"] == 0
     engine.orders.clear()
     for path, body in [("/flush_cache", {}), ("/abort_request", {"abort_all": True}), ("/pause_generation", {"mode": "in_place"}), ("/continue_generation", {}),
                        ("/start_profile", {}), ("/stop_profile", {})]: assert post(url, path, **body).json() == {"success": True, "n": 1}
