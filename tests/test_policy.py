@@ -44,7 +44,7 @@ def make(name, cache, **kwargs):
 def test_an_order_is_made_of_those_who_wait_and_by_priority(name, wishes, known):
     cache, queue = new_cache(), line(wishes)
     for ids in known: remember(cache, request('before', ids))
-    tried = make(name, cache).order(queue)
+    tried = list(make(name, cache).order(queue))
     assert len(set(tried)) == len(tried) and set(tried) <= set(queue) and bool(tried) == bool(queue)
     assert len(tried) == len(queue)   # they share too little to wait for
     assert [o.params.priority for o in tried] == sorted((o.params.priority for o in tried), reverse=True)
@@ -76,7 +76,7 @@ def test_everybody_starts_and_nobody_is_overtaken_more_often_than_patience_allow
     while arrivals or waiting:
         n = data.draw(st.integers(0 if waiting else 1, 3))
         waiting, arrivals = waiting + arrivals[:n], arrivals[n:]
-        tried = policy.order(waiting)
+        tried = list(policy.order(waiting))
         gone = set(tried[:data.draw(st.integers(0 if arrivals else 1, 2))])
         left = [o for o in waiting if o not in gone]
         for o in left: overtaken[o] += any(int(x.rid) > int(o.rid) for x in gone)
@@ -127,7 +127,7 @@ def test_only_those_are_left_out_whose_next_pages_somebody_before_them_computes(
                         min(o.input_len, other.input_len) - 1)
             return same // page_size * page_size - cache.match(o).cached_len
         if not any(shared(other) >= at_least for other in goes): goes.append(o)
-    assert one_of_each(queue, Matches(cache).of(queue), page_size, at_least) == goes
+    assert list(one_of_each(queue, Matches(cache).of(queue), page_size, at_least)) == goes
 
 @given(waiting_ones, st.lists(prompts, min_size=1, max_size=5))
 def test_looking_is_no_use(wishes, known):
@@ -137,7 +137,7 @@ def test_looking_is_no_use(wishes, known):
         for i, ids in enumerate(known):
             n = len(ids) // 2
             cache.prefix.insert(np.array(ids[:2*n]), np.arange(100*i, 100*i + n))
-    for name in ('lpm', 'dfs-weight'): make(name, caches[0]).order(line(wishes))
+    for name in ('lpm', 'dfs-weight'): list(make(name, caches[0]).order(line(wishes)))
     def facts(cache): return Counter((node.last_used, node.hits, node.locks) for node in cache.prefix.nodes() for _ in node.pages)
     assert facts(caches[0]) == facts(caches[1])
     while caches[1].prefix.evictable_size:
@@ -172,9 +172,9 @@ def test_prompt_logprobs_stand_aside():
     ids, cache = np.zeros(40, int), new_cache()
     queue = [request(i, ids) for i in range(3)]
     vars(queue[1].params)['prompt_logprobs'] = 1
-    assert one_of_each(queue, Matches(cache).of(queue), 2, 32) == queue[:2]
+    assert list(one_of_each(queue, Matches(cache).of(queue), 2, 32)) == queue[:2]
     vars(queue[0].params)['prompt_logprobs'] = 1
-    assert one_of_each(queue, Matches(cache).of(queue), 2, 32) == queue
+    assert list(one_of_each(queue, Matches(cache).of(queue), 2, 32)) == queue
 
 def test_without_a_cache_it_says_so_once_and_goes_by_arrival():
     cache, queue = new_cache(prefix=NaiveCache), line([dict(ids=[1]*40)]*3)

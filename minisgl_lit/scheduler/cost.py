@@ -165,7 +165,7 @@ def order_time(
     "What one pass of a policy over the waiting queue takes, when it sees them for the first time"
     s = loaded(beginnings, 1000, steps=1)
     order, waiting = make_policy(policy, s.cache, seed=0), _waiting(n, beginnings)
-    return _seconds(lambda: order.order(waiting))
+    return _seconds(lambda: list(order.order(waiting)))
 
 def grouping_time(
     n: int,                 # Requests that wait
@@ -175,7 +175,7 @@ def grouping_time(
     s = loaded(1, steps=1)
     waiting = _waiting(n, beginnings)
     matches = [s.cache.match(o) for o in waiting]
-    return _seconds(lambda: one_of_each(waiting, matches, s.cache.page_size, at_least=32))
+    return _seconds(lambda: list(one_of_each(waiting, matches, s.cache.page_size, at_least=32)))
 
 def _waiting(n: int, beginnings: int) -> list[PendingReq]:
     "Requests with prompts of 1,000 tokens, of which the first 500 or more are shared"

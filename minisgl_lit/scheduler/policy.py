@@ -9,7 +9,7 @@ __all__ = ['Key', 'policies', 'Fcfs', 'Lof', 'Random', 'Matches', 'one_of_each',
 # %% ../../nbs/20_scheduler.policy.ipynb #a035f7a7
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -100,16 +100,15 @@ class Matches:
 
     def of(
         self,
-        waiting: Sequence[PendingReq],  # All who wait; the others are forgotten
-    ) -> list[Handle]:                  # One for each, not locked
-        "The longest cached prefix of each"
-        self._known = {o: self._current(o) for o in waiting}
-        return list(self._known.values())
-
-    def _current(self, pending: PendingReq) -> Handle:
-        "The match that is remembered, if it holds; else a new one"
-        handle = self._known.get(pending)
-        return handle if handle and self._holds(pending, handle) else self.cache.match(pending)
+        waiting: Sequence[PendingReq],  # Who may be looked at; all others are forgotten
+    ) -> Iterator[Handle]:              # One for each, not locked, looked up when it is asked for
+        "The longest cached prefix of one after the other"
+        known, self._known = self._known, {}
+        for pending in waiting:
+            handle = known.get(pending)
+            if not handle or not self._holds(pending, handle): handle = self.cache.match(pending)
+            self._known[pending] = handle
+            yield handle
 
     def _holds(self, pending: PendingReq, handle: Handle) -> bool:
         "Whether `match` would still say the same; in doubt not"
@@ -122,20 +121,20 @@ class Matches:
 # %% ../../nbs/20_scheduler.policy.ipynb #7693f098
 def one_of_each(
     ordered: Sequence[PendingReq],   # Whom to try, first to last
-    matches: Sequence[CacheHandle],  # What each would find in the cache
+    matches: Iterable[CacheHandle],  # What each would find in the cache
     page_size: int,                  # Tokens in a page
     at_least: int,                   # Tokens worth waiting for
-) -> list[PendingReq]:               # In the same order
+    impatient: Callable[[PendingReq], bool] = lambda _: False,   # Who is not left out
+) -> Iterator[PendingReq]:           # In the same order
     "Of those who share tokens that are not cached yet, only the first"
-    n, seen, res = -(-at_least // page_size) * page_size, set(), []
+    n, seen = -(-at_least // page_size) * page_size, set()
     for o, match in zip(ordered, matches):
         end = match.cached_len + n
         if end < o.input_len and o.params.prompt_logprobs is None:
             new = o.params.extra_key, o.input_ids[:end].tobytes()
-            if new in seen: continue
+            if new in seen and not impatient(o): continue
             seen.add(new)
-        res.append(o)
-    return res
+        yield o
 
 # %% ../../nbs/20_scheduler.policy.ipynb #62580497
 class OneOfEach:
@@ -148,14 +147,13 @@ class OneOfEach:
     ):
         self.inner, self.matches = inner, Matches(inner.cache)
 
-    def order(self, waiting: Sequence[PendingReq]) -> list[PendingReq]:
-        "As the inner order says; followers are left out"
-        ordered = self.inner.order(waiting)
-        if len(ordered) < 2: return ordered
-        head, rest = ordered[:self.most], ordered[self.most:]
-        matches, page_size = self.matches.of(head), self.inner.cache.page_size
-        first = set(one_of_each(head, matches, page_size, self.at_least))
-        return [o for o in head if o in first or self.inner.impatient(o)] + rest
+    def order(self, waiting: Sequence[PendingReq]) -> Iterator[PendingReq]:
+        "As the inner order says, looked at as they are asked for; followers are left out"
+        ordered, inner = self.inner.order(waiting), self.inner
+        head = ordered[:self.most] if len(ordered) > 1 else []
+        yield from one_of_each(head, self.matches.of(head), inner.cache.page_size, self.at_least,
+                               inner.impatient)
+        yield from ordered[len(head):]
 
 # %% ../../nbs/20_scheduler.policy.ipynb #d91f3cd5
 class CacheAware(Fcfs):
@@ -180,7 +178,7 @@ class DfsWeight(CacheAware):
     "The prefix tree in depth-first order, at each fork the branch with most requests first."
     def keys(self, waiting: Sequence[PendingReq]) -> Sequence[Key]:
         "The way of each through the tree"
-        matches = self.matches.of(waiting)
+        matches = list(self.matches.of(waiting))
         ways, weights = {o.node: o.path for o in matches}, Counter[Node]()
         for end, n in Counter(o.node for o in matches).items():   # in order of arrival
             for node in ways[end]: weights[node] += n
@@ -191,7 +189,7 @@ class DfsWeight(CacheAware):
 # %% ../../nbs/20_scheduler.policy.ipynb #d4274abd
 class Policy(Protocol):
     "An order of one waiting queue; it may remember earlier passes."
-    def order(self, waiting: Sequence[PendingReq]) -> list[PendingReq]:
+    def order(self, waiting: Sequence[PendingReq]) -> Iterable[PendingReq]:
         """Whom to try now, first to last, of those who wait in order of arrival.
 
         Somebody, if anybody waits; some may be left out of this pass."""
