@@ -287,8 +287,7 @@ def on_sigterm(
 
 # %% ../../nbs/56_serving.serve.ipynb #c46f4df2
 class Server:
-    """A running server. It owns the port, a thread with an event loop, and the engine's process; all of
-    them end with it. A context manager; leaving it stops the server."""
+    "Owns a port, a thread with an event loop, and the engine's process. Leaving its `with` block stops all."
     def __init__(
         self,
         config: ServerConfig,  # What to serve, and where
