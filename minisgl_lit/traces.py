@@ -94,7 +94,8 @@ def converse(
     name: tuple[int, ...],  # Its seed; the first number also names the shared prefixes
     at: float,              # When it begins, in seconds
 ) -> Session:
-    "One conversation; each prompt is the one before, the answer to it, and something new"
+    """One conversation: each prompt is the one before, the answer to it, and something new. It has no
+    turn at all if the first would be longer than `max_len`."""
     rng = np.random.default_rng(name)
     which = int((kind.prefixes + 1)**rng.random())   # from 1 on
     prompt, delay = shared_text((name[0], which), kind.prefix_len), at
