@@ -21,7 +21,7 @@ def route(
     k: int,              # Experts for each token
     normalise: bool,     # Whether the kept shares are scaled to sum to 1
 ) -> tuple[torch.Tensor, torch.Tensor]:   # Experts and their shares, each [n_tokens, k]
-    "Choose experts for each token, the likeliest first"
+    "Choose experts for each token, the one with the largest share first"
     shares, chosen = linear(x, gate).softmax(-1, dtype=torch.float32).topk(k)
     if normalise: shares = shares / shares.sum(-1, keepdim=True)
     return chosen, shares.to(x.dtype)
@@ -30,10 +30,10 @@ def route(
 def grouped(
     x: torch.Tensor,       # [n_tokens, hidden_size]
     chosen: torch.Tensor,  # Experts of each token, [n_tokens, k]
-    shares: torch.Tensor,  # Their weights in its sum, [n_tokens, k]
+    shares: torch.Tensor,  # Factors of their results in the token's sum, [n_tokens, k]
     expert: Callable[[int, torch.Tensor], torch.Tensor],   # (number, its tokens) to the same shape
 ) -> torch.Tensor:         # [n_tokens, hidden_size]
-    "Each expert in use is called once, with all of its tokens"
+    "Sum the results of each token's experts; an expert in use is called once, with all its tokens"
     k, flat = chosen.shape[1], chosen.flatten()
     order = flat.argsort()   # choices, expert by expert
     parts = x[order // k].split(flat.bincount().tolist())
@@ -75,8 +75,8 @@ class MoeMlp:
         chosen, shares = route(x, gate, k, self.norm_topk_prob)
         out = grouped(x, chosen, shares, lambda e, rows: mlp(f'experts.{e}', rows))
         if not self.shared_size: return out
-        open = linear(x, w['mlp.shared_expert_gate.weight']).sigmoid()
-        return out + open * mlp('shared_expert', x)
+        share = linear(x, w['mlp.shared_expert_gate.weight']).sigmoid()
+        return out + share * mlp('shared_expert', x)
 
     def share(self, size: int) -> 'MoeMlp':
         "Every expert, each of them narrower; the router whole"
