@@ -1,5 +1,5 @@
 """Many threads on one driver: streams read to the end, left halfway, forgotten; lists; an engine that fails once."""
-import random, threading
+import random, subprocess, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace
@@ -120,3 +120,10 @@ def test_a_list_longer_than_the_queue():
     outs = driver.collect(driver.tickets(prompts, np.array, params), progress=False)
     assert [o.token_ids for o in outs] == [expected(o, 3) for o in prompts]
     driver.close()
+
+
+def test_transformers_stays_out():
+    "Importing it would take longer than everything else that a first answer needs."
+    code = ("import sys\nfrom minisgl_lit import LLM, SamplingParams\n"
+            "LLM(num_pages=9).generate('The scheduler', SamplingParams(max_tokens=2))\nprint('transformers' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
