@@ -1,10 +1,12 @@
-"The site's own check (`docs/check_links.py`): a sound page passes, and each kind of trouble is named."
-import sys
+"The makers of the site (`docs/`): links to definitions and to the glossary; and its check: a sound page passes, and each kind of trouble is named."
+import ast, sys
 import pytest
 from nbrun import root
 
 sys.path.insert(0, str(root/"docs"))
+from chapters import Book
 from check_links import trouble
+from names import Names, Terms
 
 GOOD = '<html lang="en"><head><title>One</title></head><body>%s</body></html>'
 
@@ -50,3 +52,33 @@ def test_a_page_needs(tmp_path, page, what):
     ("a { src: url(x.woff2) }", "a.css: no x.woff2")])
 def test_style_sheets(tmp_path, css, what):
     assert said(tmp_path, "", css=css) == [what]
+
+CELLS = {"low": [("a1", "@dataclass\nclass Req:\n    table_idx: int\n    def run(self): self.done = 1"), ("a2", "row_c = r'''\nenum { WIDE = 4 };\nvoid turn(int ahead) {\n}\n'''"), ("a3", "def wait_for(n_steps): pass")],
+         "high": [("b1", "def wait(limit):\n    here = limit\n"), ("b2", "from low import Req, row_c\nseen = 1\n"), ("b3", "@patch\ndef free(self: Req): pass")]}
+
+def named(name, chapter="high", imported=()):
+    names = Names("m.low.Settings")
+    for k, cells in {**CELLS, "zero": [("z1", "class Settings:\n    page: int = 1")]}.items():
+        for cell, src in cells: names.add(k, cell, ast.parse(src), f"m.{'low' if k == 'zero' else k}" if cell != "b1" else "")
+    return names.find(chapter, name, {o: f"m.low.{o}" for o in imported})
+
+@pytest.mark.parametrize("name, imported, cell", [
+    ("wait", (), "b1"), ("limit", (), "b1"), ("here", (), "b1"), ("seen", (), "b2"),     # this chapter's own, whatever it is
+    ("table_idx", ("Req",), "a1"), ("done", ("Req",), "a1"), ("Req.run", ("Req",), "a1"), # members of what it imports
+    ("ahead", ("row_c",), "a2"), ("WIDE", ("row_c",), "a2"), ("turn", ("row_c",), "a2"),  # and names of its C
+    ("page", (), "z1"),                                                                   # what users set
+    ("wait_for", (), "a3"), ("Req", (), "a1"),                                            # a compound name may come from anywhere
+    ("run", (), ""), ("turn", (), ""), ("n_steps", (), ""), ("len", (), ""), ("x", (), ""), ("free.x", (), "")])
+def test_where_a_name_is_defined(name, imported, cell): assert named(name, imported=imported) == cell
+
+def test_the_first_use_of_a_term_is_a_link():
+    terms, seen = Terms("```{glossary}\nKV cache\n    A.\n\nrow\n    B.\n\ntoken\n    C.\n```"), set()
+    assert terms.link("Tokens and a token; the KV cache, a row, a *row*, row-wise.", seen) == (
+        "{term}`Tokens <token>` and a token; the {term}`KV cache <KV cache>`, a row, a *{term}`row <row>`*, row-wise.")
+    assert seen == {"token", "KV cache", "row"} and terms.link("A token.", seen) == "A token."
+
+def test_only_plain_text_is_linked(tmp_path):
+    "Not in code, links, formulas, headings, and blocks of code"
+    book = Book(tmp_path, "m", "```{glossary}\ntoken\n    A.\n```")
+    plain = "`a token b` [a token](x.md) $token$ <b token>\n# token\n```\ntoken\n```"
+    assert book.other(plain) == plain and "{term}" in book.other(plain + "\ntoken")
