@@ -42,23 +42,24 @@ from .messages import (
     ToScheduler, UserMsg, decode, encode)
 from .tokenizer import Tokenizer, text_stop
 
-# %% ../../nbs/53_serving.workers.ipynb #3483e665
+# %% ../../nbs/53_serving.workers.ipynb #883c7564
 class Profiler:
-    "Records what runs, from one order to another."
+    "Records what runs between two orders; one profile at a time."
     def __init__(self):
         self._running: tuple[profile, Path] | None = None
 
     def start(
         self,
         folder: str,  # Where the file will be; '' makes a temporary one
-    ) -> dict[str, object]:
+    ) -> dict[str, object]:  # The `file` to come
         "Begin; `RequestError` if it has begun, or if there can be no such folder"
         if self._running: raise RequestError('command', 'a profile is being recorded already')
         try:
             path = Path(folder or tempfile.mkdtemp(prefix='profile-'))
             path.mkdir(parents=True, exist_ok=True)
         except OSError as e:
-            raise RequestError('argument', f'folder {folder!r} cannot be made: {e.strerror}') from None
+            what = f'folder {folder!r} cannot be made: {e.strerror}'
+            raise RequestError('argument', what) from None
         self._running = profile(), path / f'trace-{os.getpid()}.json'
         self._running[0].start()
         return {'file': str(self._running[1])}
@@ -72,22 +73,27 @@ class Profiler:
         return {'file': str(file)}
 
 # %% ../../nbs/53_serving.workers.ipynb #2551d172
-def _no_form(params: SamplingParams) -> None: return None
+def _no_form(params: SamplingParams) -> None:
+    "Nothing has to be compiled"
 
 def _formless(message: UserMsg) -> UserMsg:
+    "The same request, without its grammar"
     return replace(message, params=replace(message.params, json_schema=None, regex=None, ebnf=None))
 
 class Anteroom:
-    "Requests whose form is being compiled. Their names are taken, and the scheduler does not know of them."
+    """Requests whose grammar is being compiled.
+
+    Their names are taken, and the scheduler does not know of them. Nothing ends here.
+    """
     def __init__(
         self,
         scheduler: Scheduler,  # Where they will go
-        begin: Callable[[SamplingParams], Future | None] = _no_form,  # Starts to compile a form, if one is asked for
+        begin: Callable[[SamplingParams], Future | None] = _no_form,  # Starts to compile a grammar
     ):
         self.scheduler, self._begin = scheduler, begin
-        self._waiting: dict[str, tuple[UserMsg, Future | None]] = {}   # `None`: it has been aborted here
-        self._came: dict[str, float] = {}        # when, by the scheduler's clock; until they are let in
-        self._timed: list[PendingReq] = []       # let in, and with no step yet
+        self._waiting: dict[str, tuple[UserMsg, Future | None]] = {}   # `None`: aborted here
+        self._came: dict[str, float] = {}    # when, by the scheduler's clock; until they are let in
+        self._timed: list[PendingReq] = []   # let in, and with no step yet
 
     def __len__(self) -> int: return len(self._waiting)
 
@@ -97,7 +103,8 @@ class Anteroom:
     ) -> None:
         "Let it in, now or later; `RequestError` if it is refused"
         rid, ids, params = message.rid, message.input_ids, message.params
-        if rid in self._waiting: raise RequestError('rid', f'rid {rid!r} belongs to a request that is still waiting')
+        if rid in self._waiting:
+            raise RequestError('rid', f'rid {rid!r} belongs to a request that is still waiting')
         if params.grammars: self.scheduler.check(ids, params)
         compiling = self._begin(params)
         if compiling and not compiling.done():
@@ -110,21 +117,22 @@ class Anteroom:
         self._timed.append(pending)
         self._expire()
 
-    def abort(
-        self,
-        beginning: str,      # Of their names
-        whole: bool = True,  # and their end as well
-    ) -> int:                # How many there were
-        "They shall end"
-        going = [rid for rid, (_, compiling) in self._waiting.items()
-                 if compiling and (rid == beginning if whole else rid.startswith(beginning))]
-        for rid in going: self._waiting[rid] = self._waiting[rid][0], None
-        return len(going)
-
 # %% ../../nbs/53_serving.workers.ipynb #e793b74a
 @patch
+def abort(
+    self: Anteroom,
+    beginning: str,      # A name, or what several names begin with
+    whole: bool = True,  # Whether it is a whole name
+) -> int:                # How many of them wait here
+    "Mark these requests: they leave with the next `ready`, and end"
+    going = [rid for rid, (_, compiling) in self._waiting.items()
+             if compiling and (rid == beginning if whole else rid.startswith(beginning))]
+    for rid in going: self._waiting[rid] = self._waiting[rid][0], None
+    return len(going)
+
+@patch
 def ready(self: Anteroom) -> Iterator[ToScheduler]:
-    "Messages to be delivered now: requests whose form is there, and the last of those who leave"
+    "Messages to be delivered now: requests that may be let in, and the aborts of those who leave"
     self._expire()
     for rid, (message, compiling) in list(self._waiting.items()):
         late = self._late(self._came[rid])
@@ -133,21 +141,29 @@ def ready(self: Anteroom) -> Iterator[ToScheduler]:
         yield message if compiling and not late else _formless(message)
         if not compiling: yield AbortMsg(rid)
 
+# %% ../../nbs/53_serving.workers.ipynb #258ddc69
 @patch
 def _late(self: Anteroom, came: float) -> bool:
+    "Whether who came then has waited too long"
     limit = self.scheduler.config.queue_timeout
     return limit is not None and self.scheduler.clock() - came > limit
 
 @patch
 def _expire(self: Anteroom) -> None:
+    "End those who were let in, and are too old before their first step"
     self._timed = [o for o in self._timed if o.finish_reason is None and 'scheduled' not in o.times]
     for o in [o for o in self._timed if self._late(o.arrival)]:
         limit = self.scheduler.config.queue_timeout
-        self.scheduler.doom(o, FinishReason.ERROR, f'this request took longer than queue_timeout={limit:g} seconds')
+        error = f'this request took longer than queue_timeout={limit:g} seconds'
+        self.scheduler.doom(o, FinishReason.ERROR, error)
 
 # %% ../../nbs/53_serving.workers.ipynb #bdb82c00
 class Timeline(Observer):
-    "Keeps the last batches: a row for each, with the names in `columns`."
+    """Keeps the last batches, a row for each with what `columns` names.
+
+    `rows` counts requests; `prompt`, `cached` and `made` count tokens; `start` and `seconds` are
+    by the scheduler's clock.
+    """
     columns = 'step', 'kind', 'rows', 'prompt', 'cached', 'made', 'start', 'seconds'
 
     def __init__(
@@ -169,46 +185,55 @@ class Timeline(Observer):
         "Keep it"
         lens, now = batch.extend_lens[:len(batch.reqs)], self.scheduler.clock()
         start = max(self._done, min(o.pending.times['scheduled'] for o in batch.reqs))
-        prompt = {'decode': 0, 'mixed': int(lens[lens > 1].sum())}.get(kind := batch.mode.value, int(lens.sum()))
-        self._rows.append([batch.step, kind, len(lens), prompt, self._found.pop(batch.step), len(batch.sampled), start, now - start])
+        kind, cached = batch.mode.value, self._found.pop(batch.step)
+        prompt = {'decode': 0, 'mixed': int(lens[lens > 1].sum())}.get(kind, int(lens.sum()))
+        made, seconds = len(batch.sampled), now - start
+        self._rows.append([batch.step, kind, len(lens), prompt, cached, made, start, seconds])
         self._done = now
 
     def since(
         self,
-        when: float,  # By the scheduler's clock
-    ) -> list[list]:
+        when: float,  # By the scheduler's clock, seconds
+    ) -> list[list]:  # As `columns` says
         "Batches that have ended since then"
         return [o for o in self._rows if o[-2] + o[-1] > when]
 
 # %% ../../nbs/53_serving.workers.ipynb #5e8437cb
 class Orders:
     "What can be ordered from outside, by name."
-    names = ('abort', 'flush_cache', 'health', 'live', 'pause', 'profile_start', 'profile_stop', 'resume', 'stats')
+    names = ('abort', 'flush_cache', 'health', 'live', 'pause', 'profile_start', 'profile_stop',
+             'resume', 'stats')
 
     def __init__(
         self,
         control: Control,    # Carries most of them out
-        anteroom: Anteroom,  # Who is not with the scheduler yet
+        anteroom: Anteroom,  # Requests that are not with the scheduler yet
     ):
         self.control, self.anteroom, self.profiler = control, anteroom, Profiler()
 
     def obey(
         self,
         command: str,   # One of `names`
-        argument: str,  # What it is about
+        argument: str,  # What the command needs to know; '' if nothing
     ) -> dict[str, object]:
         "What came of it; `RequestError` if it cannot be done"
         match command:
-            case 'abort': return {'aborted': self.abort(argument.removesuffix('*'), not argument.endswith('*'))}
+            case 'abort':
+                whole = not argument.endswith('*')
+                return {'aborted': self.abort(argument.removesuffix('*'), whole)}
             case 'flush_cache': self.control.flush_cache()
             case 'health': self.control.scheduler.idle_step()
             case 'live': return self._stats() | self._lately()
-            case 'pause': self._pause(argument)
+            case 'pause':
+                self.control.pause(argument)
+                if argument == 'abort': self.anteroom.abort('', whole=False)
             case 'resume': self.control.resume()
             case 'profile_start': return self.profiler.start(argument)
             case 'profile_stop': return self.profiler.stop()
             case 'stats': return self._stats()
-            case _: raise RequestError('command', f'command must be one of {", ".join(self.names)}, not {command!r}')
+            case _:
+                what = f'command must be one of {", ".join(self.names)}, not {command!r}'
+                raise RequestError('command', what)
         return {}
 
     def abort(self, rid: str, whole: bool = True) -> int:
@@ -216,15 +241,13 @@ class Orders:
         here = self.anteroom.abort(rid, whole)
         return here + (self.control.abort(rid) if whole else self.control.abort_all(rid))
 
-    def _pause(self, how: str) -> None:
-        self.control.pause(how)
-        if how == 'abort': self.anteroom.abort('', whole=False)
-
     def _stats(self) -> dict[str, object]:
+        "The scheduler's figures, with those who wait here"
         stats = self.control.scheduler.stats()
         return stats | {'waiting': stats['waiting'] + len(self.anteroom)}
 
     def _lately(self) -> dict[str, object]:
+        "The time, and the batches of the last second"
         s = self.control.scheduler
         seen = s.observer.since(s.clock() - 1) if isinstance(s.observer, Timeline) else []
         return {'time': s.clock(), 'batches': seen}
@@ -232,7 +255,7 @@ class Orders:
 # %% ../../nbs/53_serving.workers.ipynb #1c90b5d1
 def obey(
     message: ToScheduler,  # What has come
-    orders: Orders,        # Of whom it can be asked
+    orders: Orders,        # Carries it out
 ) -> FromScheduler | None:  # What to say at once, if anything
     "Do what a message asks for"
     match message:
@@ -241,14 +264,15 @@ def obey(
             except RequestError as e: return RefusedMsg.of(message.rid, e)
         case AbortMsg(): orders.abort(message.rid)
         case ControlMsg():
-            try: return ControlReply(message.id, orders.obey(message.command, message.argument))
-            except RequestError as e: return ControlReply(message.id, {}, str(e))
-            except Exception as e: return ControlReply(message.id, {}, f'{message.command}: {e!r}', False)
+            id, command = message.id, message.command
+            try: return ControlReply(id, orders.obey(command, message.argument))
+            except RequestError as e: return ControlReply(id, {}, str(e))
+            except Exception as e: return ControlReply(id, {}, f'{command}: {e!r}', refused=False)
 
 # %% ../../nbs/53_serving.workers.ipynb #90ba1445
 def arrived(
     socket: zmq.Socket,  # Where messages come from
-    wait: float,         # Seconds to wait for the first
+    wait: float,         # Seconds to wait for the first; 0: do not wait
     limit: int,          # How many to take at most
 ) -> Iterator[ToScheduler]:
     "Messages that have come, in order"
@@ -260,7 +284,7 @@ def arrived(
 # %% ../../nbs/53_serving.workers.ipynb #5dfd3f4c
 def run(
     socket: zmq.Socket,   # To the side that asks
-    orders: Orders,       # Of whom
+    orders: Orders,       # Carries them out
     max_recv: int = 256,  # Messages taken in between two steps
 ) -> None:
     "Take messages, run a step, send what it brought; until `StopMsg`"
@@ -271,7 +295,7 @@ def run(
         wait = 1. if idle else .002 * (not scheduler.has_work)
         for message in chain(anteroom.ready(), arrived(socket, wait, max_recv)):
             idle = False
-            tidied &= isinstance(message, ControlMsg)   # whoever watches leaves no work behind
+            tidied &= isinstance(message, ControlMsg)   # these leave nothing to tidy
             if isinstance(message, StopMsg): return
             if answer := obey(message, orders): socket.send(encode(answer))
         if idle and not tidied:
@@ -281,26 +305,26 @@ def run(
 
 # %% ../../nbs/53_serving.workers.ipynb #c5236485
 class Progress(Timeline):
-    "Writes a line every so many steps: what was computed, who is there, how full it is, how fast."
+    "Also prints a line every so many steps: what was computed, for how many, how full, how fast."
     def __init__(
         self,
         scheduler: Scheduler,  # Whose progress
         interval: int,         # Steps between two lines
-        as_json: bool = False, # A JSON object a line, for programs
-        file: TextIO = sys.stderr,   # Where to
+        as_json: bool = False, # Whether a line is a JSON object, for programs
+        file: TextIO = sys.stderr,   # Where lines go
     ):
         super().__init__(scheduler)
         self.interval, self.as_json, self.file = interval, as_json, file
-        self._steps, self._busy, self._since = 0, 0., None
+        self._steps, self._busy, self._since = 0, 0., None   # steps, busy seconds, busy since
         self._before = dict(scheduler.counts)
 
     def launched(self, batch: Batch) -> None:
-        "Time runs while somebody is there"
+        "Time runs while there is any request"
         super().launched(batch)
         if self._since is None: self._since = self.scheduler.clock()
 
     def completed(self, batch: Batch, news: News) -> None:
-        "Count; and now and then, tell"
+        "Count, and every `interval` steps print"
         super().completed(batch, news)
         now, self._steps = self.scheduler.clock(), self._steps + 1
         if self._since is not None: self._busy += now - self._since
@@ -314,11 +338,12 @@ class Progress(Timeline):
 # %% ../../nbs/53_serving.workers.ipynb #8f21739a
 @patch
 def figures(self: Progress) -> dict[str, float]:
-    "What has happened since the line before"
+    "What has happened since the line before, and who is there now"
     stats = self.scheduler.stats()
     pages, new = stats['pages'], {k: v - self._before[k] for k, v in self.scheduler.counts.items()}
     return dict(step=stats['steps'], new_tokens=new['prompt_tokens'] - new['cached_tokens'],
-                cached_tokens=new['cached_tokens'], running=stats['running'], waiting=stats['waiting'],
+                cached_tokens=new['cached_tokens'],
+                running=stats['running'], waiting=stats['waiting'],
                 token_usage=round(1 - (pages['free'] + pages['evictable']) / pages['total'], 3),
                 tokens_per_second=round(new['generated_tokens'] / max(self._busy, 1e-9), 1))
 
@@ -328,17 +353,18 @@ def sentence(
     figures: dict[str, float],  # What `figures` says
 ) -> str:
     "The figures for people"
-    return ('step {step}: prompts {new_tokens} new, {cached_tokens} cached tokens; requests {running} running, '
-            '{waiting} waiting; pages {token_usage:.0%} used; {tokens_per_second} tok/s').format(**figures)
+    return ('step {step}: prompts {new_tokens} new, {cached_tokens} cached tokens; '
+            'requests {running} running, {waiting} waiting; '
+            'pages {token_usage:.0%} used; {tokens_per_second} tok/s').format(**figures)
 
 # %% ../../nbs/53_serving.workers.ipynb #f6887e54
 def keep_watch(
     parent: int,             # Its process id
-    folder: str,             # What the parent would have removed
-    trouble: Callable[[], str | None],  # Why this process cannot go on, if it cannot
+    folder: str,             # Removed if the parent is gone, who would have done it
+    trouble: Callable[[], str | None],  # Why this process cannot go on; `None` if it can
     seconds: float = .5,     # Between two beats
 ) -> None:
-    "Send beats through standard input; end this process at once in trouble, or when the parent is gone"
+    "Send beats through standard input; end this process in trouble, or when the parent is gone"
     while os.getppid() == parent:
         if why := trouble():
             print(f'{why}; this is where all are:', file=sys.stderr, flush=True)
@@ -362,8 +388,9 @@ def load(
         tokenizer = Tokenizer(runtime.model_path)
         s.text_stop = text_stop(tokenizer)
         s.grammar = GrammarCompiler(tokenizer.backend, s.door.vocab_size, s.eos_token_ids)
-        s.grammar.prepare()   # a second in which nothing else could run
-        s.observer = Progress(s, config.log_interval, config.log_json) if config.log_interval else Timeline(s)
+        s.grammar.prepare()   # it takes a second, in which nothing else could run
+        s.observer = Timeline(s)
+        if config.log_interval: s.observer = Progress(s, config.log_interval, config.log_json)
         return runtime
     except ValueError as e: return FailMsg(str(e), bug=False)
     except Exception as e:
@@ -377,7 +404,7 @@ def worker(
     parent: str,    # The parent's process id
     settings: str,  # Fields of a `ServerConfig`, as JSON
 ) -> None:
-    "All that the scheduler's process does"
+    "All that the scheduler's process does; it owns the runtime, and its end of the socket"
     for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
     watched: list[tuple[Runtime, Watchdog]] = []   # nothing while it loads
     def trouble() -> str | None:
@@ -394,7 +421,8 @@ def worker(
         gc.freeze()                              # what is there now stays
         gc.set_threshold(50_000, 10, 10**9)      # a full collection only in `tidy`
         watched.append((runtime, Watchdog(s, config.watchdog_timeout, s.clock)))
-        socket.send(encode(ReadyMsg(str(runtime.model_path), s.door.max_seq_len, s.door.vocab_size)))
+        path, door = str(runtime.model_path), s.door
+        socket.send(encode(ReadyMsg(path, door.max_seq_len, door.vocab_size)))
         run(socket, Orders(runtime.control, Anteroom(s, s.grammar.begin)), config.max_recv_per_step)
         watched.clear()   # to be closed is no trouble
         runtime.close()
