@@ -183,3 +183,35 @@ def test_routes_in_the_prose(shared):
     known = {"/", "/v1", *json.load(urlopen(shared.url + "/openapi.json"))["paths"]}
     for page in guides:
         for route in re.findall(r"`(/[a-z0-9_/]*)`", page.read_text(encoding="utf-8")): assert route in known, f"{page.stem}: {route}"
+
+# What README and CONTRIBUTING tell to type. (Their Python is the notebook `index`, which is run and compared like all others.)
+told = [command for name in ("README.md", "CONTRIBUTING.md") for kind, body in blocks(root/name) if kind == "bash"
+        for command in re.sub(r"\\\n *", "", re.sub(r" +#.*", "", body)).splitlines()]
+
+def test_every_command_of_the_readme_is_checked():
+    assert {o.split()[0] for o in told} == {"make", "curl", "$EDITOR"} and {"make serve", "make test"} <= {*told}
+
+@pytest.mark.parametrize("command", [o for o in told if o.startswith("make ")])
+def test_make_knows(command):
+    "Every target is there, and could be made"
+    done = subprocess.run(shlex.split(command) + ["-n"], cwd=root, text=True, capture_output=True)
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="there is no curl here")
+@pytest.mark.parametrize("command", [o for o in told if o.startswith("curl ")])
+def test_first_chat(command, shared):
+    done = subprocess.run(command.replace(URL, shared.url), shell=True, text=True, capture_output=True, timeout=60)
+    answer, = json.loads(done.stdout)["choices"]
+    assert answer["finish_reason"] == "stop" and "pages" in answer["message"]["content"]
+
+@pytest.mark.skipif(not (root/".venv"/".core").exists(), reason="needs .venv, which make installs")
+def test_make_serve():
+    "The first command, as people type it: it serves, and Ctrl-C ends all of it"
+    p = subprocess.Popen(["make", "serve", "PORT=0"], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+    with p:
+        url = p.stdout.readline().split()[-1]
+        assert json.load(urlopen(url + "/v1/models"))["data"][0]["id"] == "embedded" and "<title>" in urlopen(url).read().decode()
+        os.killpg(p.pid, signal.SIGINT)
+        p.wait(60)
+    with pytest.raises(OSError): urlopen(url)
+    with pytest.raises(ProcessLookupError): os.killpg(p.pid, 0)
