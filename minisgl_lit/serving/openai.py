@@ -22,7 +22,7 @@ from .finders import MoreArguments, ToolCall, ToolParser, join_calls
 from .tokenizer import Output, Piece
 from .wishes import ApiError, Wishes, as_prompts
 
-# %% ../../nbs/54_serving.openai.ipynb #ffa35fbe
+# %% ../../nbs/54_serving.openai.ipynb #3ed75a63
 class StreamOptions(BaseModel):
     "How a stream should look."
     model_config = ConfigDict(strict=True)
@@ -33,7 +33,7 @@ class ApiRequest(Wishes):
     model: str | None = None     # Must be the model that is served, if given
     stream: bool | None = None   # Send the answer piece by piece
     stream_options: StreamOptions | None = None
-    user: str | None = None      # Whom the caller asks for; changes nothing
+    user: str | None = None      # On whose behalf the caller asks; changes nothing
 
     @property
     def usage_in_stream(self) -> bool:
@@ -47,11 +47,12 @@ def check_model(
 ) -> None:
     "Raise `ApiError` if the caller wants another model"
     if asked in (None, served): return
-    raise ApiError(f'model {asked!r} is not served here; this server has {served!r}', 404, 'model', 'model_not_found')
+    what = f'model {asked!r} is not served here; this server has {served!r}'
+    raise ApiError(what, 404, 'model', 'model_not_found')
 
 # %% ../../nbs/54_serving.openai.ipynb #0d0d4efd
 class Part(BaseModel):
-    "What all parts of a request share: types count, unknown fields do not."
+    "An object in a request: types are checked, and unknown fields ignored."
     model_config = ConfigDict(strict=True)
 
 class TextPart(Part):
@@ -60,13 +61,13 @@ class TextPart(Part):
     text: str              # What it says
 
 class FunctionCall(Part):
-    "What was called."
-    name: str       # A tool
+    "The function that was called."
+    name: str       # Its name
     arguments: str  # An object, as JSON text
 
 class MessageCall(Part):
     "A call that an assistant made, as the caller reports it."
-    id: str                 # Its name, which the result refers to
+    id: str                 # The name of the call, which its result refers to
     type: Literal['function']
     function: FunctionCall
 
@@ -75,28 +76,29 @@ class MessageCall(Part):
         "As chat templates want it: arguments that can be read are an object"
         try: arguments = json.loads(self.function.arguments)
         except (ValueError, RecursionError): arguments = self.function.arguments
-        return {'id': self.id, 'type': self.type, 'function': {'name': self.function.name, 'arguments': arguments}}
+        function = {'name': self.function.name, 'arguments': arguments}
+        return {'id': self.id, 'type': self.type, 'function': function}
 
 # %% ../../nbs/54_serving.openai.ipynb #efc68124
 class ChatMessage(Part):
     "What one side said."
-    role: Literal['system', 'developer', 'user', 'assistant', 'tool']  # Who
-    content: str | list[TextPart] | None = None     # What
-    tool_calls: list[MessageCall] | None = None     # What an assistant called
-    tool_call_id: str | None = None                 # Whose result this is
-    name: str | None = None                         # Of a speaker or a tool, for templates that have a place for it
+    role: Literal['system', 'developer', 'user', 'assistant', 'tool']  # Who said it
+    content: str | list[TextPart] | None = None  # What was said
+    tool_calls: list[MessageCall] | None = None  # What an assistant called
+    tool_call_id: str | None = None              # The call whose result this is
+    name: str | None = None                      # Of a speaker or a tool, for templates that ask
 
     @model_validator(mode='after')
     def _says_something(self) -> Self:
-        if self.content is None and not self.tool_calls: raise ValueError('a message with a content, or with tool_calls')
-        return self
+        if self.content is not None or self.tool_calls: return self
+        raise ValueError('a message with a content, or with tool_calls')
 
     @property
     def plain(self) -> dict[str, object]:
         "As chat templates want it"
         content = self.content or ''
-        told = {'role': {'developer': 'system'}.get(self.role, self.role),
-                'content': content if isinstance(content, str) else ''.join(p.text for p in content),
+        if isinstance(content, list): content = ''.join(p.text for p in content)
+        told = {'role': {'developer': 'system'}.get(self.role, self.role), 'content': content,
                 'tool_calls': [o.plain for o in self.tool_calls or []],
                 'tool_call_id': self.tool_call_id, 'name': self.name}
         return {k: v for k, v in told.items() if v or k in ('role', 'content')}
@@ -105,11 +107,11 @@ class ChatMessage(Part):
 class Function(Part):
     "A function that may be called."
     name: str = Field(pattern=r'^[a-zA-Z0-9_-]{1,64}$')
-    description: str | None = None
-    parameters: dict[str, object] | None = None   # A JSON schema
+    description: str | None = None               # What it does, for the model to read
+    parameters: dict[str, object] | None = None  # Of its arguments, a JSON schema
 
 class Tool(Part):
-    "Something that may be called; functions are all there is."
+    "Something that may be called; we know functions only."
     type: Literal['function']
     function: Function
 
@@ -124,17 +126,18 @@ class NamedTool(Part):
 
 def call_schema(
     functions: Sequence[Function],  # One of these must be called
-) -> dict[str, object]:
+) -> dict[str, object]:             # A JSON schema
     "What the JSON of such a call looks like"
     def one(f: Function) -> dict[str, object]:
         fields = {'name': {'const': f.name}, 'arguments': f.parameters or {'type': 'object'}}
-        return {'type': 'object', 'properties': fields, 'required': list(fields), 'additionalProperties': False}
+        return {'type': 'object', 'properties': fields, 'required': list(fields),
+                'additionalProperties': False}
     return one(functions[0]) if len(functions) == 1 else {'anyOf': [one(f) for f in functions]}
 
 # %% ../../nbs/54_serving.openai.ipynb #b0c71b18
 class NamedSchema(Part):
-    "A JSON schema, with a name that changes nothing."
-    name: str | None = None
+    "A JSON schema with a name."
+    name: str | None = None   # Changes nothing
     form: dict[str, object] = Field(alias='schema')
 
 class ResponseFormat(Part):
@@ -148,7 +151,8 @@ class ResponseFormat(Part):
         if self.type == 'text': return None
         if self.type == 'json_object': return '{"type": "object"}'
         if self.json_schema: return json.dumps(self.json_schema.form)
-        raise ApiError('response_format needs a json_schema if its type says so', param='response_format')
+        what = 'response_format needs a json_schema if its type says so'
+        raise ApiError(what, param='response_format')
 
 # %% ../../nbs/54_serving.openai.ipynb #8a377191
 class ChatRequest(ApiRequest):
@@ -156,10 +160,10 @@ class ChatRequest(ApiRequest):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None  # The newer name of `max_tokens`
     logprobs: bool | None = None              # Tell how likely each token was
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)   # and so many of the likeliest
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)   # And so many of the likeliest
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None           # What the model may call
-    tool_choice: Literal['none', 'auto', 'required'] | NamedTool | None = None   # and whether
+    tool_choice: Literal['none', 'auto', 'required'] | NamedTool | None = None   # Whether it does
     parallel_tool_calls: bool | None = None   # False: one call at most
 
     @property
@@ -170,38 +174,45 @@ class ChatRequest(ApiRequest):
         if choice in (None, 'auto') or choice == 'required' and all_: return all_
         name = choice if choice == 'required' else choice.function.name
         if named := [f for f in all_ if f.name == name]: return named
-        raise ApiError(f'tool_choice must be none, auto, required or one of tools, not {name!r}, with tools '
-                       f'{[f.name for f in all_]}', param='tool_choice')
+        raise ApiError('tool_choice must be none, auto, required or one of tools, '
+                       f'not {name!r}, with tools {[f.name for f in all_]}', param='tool_choice')
 
     @property
     def forced(self) -> bool:
         "Whether one of them must be called"
         return self.tool_choice not in (None, 'none', 'auto')
 
-    def dialog(self) -> tuple[list[dict], list[dict]]:
-        "The conversation and the tools, as chat templates want them"
-        tools = [{'type': 'function', 'function': f.model_dump(exclude_none=True)} for f in self.offered]
-        return [m.plain for m in self.messages], tools
-
     def wishes(self) -> dict[str, object]:
-        "As for every route, with the words that only chats have"
+        "Fields of `SamplingParams`, with the words that only chats have"
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise ApiError(f'max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens} '
+            raise ApiError(f'max_tokens={self.max_tokens} and '
+                           f'max_completion_tokens={self.max_completion_tokens} '
                            'are the same limit; give one of them', param='max_completion_tokens')
         if self.top_logprobs and not self.logprobs:
             raise ApiError('top_logprobs must come with logprobs=true', param='top_logprobs')
         top = {'logprobs': self.top_logprobs or 0} if self.logprobs else {}
         return super().wishes() | {'max_tokens': n for n in limits} | top | self._form()
 
-    def _form(self) -> dict[str, str]:
-        "What the answer must look like"
-        schema = self.response_format and self.response_format.schema_text
-        if schema and self.forced: raise ApiError('tool_choice and response_format both give the answer a form; give one of them', param='tool_choice')
-        if self.forced: schema = json.dumps(call_schema(self.offered))
-        return {'json_schema': schema} if schema else {}
+# %% ../../nbs/54_serving.openai.ipynb #72c62129
+@patch
+def dialog(self: ChatRequest) -> tuple[list[dict], list[dict]]:
+    "The conversation and the tools, as chat templates want them"
+    functions = [f.model_dump(exclude_none=True) for f in self.offered]
+    tools = [{'type': 'function', 'function': f} for f in functions]
+    return [m.plain for m in self.messages], tools
 
-# %% ../../nbs/54_serving.openai.ipynb #2f3cbb07
+@patch
+def _form(self: ChatRequest) -> dict[str, str]:
+    "What the answer must look like"
+    schema = self.response_format and self.response_format.schema_text
+    if schema and self.forced:
+        raise ApiError('tool_choice and response_format both give the answer a form; '
+                       'give one of them', param='tool_choice')
+    if self.forced: schema = json.dumps(call_schema(self.offered))
+    return {'json_schema': schema} if schema else {}
+
+# %% ../../nbs/54_serving.openai.ipynb #8e3fc292
 class CompletionRequest(ApiRequest):
     "The body of `/v1/completions`."
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -218,46 +229,50 @@ class CompletionRequest(ApiRequest):
         return as_prompts(self.prompt)
 
     def wishes(self) -> dict[str, object]:
-        "As for every route, but 16 tokens unless told otherwise"
+        "Fields of `SamplingParams`; at most 16 tokens if the request does not say"
         given = {'max_tokens': 16} | super().wishes()
         if not self.echo or 'logprobs' not in given: return given
-        if self.stream: raise ApiError('echo with logprobs cannot be streamed; leave out stream', param='echo')
+        if self.stream:
+            raise ApiError('echo with logprobs cannot be streamed; leave out stream', param='echo')
         return given | {'prompt_logprobs': given['logprobs']}
 
-# %% ../../nbs/54_serving.openai.ipynb #6523f72a
+# %% ../../nbs/54_serving.openai.ipynb #2f3cbb07
 def usage(
-    outputs: Sequence[Output],  # Finished answers
-    n: int = 1,                 # How many of them, in a row, share a prompt
+    outputs: Sequence[Output],  # Finished answers, those to one prompt in a row
+    n: int = 1,                 # How many there are to each prompt
 ) -> dict[str, object]:
     "What answers cost, in tokens"
     completion = sum(len(o.token_ids) for o in outputs)
     prompt, cached = map(sum, zip(*[(o.prompt_tokens, o.cached_tokens) for o in outputs[::n]]))
-    return {'prompt_tokens': prompt, 'completion_tokens': completion, 'total_tokens': prompt + completion,
-            'prompt_tokens_details': {'cached_tokens': cached}}
+    return {'prompt_tokens': prompt, 'completion_tokens': completion,
+            'total_tokens': prompt + completion, 'prompt_tokens_details': {'cached_tokens': cached}}
 
-# %% ../../nbs/54_serving.openai.ipynb #b220ccd1
+# %% ../../nbs/54_serving.openai.ipynb #6523f72a
 @dataclass(frozen=True)
 class Answer:
-    "One answer: writes its JSON, whole or piece by piece."
-    id: str       # Its name
+    """Writes the JSON of one answer, with all its choices, whole or piece by piece.
+
+    `index` numbers its choices: `n` for the first prompt, then `n` for the second, and so on.
+    """
+    id: str       # Name of the answer
     model: str    # The model that gives it
     created: int  # When, in seconds since 1970
-    usage_in_stream: bool = False  # The caller wants the usage after the last piece
+    usage_in_stream: bool = False  # Whether the caller wants the usage after the last piece
     spell: Callable[[int], str] = str   # The text of a token; by default its number
     n: int = 1    # Choices for each prompt
 
-    kinds: ClassVar[tuple[str, str]] = ('', '')  # What a whole answer calls itself, and what a piece does
+    kinds: ClassVar[tuple[str, str]] = ('', '')  # `object` of a whole answer, and of an event
 
     def parts(self, index: int, o: Piece | Output) -> list[str | ToolCall | MoreArguments]:
         "What a choice says: texts, and calls of tools or parts of them"
         return [o.text] * bool(o.text)
 
     def said(self, index: int, parts: Sequence[str | ToolCall], whole: bool) -> dict[str, object]:
-        "The same in the words of the route; of a piece, one part at most"
+        "The same in the words of the route; in an event, one part at most"
         raise NotImplementedError
 
     def likely(self, logprobs: Sequence[Logprob], start: int) -> dict[str, object]:
-        "How likely tokens were that begin so many characters into the answer"
+        "How likely tokens were, of which the first begins `start` characters into the answer"
         raise NotImplementedError
 
     def told(self, index: int, o: Piece | Output, start: int) -> dict[str, object]:
@@ -271,19 +286,19 @@ class Answer:
         return o.finish_reason and str(o.finish_reason)
 
     def _body(self, whole: bool, choices: list[dict], **more: object) -> dict[str, object]:
-        return {'id': self.id, 'object': self.kinds[not whole], 'created': self.created, 'model': self.model,
-                'choices': choices, **more}
+        return {'id': self.id, 'object': self.kinds[not whole], 'created': self.created,
+                'model': self.model, 'choices': choices, **more}
 
     def _piece(self, index: int, said: dict, reason: str | None = None) -> dict[str, object]:
         choice = {'index': index, 'logprobs': None, **said, 'finish_reason': reason}
         return self._body(False, [choice], **({'usage': None} if self.usage_in_stream else {}))
 
-# %% ../../nbs/54_serving.openai.ipynb #e045e323
+# %% ../../nbs/54_serving.openai.ipynb #26486197
 @patch
 def whole(self: Answer, outputs: Sequence[Output]) -> dict[str, object]:
     "All of it"
-    choices = [{'index': i, **self.said(i, self.parts(i, o), True), **self.told(i, o, 0), 'finish_reason': self.reason(i, o)}
-               for i, o in enumerate(outputs)]
+    choices = [{'index': i, **self.said(i, self.parts(i, o), True), **self.told(i, o, 0),
+                'finish_reason': self.reason(i, o)} for i, o in enumerate(outputs)]
     return self._body(True, choices, usage=usage(outputs, self.n))
 
 @patch
@@ -293,7 +308,7 @@ def opening(self: Answer, n: int) -> list[dict]:
 
 @patch
 def frame(self: Answer, index: int) -> tuple[str, str] | None:
-    "JSON before and after the text in an event that brings nothing but text; `None` if there is no such thing"
+    "JSON before and after the text in an event that brings text only; `None` if none may"
     mark = '\0'
     around = json.dumps(self._piece(index, self.said(index, [mark], False)), ensure_ascii=False)
     before, *after = around.split(json.dumps(mark))
@@ -315,13 +330,13 @@ def closing(self: Answer, outputs: Sequence[Output]) -> list[dict]:
     "Events after the last piece"
     return [self._body(False, [], usage=usage(outputs, self.n))] if self.usage_in_stream else []
 
-# %% ../../nbs/54_serving.openai.ipynb #3e8ccf78
+# %% ../../nbs/54_serving.openai.ipynb #b220ccd1
 @dataclass(frozen=True)
 class ChatAnswer(Answer):
     "An answer of `/v1/chat/completions`."
     tools: tuple[str, ...] = ()   # Names of functions that may be called
-    most_calls: int = 1 << 30     # How many of their calls are told
-    _parsers: dict[int, ToolParser] = field(default_factory=dict)
+    most_calls: int = 1 << 30     # Calls that are told, at most
+    _parsers: dict[int, ToolParser] = field(default_factory=dict)   # of each choice
     _begun: dict[int, int] = field(default_factory=dict)   # calls of each choice
     kinds = 'chat.completion', 'chat.completion.chunk'
 
@@ -335,14 +350,17 @@ class ChatAnswer(Answer):
         "A message, or what is new in it"
         if not whole: return {'delta': self._delta(index, *parts)}
         said = join_calls(parts)
-        text, calls = ''.join(o for o in said if isinstance(o, str)), [self._call(o) for o in said if not isinstance(o, str)]
-        message = {'role': 'assistant', 'content': text if text or not calls else None, 'refusal': None}
+        text = ''.join(o for o in said if isinstance(o, str))
+        calls = [self._call(o) for o in said if not isinstance(o, str)]
+        content = text if text or not calls else None
+        message = {'role': 'assistant', 'content': content, 'refusal': None}
         return {'message': message | ({'tool_calls': calls} if calls else {})}
 
     def reason(self, index: int, o: Piece | Output) -> str | None:
         "Why a choice has ended: also, to wait for tools"
         called = index in self._parsers and self._parsers[index].found
-        return 'tool_calls' if called and o.finish_reason is FinishReason.STOP else super().reason(index, o)
+        if called and o.finish_reason is FinishReason.STOP: return 'tool_calls'
+        return super().reason(index, o)
 
     def opening(self, n: int) -> list[dict]:
         "Each choice says first who speaks"
@@ -352,39 +370,52 @@ class ChatAnswer(Answer):
         "As everywhere; but with tools, a text may be a call"
         return None if self.tools else super().frame(index)
 
-    def _call(self, o: ToolCall) -> dict[str, object]:
-        return {'id': o.id, 'type': 'function', 'function': {'name': o.name, 'arguments': o.arguments}}
+# %% ../../nbs/54_serving.openai.ipynb #e045e323
+@patch
+def _call(self: ChatAnswer, o: ToolCall) -> dict[str, object]:
+    "A call, or the beginning of one"
+    function = {'name': o.name, 'arguments': o.arguments}
+    return {'id': o.id, 'type': 'function', 'function': function}
 
-    def _delta(self, index: int, o: str | ToolCall | MoreArguments = '') -> dict[str, object]:
-        if isinstance(o, str): return {'content': o} if o else {}
-        if isinstance(o, ToolCall): self._begun[index] = self._begun.get(index, 0) + 1
-        new = self._call(o) if isinstance(o, ToolCall) else {'function': {'arguments': o.text}}
-        return {'tool_calls': [{'index': self._begun[index] - 1, **new}]}
+@patch
+def _delta(self: ChatAnswer, index: int,
+           o: str | ToolCall | MoreArguments = '') -> dict[str, object]:
+    "What one part adds to a message"
+    if isinstance(o, str): return {'content': o} if o else {}
+    if isinstance(o, ToolCall): self._begun[index] = self._begun.get(index, 0) + 1
+    new = self._call(o) if isinstance(o, ToolCall) else {'function': {'arguments': o.text}}
+    return {'tool_calls': [{'index': self._begun[index] - 1, **new}]}
 
-    def _token(self, token: int, logprob: float | None) -> dict[str, object]:
-        text = self.spell(token)
-        return {'token': text, 'logprob': logprob, 'bytes': [*text.encode()]}
+@patch
+def _token(self: ChatAnswer, token: int, logprob: float | None) -> dict[str, object]:
+    "An entry, without the alternatives"
+    text = self.spell(token)
+    return {'token': text, 'logprob': logprob, 'bytes': [*text.encode()]}
 
-    def likely(self, logprobs: Sequence[Logprob], start: int) -> dict[str, object]:
-        "An entry for each token"
-        return {'content': [self._token(o.token, o.logprob) | {'top_logprobs': [self._token(*t) for t in o.top]}
-                            for o in logprobs], 'refusal': None}
+@patch
+def likely(self: ChatAnswer, logprobs: Sequence[Logprob], start: int) -> dict[str, object]:
+    "An entry for each token"
+    def entry(o: Logprob) -> dict[str, object]:
+        return self._token(o.token, o.logprob) | {'top_logprobs': [self._token(*t) for t in o.top]}
+    return {'content': [entry(o) for o in logprobs], 'refusal': None}
 
-# %% ../../nbs/54_serving.openai.ipynb #dc5f9e1e
+# %% ../../nbs/54_serving.openai.ipynb #3e8ccf78
 @dataclass(frozen=True)
 class TextAnswer(Answer):
     "An answer of `/v1/completions`."
     echo: tuple[str, ...] = ()   # Texts of the prompts, if they are to be repeated
     kinds = 'text_completion', 'text_completion'
 
-    def _prompt(self, index: int) -> str: return self.echo[index // self.n] if self.echo else ''
+    def _prompt(self, index: int) -> str:
+        "What a choice repeats"
+        return self.echo[index // self.n] if self.echo else ''
 
     def said(self, index: int, parts: Sequence[str | ToolCall], whole: bool) -> dict[str, object]:
         "Just the text"
         return {'text': self._prompt(index)*whole + ''.join(parts)}
 
     def told(self, index: int, o: Piece | Output, start: int) -> dict[str, object]:
-        "Of an answer that begins with its prompt, the likelihoods do, too"
+        "Likelihoods; an answer that begins with its prompt begins with those of the prompt"
         if not self.echo: return super().told(index, o, start)
         both = [*(o.prompt_logprobs or []), *(o.logprobs or [])]
         start = start if o.prompt_logprobs else start + len(self._prompt(index))
@@ -395,8 +426,10 @@ class TextAnswer(Answer):
         return [self._piece(i, {'text': self._prompt(i)}) for i in range(n) if self.echo]
 
     def likely(self, logprobs: Sequence[Logprob], start: int) -> dict[str, object]:
-        "Four columns; the chosen token is among the likeliest, whether it was or not"
+        "Four columns; the chosen token is listed with the likeliest, even if it was not one"
         texts = [self.spell(o.token) for o in logprobs]
-        tops = [o.logprob and {self.spell(t): x for t, x in [*o.top, (o.token, o.logprob)]} for o in logprobs]
-        return {'tokens': texts, 'token_logprobs': [o.logprob for o in logprobs], 'top_logprobs': tops,
-                'text_offset': [*accumulate(map(len, texts), initial=start)][:len(texts)]}
+        tops = [o.logprob and {self.spell(t): x for t, x in [*o.top, (o.token, o.logprob)]}
+                for o in logprobs]
+        offsets = [*accumulate(map(len, texts), initial=start)][:len(texts)]
+        return {'tokens': texts, 'token_logprobs': [o.logprob for o in logprobs],
+                'top_logprobs': tops, 'text_offset': offsets}
