@@ -23,10 +23,12 @@ from ..core import RequestError
 def compile_stop(
     pattern: str,  # A caller's regular expression
 ) -> regex.Pattern:
-    "The pattern, ready to be looked for; `RequestError` if it is none, or ends every answer at once"
+    "The pattern, compiled; `RequestError` if it is none, or would end every answer at once"
     def wrong(why: object) -> RequestError:
-        return RequestError('stop_regex', f'stop_regex must be a regular expression of at most 1000 characters '
-                                          f'that does not match the empty text, not {pattern!r:.80}: {why}')
+        return RequestError(
+            'stop_regex',
+            f'stop_regex must be a regular expression of at most 1000 characters '
+            f'that does not match the empty text, not {pattern!r:.80}: {why}')
     if len(pattern) > 1000: raise wrong(f'it has {len(pattern)} characters')
     try:
         compiled = regex.compile(pattern)
@@ -39,47 +41,54 @@ def compile_stop(
 class StopFinder:
     """Text in, text out, up to the first stop; what may be the beginning of one waits.
 
-    What it gives does not depend on how the text is cut into pieces, and nothing is taken back.
+    What it gives does not depend on where the pieces are cut, and nothing is taken back.
     After a match all further text goes to `rest`. It keeps a bounded part of the text.
     """
     def __init__(
         self,
         stop: Sequence[str] = (),      # Texts to stop at
-        pattern: str | None = None,    # A regular expression to stop at; `RequestError` if it is none
+        pattern: str | None = None,    # A regular expression to stop at, see `compile_stop`
         keep: bool = False,            # Give the stop itself out, too
     ):
         strings = [regex.compile('|'.join(map(regex.escape, stop)))] if stop else []
         self._patterns = strings + [compile_stop(o) for o in [pattern] if o is not None]
-        self._seconds = 1. if pattern is not None else None   # that searching may still take
+        self._seconds = None if pattern is None else 1.   # that searching may still take
         self._keep, self._reach = keep, max([256, *map(len, stop)])
-        self._text, self._left = '', 0    # what we still need; how much of it has been given out
-        self._held = 0                    # where in it a match may begin: nothing before can be part of one
-        self.matched: str | None = None   # the stop that was found; '' if the time was used up
+        self._text, self._left = '', 0    # what we still need; how much of it was given out
+        self._held = 0                    # where in it a match may begin: not before
+        self.matched: str | None = None   # the stop that was found; '' if the time was up
         self.rest = ''                    # what came after it
-
-    def _look(self, end: int, partial: bool = False) -> tuple[int, int] | None:
-        "Begin and end of a match in the text up to `end`: the first to begin, of those within reach"
-        begin, start = max(self._held, end + partial - self._reach), perf_counter()
-        found = [p.search(self._text, begin, end, partial=partial, timeout=self._seconds) for p in self._patterns]
-        if self._seconds: self._seconds = max(self._seconds - perf_counter() + start, 1e-6)
-        return min([o.span() for o in found if o], default=None)
 
     def push(self, text: str) -> str:
         "Take some text, and give what cannot be part of a stop; nothing after a match"
-        if self.matched is not None: self.rest += text
-        if not self._patterns or self.matched is not None: return '' if self._patterns else text
-        new, self._text = len(self._text), self._text + text
-        ends = range(new + 1, len(self._text) + 1)
+        if not self._patterns: return text
+        if self.matched is not None:
+            self.rest += text
+            return ''
+        old, self._text = len(self._text), self._text + text
+        whole = len(self._text)
+        ends = range(old + 1, whole + 1)
         try:
-            if self._seconds is None and not self._look(len(self._text)): ends = ()   # no string in it, none in a part
+            # strings: none in the whole means none in a part
+            if self._seconds is None and not self._look(whole): ends = ()
             for end in ends:
                 if found := self._look(end): return self._stop(*found, end)
-            found = self._look(len(self._text), partial=True)
-        except TimeoutError: return self._stop(len(self._text), len(self._text), len(self._text))
-        self._held = found[0] if found else len(self._text)
+            found = self._look(whole, partial=True)
+        except TimeoutError: return self._stop(whole, whole, whole)
+        self._held = found[0] if found else whole
         return self._let_out(self._held)
 
 # %% ../../nbs/46_serving.finders.ipynb #15cc71df
+@patch
+def _look(self: StopFinder, end: int, partial: bool = False) -> tuple[int, int] | None:
+    "Begin and end of the match in the text up to `end` that begins first, within reach"
+    begin, start = max(self._held, end + partial - self._reach), perf_counter()
+    found = [p.search(self._text, begin, end, partial=partial, timeout=self._seconds)
+             for p in self._patterns]
+    if self._seconds: self._seconds = max(self._seconds - perf_counter() + start, 1e-6)
+    return min([o.span() for o in found if o], default=None)
+
+# %% ../../nbs/46_serving.finders.ipynb #f736a24a
 @patch
 def _stop(self: StopFinder, begin: int, stop: int, end: int) -> str:
     "There is a match, from `begin` to `stop`, in the text up to `end`"
@@ -88,10 +97,11 @@ def _stop(self: StopFinder, begin: int, stop: int, end: int) -> str:
 
 @patch
 def _let_out(self: StopFinder, end: int) -> str:
-    "The text up to `end` that has not been given out; and forget what is too old for context"
+    "The text up to `end` not yet given out; and forget what is too old for context"
     out, self._left = self._text[self._left:end], max(self._left, end)
     if (spare := self._left - 2*self._reach) > 0:
-        self._text, self._left, self._held = self._text[spare:], self._left - spare, self._held - spare
+        self._text = self._text[spare:]
+        self._left, self._held = self._left - spare, self._held - spare
     return out
 
 @patch
@@ -100,12 +110,14 @@ def finish(self: StopFinder) -> str:
     return '' if self.matched is not None else self._let_out(len(self._text))
 
 # %% ../../nbs/46_serving.finders.ipynb #0f1f5644
+def _new_id() -> str: return f'call_{uuid.uuid4().hex[:24]}'
+
 @dataclass
 class ToolCall:
     "A function that the model wants to be called."
     name: str       # Which, one of those that were offered
     arguments: str  # A JSON object, as text; '' if `MoreArguments` follow
-    id: str = field(default_factory=lambda: f'call_{uuid.uuid4().hex[:24]}', compare=False)   # By which its result will name it
+    id: str = field(default_factory=_new_id, compare=False)   # What its result will name
 
 
 @dataclass
@@ -113,6 +125,7 @@ class MoreArguments:
     "More of the arguments of the call before."
     text: str   # A piece of JSON
 
+# %% ../../nbs/46_serving.finders.ipynb #b3161a1b
 def join_calls(
     parts: Iterable[str | ToolCall | MoreArguments],  # As `ToolParser` gives them
 ) -> list[str | ToolCall]:                            # Each text and each call in one piece
@@ -120,7 +133,8 @@ def join_calls(
     joined: list[str | ToolCall] = []
     for o in parts:
         last = joined[-1] if joined else None
-        if isinstance(o, MoreArguments): joined[-1] = replace(last, arguments=last.arguments + o.text)
+        if isinstance(o, MoreArguments):
+            joined[-1] = replace(last, arguments=last.arguments + o.text)
         elif isinstance(o, str) and isinstance(last, str): joined[-1] += o
         else: joined.append(o)
     return joined
@@ -148,7 +162,8 @@ def read_calls(
     return calls
 
 # %% ../../nbs/46_serving.finders.ipynb #9ed5e234
-HEAD = regex.compile(r'[\s;,}]*\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[\w-]+)"\s*,'
+HEAD = regex.compile(r'[\s;,}]*\{\s*("type"\s*:\s*"function"\s*,\s*)?'
+                     r'"name"\s*:\s*"(?P<name>[\w-]+)"\s*,'
                      r'\s*"(arguments|parameters)"\s*:\s*(?=\{)')
 
 class Braces:
@@ -173,9 +188,9 @@ class Braces:
 OPEN, CLOSE = '<tool_call>', '</tool_call>'
 
 class ToolParser:
-    """Text in, texts and calls out; what may be a call waits until it has begun, or is none.
+    """Text in, texts and calls out; what may be a call waits until that is certain.
 
-    What it gives, joined, does not depend on how the text is cut into pieces. A text that is not
+    What it gives, joined, does not depend on where the pieces are cut. A text that is not
     a call of an offered tool is given as it stands.
     """
     def __init__(
@@ -183,9 +198,10 @@ class ToolParser:
         names: Collection[str],  # Tools that were offered
         most: int = 1 << 30,     # How many calls to give; later ones are dropped
     ):
-        self._names, self._most, self.found = names, most, 0   # `found`: calls so far, dropped ones too
+        self._names, self._most = names, most
+        self.found = 0                          # calls so far, dropped ones too
         self._state, self._held = 'start', ''   # text that may be a call
-        self._blank = ''                        # blanks before it, which are dropped if it is one
+        self._blank = ''                        # blanks before it, dropped if it is one
         self._after = False                     # no text has come since the last call
         self._finder = StopFinder()
         self._begun = False                     # a call between these tags has been given
@@ -258,11 +274,12 @@ def _give(self: ToolParser, calls: list[ToolCall]) -> list[ToolCall]:
 
 @patch
 def _call(self: ToolParser, close: str) -> list[str | ToolCall]:
-    "The end of what may be calls: give calls that waited, nothing if all were given, or it as text"
+    "The end of what may be calls: give those that waited, if any; if it is none, its text"
     held, blank, begun = self._held, self._blank, self._begun
     self._held, self._blank, self._begun, self._braces = '', '', False, None
     calls = read_calls(held.lstrip(' \n\t\r;,}') if begun else held, self._names)
     self._after = bool(calls or begun)
-    if self._after: given = self._give(calls)
-    self._begun = False
-    return given if self._after else [held if self._state == 'json' else blank + OPEN + held + close]
+    as_text = held if self._state == 'json' else blank + OPEN + held + close
+    if not self._after: return [as_text]
+    given, self._begun = self._give(calls), False
+    return given
