@@ -36,7 +36,8 @@ def setting(
     words: str = 'a text that is not empty',  # and in words
 ) -> Field:
     "A field of a config"
-    return field(default=default, metadata=dict(help=help, low=low, high=high, form=form, words=words))
+    rules = dict(help=help, low=low, high=high, form=form, words=words)
+    return field(default=default, metadata=rules)
 
 # %% ../nbs/01_config.ipynb #811beab8
 def kinds(
@@ -55,18 +56,22 @@ def accepts(
         NoneType: lambda: value is None,
         bool: lambda: flag,
         int: lambda: isinstance(value, int) and not flag and m['low'] <= value <= m['high'],
-        float: lambda: isinstance(value, (int, float)) and not flag and 0 < value <= m['high'],
+        float: lambda: isinstance(value, int | float) and not flag and 0 < value <= m['high'],
         str: lambda: isinstance(value, str) and bool(re.fullmatch(m['form'], value))}
-    return any(tests[o]() if o in tests else isinstance(value, str) and value in get_args(o) for o in kinds(f))
+    def fits(kind: object) -> bool:
+        if kind in tests: return tests[kind]()
+        return isinstance(value, str) and value in get_args(kind)   # one of the choices
+    return any(map(fits, kinds(f)))
 
+# %% ../nbs/01_config.ipynb #7db5bd42
 def allowed(
     f: Field,  # A field of a config
 ) -> str:      # Such as "a whole number of at least 1 or None"
     "What `accepts` accepts, in words"
-    m = f.metadata
-    bound = f'from {m["low"]} to {m["high"]}' if m['high'] < 2**63 - 1 else f'of at least {m["low"]}'
+    m, low, high = f.metadata, f.metadata['low'], f.metadata['high']
+    bound = f'from {low} to {high}' if high < 2**63 - 1 else f'of at least {low}'
     said = {NoneType: ['None'], bool: ['True', 'False'], int: [f'a whole number {bound}'],
-            float: [f'a number above 0 and at most {m["high"]:g}'], str: [m['words']]}
+            float: [f'a number above 0 and at most {high:g}'], str: [m['words']]}
     *most, last = [word for o in kinds(f) for word in said.get(o) or map(repr, get_args(o))]
     return ', '.join(most) + ' or '*bool(most) + last
 
@@ -86,44 +91,69 @@ def check_names(
 # %% ../nbs/01_config.ipynb #bc08d3e9
 @dataclass(frozen=True)
 class EngineConfig:
-    "How to run a model. Checked when made: the first wrong value is a `ValueError`, in one sentence."
-    model: str = setting('embedded', "A folder, a name on the model hub, or 'embedded' for the model in the package")
-    device: str = setting('auto', 'Where the model runs; auto takes a GPU if there is one', form=r'auto|cpu|cuda(:\d+)?',
-                          words="'auto', 'cpu', 'cuda' or 'cuda:N'")
+    "How to run a model. Checked when made: the first wrong value is a `ValueError`."
+    model: str = setting(
+        'embedded', "A folder, a name on the model hub, or 'embedded' for the package's own")
+    device: str = setting('auto', 'Where the model runs; auto takes a GPU if there is one',
+        form=r'auto|cpu|cuda(:\d+)?', words="'auto', 'cpu', 'cuda' or 'cuda:N'")
     dtype: DType = setting('auto', "The model's number format; auto is the checkpoint's")
     page_size: int = setting(16, 'Tokens in a page of the KV cache', low=1)
-    num_pages: int | None = setting(None, 'Pages in the KV cache; None takes what memory_ratio leaves', low=1)
-    memory_ratio: float = setting(.9, "Share of the device's memory for weights and KV cache together", high=1)
+    num_pages: int | None = setting(
+        None, 'Pages in the KV cache; None takes what memory_ratio leaves', low=1)
+    memory_ratio: float = setting(
+        .9, "Share of the device's memory for weights and KV cache together", high=1)
     max_running_req: int = setting(256, 'Requests that may run at once', low=1)
-    max_seq_len: int | None = setting(None, "Longest sequence, prompt and answer; None is the model's", low=1)
-    max_prefill_tokens: int = setting(8192, 'Prompt tokens that one step may compute', low=1)
-    chunked_prefill_size: int | None = setting(None, 'Longest piece of one prompt in a step, which the first in a step may use even if it is more than max_prefill_tokens; None is as much', low=1)
-    max_recv_per_step: int = setting(256, 'New requests that are taken in between two steps', low=1)
-    cache: Cache = setting('radix', 'How finished work is kept for requests with the same beginning')
+    max_seq_len: int | None = setting(
+        None, "Longest sequence, prompt and answer; None is the model's", low=1)
+    max_prefill_tokens: int = setting(8192, 'Prompt tokens one step may compute', low=1)
+    chunked_prefill_size: int | None = setting(
+        None, 'Longest piece of one prompt in a step, which the first in a step may use '
+        'even if it is more than max_prefill_tokens; None is as much', low=1)
+    max_recv_per_step: int = setting(256, 'New requests taken in between two steps', low=1)
+    cache: Cache = setting('radix', 'How finished work is kept for prompts that begin alike')
     eviction: Eviction = setting('lru', 'Which cached pages go first')
     policy: Policy = setting('fcfs', 'Which waiting request comes first')
-    priority_aging: int | None = setting(None, 'Times a waiting request is passed over until it counts as one priority higher', low=1)
-    preempt_threshold: int = setting(10, 'A waiting request displaces running ones if its priority is higher by more than this')
-    admission: Admission = setting('reserve', 'reserve: who starts has room for its longest answer; optimistic: for a likely one')
-    schedule_conservativeness: float = setting(1., 'Factor of the likely answer that optimistic admission starts with', high=10)
-    mixed_chunk: bool = setting(False, 'Whether running requests decode in the steps that compute prompts')
-    max_prefill_streak: int | None = setting(None, 'Prefill steps in a row while others wait to decode; None sets no bound', low=1)
-    queue_timeout: float | None = setting(None, 'Seconds a request may wait; None sets no bound', high=1e9)
-    run_timeout: float | None = setting(None, 'Seconds from its first step until a request must have ended', high=1e9)
-    overlap: bool | Literal['auto'] = setting('auto', 'Whether the host plans a step while the device computes another')
-    attention: str = setting('auto', "What computes attention; two, as in 'torch,flashinfer', are for prefill and decode",
-                             form=f'{_attention}(,{_attention})?',
-                             words="'auto', 'native', 'torch', 'flashinfer', or two of them with a comma between")
-    cuda_graph_max_bs: int | Literal['auto'] = setting('auto', 'Largest batch whose decode steps are recorded on a GPU; 0 records none')
+    priority_aging: int | None = setting(
+        None, 'Times a waiting request is passed over until it counts as one priority higher',
+        low=1)
+    preempt_threshold: int = setting(
+        10, 'A priority must be higher by more than this to displace running requests')
+    admission: Admission = setting(
+        'reserve', 'reserve: who starts has room for its longest answer; '
+        'optimistic: for a likely one')
+    schedule_conservativeness: float = setting(
+        1., 'Factor of the likely answer that optimistic admission starts with', high=10)
+    mixed_chunk: bool = setting(False, 'Whether the steps that compute prompts decode, too')
+    max_prefill_streak: int | None = setting(
+        None, 'Prefill steps in a row while others wait to decode; None sets no bound', low=1)
+    queue_timeout: float | None = setting(
+        None, 'Seconds a request may wait; None sets no bound', high=1e9)
+    run_timeout: float | None = setting(
+        None, 'Seconds from its first step until a request must have ended', high=1e9)
+    overlap: bool | Literal['auto'] = setting(
+        'auto', 'Whether the host plans a step while the device computes another')
+    attention: str = setting(
+        'auto', "What computes attention; two, as in 'torch,flashinfer': prefill and decode",
+        form=f'{_attention}(,{_attention})?',
+        words="'auto', 'native', 'torch', 'flashinfer', "
+              'or two of them with a comma between')
+    cuda_graph_max_bs: int | Literal['auto'] = setting(
+        'auto', 'Largest batch whose decode steps are recorded on a GPU; 0 records none')
     seed: int | None = setting(None, 'Start of all randomness; None draws one')
     max_queued_req: int = setting(4096, 'Requests that may wait; more are refused', low=1)
-    threads: int | None = setting(None, 'Threads that compute on a CPU; None is one for each core this process may use', low=1, high=1024)
-    tp: int = setting(1, 'Processes that share the model, each on a GPU or on some cores of its own', low=1, high=64)
-    dummy_weights: bool = setting(False, 'Random weights instead of those in the checkpoint, to measure speed without them')
+    threads: int | None = setting(
+        None, 'Threads that compute on a CPU; None is one for each core it may use',
+        low=1, high=1024)
+    tp: int = setting(
+        1, 'Processes that share the model, each on a GPU or some cores of its own',
+        low=1, high=64)
+    dummy_weights: bool = setting(
+        False, 'Random weights, not those of the checkpoint, to measure speed without them')
 
     def __post_init__(self):
         for f in fields(self):
-            if not accepts(f, v := getattr(self, f.name)): raise ValueError(f'{f.name} must be {allowed(f)}, not {v!r}')
+            if accepts(f, value := getattr(self, f.name)): continue
+            raise ValueError(f'{f.name} must be {allowed(f)}, not {value!r}')
 
     @classmethod
     def of(
@@ -142,15 +172,22 @@ class ServerConfig(EngineConfig):
     "How to serve a model: the engine's settings, and an address."
     host: str = setting('127.0.0.1', 'Address to listen on; 0.0.0.0 lets other machines in')
     port: int = setting(1919, 'Port to listen on; 0 takes a free one', high=65535)
-    served_model_name: str | None = setting(None, "What callers call the model; None is the last part of model's name")
-    api_key: str | None = setting(None, 'What callers must send as their bearer token; None asks for nothing')
-    protect_metrics: bool = setting(False, 'Whether /health and /metrics ask for the api_key too')
-    cors: str | None = setting(None, "Web site whose pages may call this server, such as https://example.org; '*' is any")
+    served_model_name: str | None = setting(
+        None, "What callers call the model; None is the last part of model's name")
+    api_key: str | None = setting(
+        None, 'What callers must send as their bearer token; None asks for nothing')
+    protect_metrics: bool = setting(
+        False, 'Whether /health and /metrics ask for the api_key too')
+    cors: str | None = setting(
+        None, 'Web site whose pages may call this server, such as https://example.org; '
+        "'*' is any")
     max_body_mb: int = setting(32, 'Largest request, in megabytes', low=1)
-    drain_seconds: int = setting(30, 'How long requests may still run after the first SIGTERM')
-    watchdog_timeout: float = setting(300., 'Seconds after which a step without end counts as a failure', high=1e9)
-    restart: bool = setting(False, 'Whether workers that fail are started again, instead of ending the server')
-    log_interval: int = setting(40, 'Steps between two lines of progress on stderr; 0 writes none')
+    drain_seconds: int = setting(30, 'How long requests may run on after the first SIGTERM')
+    watchdog_timeout: float = setting(
+        300., 'Seconds after which a step without end counts as a failure', high=1e9)
+    restart: bool = setting(
+        False, 'Whether workers that fail are started again, instead of ending the server')
+    log_interval: int = setting(40, 'Steps between two log lines on stderr; 0 writes none')
     log_json: bool = setting(False, 'Whether log lines are JSON')
 
 # %% ../nbs/01_config.ipynb #297284e5
@@ -173,11 +210,13 @@ def add_arguments(
     for f in fields(cls):
         default = f.default if isinstance(f.default, str) else str(f.default).lower()
         about = f'{f.metadata["help"]} ({allowed(f)}; default: {default})'
-        parser.add_argument('--' + f.name.replace('_', '-'), type=partial(read, f), default=SUPPRESS, help=about.replace('%', '%%'))
+        parser.add_argument('--' + f.name.replace('_', '-'), type=partial(read, f),
+                            default=SUPPRESS, help=about.replace('%', '%%'))
 
 def from_args(
     cls: type[EngineConfig],  # What to make
     args: Namespace,          # What a parser with its flags returned
 ) -> EngineConfig:
     "A config from the command line; wrong values are refused as `cls` refuses them"
-    return cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)})
+    given, names = vars(args), [f.name for f in fields(cls)]
+    return cls(**{name: given[name] for name in names if name in given})
