@@ -40,16 +40,23 @@ def _on_host(*arrays: torch.Tensor) -> None:
         if o.device.type != 'cpu' or o.dtype != torch.int32:
             raise ValueError(f'plan wants int32 on the host, not {o.dtype} on {o.device}')
 
+def _as_planned(q: torch.Tensor, n: int, dtype: torch.dtype) -> None:
+    "Complain of queries that the plan was not made for"
+    if len(q) != n or q.dtype != dtype:
+        raise ValueError(f'planned {n} of {dtype}, not {len(q)} of {q.dtype}')
+
 # %% ../nbs/14_kernels.ipynb #2abafcba
 class PlainRagged:
-    "Stands in for `BatchPrefillWithRaggedKVCacheWrapper`: keys and values come with the queries."
+    "Stands in for `BatchPrefillWithRaggedKVCacheWrapper`: keys and values come along."
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = 'NHD',
                  backend: str = 'auto'):
         if kv_layout != 'NHD': raise ValueError(f'kv_layout must be NHD, not {kv_layout}')
 
-    def plan(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int,
-             num_kv_heads: int, head_dim_qk: int, causal: bool = False, window_left: int = -1,
-             q_data_type: torch.dtype = torch.float16, kv_data_type: torch.dtype | None = None) -> None:
+    def plan(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor,
+             num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
+             causal: bool = False, window_left: int = -1,
+             q_data_type: torch.dtype = torch.float16,
+             kv_data_type: torch.dtype | None = None) -> None:
         "Learn where each request's queries, keys and values are"
         _on_host(qo_indptr, kv_indptr)
         self.qo, self.kv = qo_indptr.tolist(), kv_indptr.tolist()
@@ -57,8 +64,7 @@ class PlainRagged:
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         "Attention of one layer, [n_tokens, num_heads, head_dim]"
-        if q.dtype != self.dtype or len(q) != self.qo[-1]:
-            raise ValueError(f'planned {self.qo[-1]} of {self.dtype}, not {len(q)} of {q.dtype}')
+        _as_planned(q, self.qo[-1], self.dtype)
         spans = zip(self.qo, self.qo[1:], self.kv, self.kv[1:])
         return torch.cat([_answer(q[a:b], k[c:d], v[c:d], self.left, self.causal)
                           for a, b, c, d in spans])
@@ -71,9 +77,11 @@ class PlainPaged:
         if kv_layout != 'NHD': raise ValueError(f'kv_layout must be NHD, not {kv_layout}')
 
     def _plan(self, qo: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor,
-              last_page_len: torch.Tensor, causal: bool, left: int, dtype: torch.dtype) -> None:
+              last_page_len: torch.Tensor,
+              causal: bool, left: int, dtype: torch.dtype) -> None:
         _on_host(qo, indptr, last_page_len)
-        if len(indices) < indptr[-1]: raise ValueError(f'{len(indices)} pages, not {indptr[-1]}')
+        n = indptr[-1]
+        if len(indices) < n: raise ValueError(f'{len(indices)} pages, not {n}')
         self._keep(indptr, indices, last_page_len)
         self.causal, self.left, self.dtype, self.qo = causal, left, dtype, qo.clone()
 
@@ -81,10 +89,10 @@ class PlainPaged:
         "What `run` will read"
         self.indptr, self.indices, self.last = (o.clone() for o in arrays)
 
-    def run(self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def run(self, q: torch.Tensor,
+            paged_kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         "Attention of one layer over pages, [pages, page_size, num_kv_heads, head_dim] each"
-        if q.dtype != self.dtype or len(q) != self.qo[-1]:
-            raise ValueError(f'planned {self.qo[-1]} of {self.dtype}, not {len(q)} of {q.dtype}')
+        _as_planned(q, self.qo[-1], self.dtype)
         size, out = paged_kv_cache[0].shape[1], []
         for i, last in enumerate(self.last.tolist()):
             pages = self.indices[self.indptr[i]:self.indptr[i + 1]].long()
@@ -99,11 +107,12 @@ class PlainPrefill(PlainPaged):
     def plan(self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor,
              paged_kv_indices: torch.Tensor, paged_kv_last_page_len: torch.Tensor,
              num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
-             causal: bool = False, window_left: int = -1, q_data_type: torch.dtype = torch.float16,
+             causal: bool = False, window_left: int = -1,
+             q_data_type: torch.dtype = torch.float16,
              kv_data_type: torch.dtype | None = None) -> None:
         "Learn where each request's queries and pages are"
-        self._plan(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, causal,
-                   window_left, q_data_type)
+        self._plan(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
+                   causal, window_left, q_data_type)
 
 class PlainDecode(PlainPaged):
     "Stands in for `BatchDecodeWithPagedKVCacheWrapper`: one query for each request."
@@ -130,7 +139,8 @@ class PlainGraphDecode(PlainDecode):
                  indices_buffer: torch.Tensor, last_page_len_buffer: torch.Tensor,
                  kv_layout: str = 'NHD', use_tensor_cores: bool = False):
         super().__init__(workspace_buffer, kv_layout, use_tensor_cores)
-        self.indptr, self.indices, self.last = indptr_buffer, indices_buffer, last_page_len_buffer
+        self.indptr, self.indices = indptr_buffer, indices_buffer
+        self.last = last_page_len_buffer
         self._plans = torch.zeros(8, dtype=torch.uint8)
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor,
@@ -146,22 +156,25 @@ class PlainGraphDecode(PlainDecode):
     @left.setter
     def left(self, tokens: int) -> None: self._plans[:8].view(torch.int64).fill_(tokens)
 
-    def _keep(self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> None:
+    def _keep(self, indptr: torch.Tensor, indices: torch.Tensor,
+              last: torch.Tensor) -> None:
         if len(last) != len(self.last):
             raise ValueError(f'the graph is for {len(self.last)} requests, not {len(last)}')
         self.indptr.copy_(indptr)
         self.last.copy_(last)
         self.indices[:len(indices)].copy_(indices)
 
+# %% ../nbs/14_kernels.ipynb #713adb94
 def fast_decode_plan(wrapper: PlainGraphDecode, indptr: torch.Tensor, indices: torch.Tensor,
                      last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int,
                      head_dim: int, page_size: int, window_left: int = -1,
                      q_data_type: torch.dtype = torch.float16,
                      kv_data_type: torch.dtype | None = None) -> None:
-    "Stands in for the function of that name: plans, but copies nothing"
+    "As FlashInfer's: plans, but copies nothing"
     _on_host(indptr, last_page_len)
     if not hasattr(wrapper, 'qo'): raise ValueError('plan once before planning fast')
-    if len(last_page_len) != len(wrapper.last): raise ValueError('another number of requests')
+    if len(last_page_len) != len(wrapper.last):
+        raise ValueError('another number of requests')
     wrapper.left = window_left
 
 # %% ../nbs/14_kernels.ipynb #a26d46b0
@@ -170,28 +183,31 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 def rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    "Stands in for the function of that name: `input` at mean square 1, times `weight`; 2 or 3 dimensions"
+    "As FlashInfer's: `input` at mean square 1, times `weight`; 2 or 3 dimensions"
     return _norm(input.float(), weight, eps).to(input.dtype)
 
 def fused_add_rmsnorm(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
                       eps: float = 1e-6) -> None:
-    "Stands in for the function of that name: `residual += input`; `input` = its norm times `weight`"
+    "As FlashInfer's: `residual += input`; `input` = that sum normalised, times `weight`"
     total = residual.float() + input
     residual.copy_(total)
     input.copy_(_norm(total, weight, eps))
 
 def silu_and_mul(input: torch.Tensor) -> torch.Tensor:
-    "Stands in for the function of that name: the left half opens or closes the right one"
-    if input.shape[-1] * input.dtype.itemsize % 32: raise ValueError('halves must be multiples of 16 bytes')
+    "As FlashInfer's: the left half opens or closes the right one"
+    if input.shape[-1] * input.dtype.itemsize % 32:
+        raise ValueError('halves must be multiples of 16 bytes')
     left, right = input.float().chunk(2, dim=-1)
     return (left / (1 + (-left).exp()) * right).to(input.dtype)
 
 def apply_rope_with_cos_sin_cache_inplace(positions: torch.Tensor, query: torch.Tensor,
                                           key: torch.Tensor, head_size: int,
                                           cos_sin_cache: torch.Tensor) -> None:
-    "Stands in for the function of that name: turns `query` and `key`, [n_tokens, n_heads * head_size]"
-    if cos_sin_cache.dtype != torch.float32: raise ValueError('cos_sin_cache should be float32')
-    if head_size not in (64, 128, 256): raise ValueError(f'Unsupported head_dim: {head_size}')
+    "As FlashInfer's: turns `query` and `key`, [n_tokens, n_heads * head_size]"
+    if cos_sin_cache.dtype != torch.float32:
+        raise ValueError('cos_sin_cache should be float32')
+    if head_size not in (64, 128, 256):
+        raise ValueError(f'Unsupported head_dim: {head_size}')
     for o in query, key:
         a, b = o.view(len(o), -1, head_size).float().chunk(2, dim=-1)
         cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
@@ -217,7 +233,10 @@ standin: Library = SimpleNamespace(
     BatchPrefillWithPagedKVCacheWrapper=PlainPrefill,
     BatchDecodeWithPagedKVCacheWrapper=PlainDecode,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper=PlainGraphDecode,
-    fast_decode_plan=fast_decode_plan, rmsnorm=rmsnorm, fused_add_rmsnorm=fused_add_rmsnorm, silu_and_mul=silu_and_mul,
+    fast_decode_plan=fast_decode_plan,
+    rmsnorm=rmsnorm,
+    fused_add_rmsnorm=fused_add_rmsnorm,
+    silu_and_mul=silu_and_mul,
     apply_rope_with_cos_sin_cache_inplace=apply_rope_with_cos_sin_cache_inplace)
 
 # %% ../nbs/14_kernels.ipynb #49030cda
@@ -225,10 +244,12 @@ standin: Library = SimpleNamespace(
 def find_library(
     device: torch.device,  # A GPU
 ) -> Library | str:        # Or why it cannot serve, in a sentence
-    "FlashInfer, ready for this card; the first time ever it may have to compile for a minute"
+    "FlashInfer, ready for this card; the first time ever it may compile for a minute"
     card = torch.cuda.get_device_capability(device)
     if card < (8, 0):
-        return 'FlashInfer needs a card of compute capability 8.0 or more, not {}.{}'.format(*card)
+        major, minor = card
+        return ('FlashInfer needs a card of compute capability 8.0 or more, '
+                f'not {major}.{minor}')
     try:
         library = import_module('flashinfer')
         library.silu_and_mul(torch.ones(1, 16, dtype=torch.float16, device=device))
