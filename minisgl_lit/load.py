@@ -34,32 +34,45 @@ def refuse_settings(
     "`ValueError` at a setting of the engine that would change nothing there"
     for f in fields(EngineConfig):
         if f.name != 'seed' and getattr(config, f.name) != f.default:
-            raise ValueError(f'{f.name} is a setting of the engine, and the server at url has its own')
+            raise ValueError(f'{f.name} is a setting of the engine, '
+                             'and the server at url has its own')
 
+# %% ../nbs/58_load.ipynb #520b5239
 @dataclass(frozen=True)
 class LoadConfig(EngineConfig):
-    "What to ask, how often, and of whom; the engine's own settings are for a server started for this run."
-    url: str | None = setting(None, 'Server to ask, with an API like that of OpenAI; None starts one',
-                              form=r'https?://[^/\s]+\S*', words='an address such as http://127.0.0.1:1919')
+    """What to ask, how often, and of whom.
+
+    The engine's own settings are for a server started for this run."""
+    url: str | None = setting(
+        None, 'Server to ask, with an API like that of OpenAI; None starts one',
+        form=r'https?://[^/\s]+\S*', words='an address such as http://127.0.0.1:1919')
     api_key: str | None = setting(None, 'What the server wants as a bearer token')
-    served_name: str | None = setting(None, 'Model to ask for; None is the first that the server lists')
+    served_name: str | None = setting(
+        None, 'Model to ask for; None is the first that the server lists')
     requests: int = setting(64, 'Requests in all', low=1)
     input_len: int = setting(128, 'Tokens of each prompt', low=1)
     prefix_len: int = setting(0, 'Of these, tokens with which all prompts begin')
     output_len: int = setting(64, 'Tokens of each answer', low=1)
-    rate: float | None = setting(None, 'Requests a second; None asks whenever concurrency allows', high=1e6)
-    arrivals: Literal['poisson', 'fixed'] = setting('poisson', 'How they come if there is a rate')
-    concurrency: int | None = setting(None, 'Requests open at once; None sets no bound', low=1)
+    rate: float | None = setting(
+        None, 'Requests a second; None asks whenever concurrency allows', high=1e6)
+    arrivals: Literal['poisson', 'fixed'] = setting(
+        'poisson', 'How they come if there is a rate')
+    concurrency: int | None = setting(
+        None, 'Requests open at once; None sets no bound', low=1)
     warmup: int = setting(2, 'Requests before these, that are not counted')
     timeout: float = setting(600., 'Seconds until an answer counts as lost', high=1e9)
-    first_limit: float | None = setting(None, 'Milliseconds to the first token in a good answer', high=1e9)
-    token_limit: float | None = setting(None, 'Milliseconds for each further token in a good answer', high=1e9)
-    answer_limit: float | None = setting(None, 'Milliseconds for the whole of a good answer', high=1e9)
+    first_limit: float | None = setting(
+        None, 'Milliseconds to the first token in a good answer', high=1e9)
+    token_limit: float | None = setting(
+        None, 'Milliseconds for each further token in a good answer', high=1e9)
+    answer_limit: float | None = setting(
+        None, 'Milliseconds for the whole of a good answer', high=1e9)
 
     def __post_init__(self):
         super().__post_init__()
         if self.prefix_len >= self.input_len:
-            raise ValueError(f'prefix_len must be below input_len={self.input_len}, not {self.prefix_len}')
+            raise ValueError(f'prefix_len must be below input_len={self.input_len}, '
+                             f'not {self.prefix_len}')
         if self.url: refuse_settings(self)
 
 # %% ../nbs/58_load.ipynb #af3bee53
@@ -69,7 +82,8 @@ def starts(
     "When requests are due"
     if config.rate is None: return np.zeros(config.requests)
     if config.arrivals == 'fixed': return np.arange(config.requests) / config.rate
-    gaps = np.random.default_rng(config.seed or 0).exponential(1 / config.rate, config.requests)
+    rng = np.random.default_rng(config.seed or 0)
+    gaps = rng.exponential(1 / config.rate, config.requests)
     return gaps.cumsum() - gaps[0]
 
 # %% ../nbs/58_load.ipynb #ec2f2489
@@ -80,9 +94,10 @@ def bodies(
     "What to ask, the warm-up first"
     rng = np.random.default_rng(config.seed or 0)
     prefix = rng.integers(300, 1000, config.prefix_len).tolist()
-    rest = rng.integers(300, 1000, (config.warmup + config.requests, config.input_len - config.prefix_len))
-    same = dict(model=model, max_tokens=config.output_len, temperature=0, ignore_eos=True, stream=True,
-                stream_options=dict(include_usage=True))
+    shape = (config.warmup + config.requests, config.input_len - config.prefix_len)
+    rest = rng.integers(300, 1000, shape)
+    same = dict(model=model, max_tokens=config.output_len, temperature=0, ignore_eos=True,
+                stream=True, stream_options=dict(include_usage=True))
     return [json.dumps(same | dict(prompt=prefix + o)).encode() for o in rest.tolist()]
 
 # %% ../nbs/58_load.ipynb #5a0cd0f3
@@ -92,7 +107,8 @@ def message_of(
     "What a server says about an error, in one line"
     try: said = json.loads(body)['error']
     except (ValueError, TypeError, KeyError): said = body.decode(errors='replace')
-    return ' '.join(str(said.get('message', said) if isinstance(said, dict) else said).split())[:300]
+    if isinstance(said, dict): said = said.get('message', said)
+    return ' '.join(str(said).split())[:300]
 
 def call(
     url: str,                   # What to ask
@@ -101,13 +117,15 @@ def call(
     timeout: float = 600,       # Seconds of silence until we give up
 ) -> HTTPResponse:              # To be read, and closed
     "Ask a server; `ValueError` in one sentence if it cannot be reached, or refuses"
-    headers = {'Content-Type': 'application/json'} | ({'Authorization': f'Bearer {key}'} if key else {})
+    headers = {'Content-Type': 'application/json'}
+    if key: headers['Authorization'] = f'Bearer {key}'
     data = None if body is None else json.dumps(body).encode()
     try: return urlopen(Request(url, data, headers), timeout=timeout)
     except HTTPError as e:
         with e: raise ValueError(f'{url} answers {e.code}: {message_of(e.read())}') from None
     except URLError as e: raise ValueError(f'{url} cannot be reached: {e.reason}') from None
-    except (OSError, HTTPException) as e: raise ValueError(f'{url} cannot be reached: {e!r}') from None
+    except (OSError, HTTPException) as e:
+        raise ValueError(f'{url} cannot be reached: {e!r}') from None
 
 # %% ../nbs/58_load.ipynb #955874f9
 def base(
@@ -151,8 +169,8 @@ class _Response:
 def _request(url: str, key: str | None, body: bytes) -> bytes:
     "A request as it goes over the wire"
     where = urlsplit(url)
-    lines = [f'POST {where.path} HTTP/1.1', f'Host: {where.netloc}', 'Content-Type: application/json',
-             f'Content-Length: {len(body)}', 'Connection: close']
+    lines = [f'POST {where.path} HTTP/1.1', f'Host: {where.netloc}', 'Connection: close',
+             'Content-Type: application/json', f'Content-Length: {len(body)}']
     if key: lines.append(f'Authorization: Bearer {key}')
     return '\r\n'.join([*lines, '', '']).encode() + body
 
@@ -165,7 +183,8 @@ async def events(
     "The data of each event, up to `[DONE]`; `ValueError` if it is refused or breaks off"
     where, o = urlsplit(url), _Response()
     tls = where.scheme == 'https'
-    reader, writer = await asyncio.open_connection(where.hostname, where.port or (443 if tls else 80), ssl=tls or None)
+    port = where.port or (443 if tls else 80)
+    reader, writer = await asyncio.open_connection(where.hostname, port, ssl=tls or None)
     try:
         writer.write(_request(url, key, body))
         while not o.done:
@@ -178,7 +197,8 @@ async def events(
                 if line.rstrip() == b'data: [DONE]': return
                 if line.startswith(b'data:'): yield line[5:]
         status = o.parser.get_status_code()
-        raise ValueError('the answer broke off' if status in (0, 200) else f'{status}: {message_of(o.body)}')
+        if status in (0, 200): raise ValueError('the answer broke off')
+        raise ValueError(f'{status}: {message_of(o.body)}')
     finally: writer.close()
 
 # %% ../nbs/58_load.ipynb #83f5a5c9
@@ -224,9 +244,10 @@ async def ask(
     "Ask, and note when what comes; errors are noted as well"
     clock = asyncio.get_running_loop().time
     answer, usage = Answer(clock() if since is None else since), {}
+    came = events(base(url) + '/completions', key, body)
     try:
-        async with asyncio.timeout(timeout), aclosing(events(base(url) + '/completions', key, body)) as stream:
-            async for data in stream:
+        async with asyncio.timeout(timeout), aclosing(came):
+            async for data in came:
                 text, told = read_event(data)
                 usage = told or usage
                 if text is not None: answer.times.append(clock())
@@ -257,10 +278,12 @@ async def drive(
         return await ask(url, config.api_key, body, since, config.timeout)
     for answer in await asyncio.gather(*map(send, asked[:config.warmup])):
         if answer.error: raise ValueError(f'{url} does not serve this load: {answer.error}')
-    gate, begin, cpu = asyncio.Semaphore(config.concurrency or config.requests), clock(), time.process_time()
+    gate = asyncio.Semaphore(config.concurrency or config.requests)
+    begin, cpu = clock(), time.process_time()
     async def planned(body: bytes, at: float) -> Answer:
-        await asyncio.sleep(begin + at - clock())
-        async with gate: return await send(body, None if config.rate is None else begin + at)
+        due = begin + at
+        await asyncio.sleep(due - clock())
+        async with gate: return await send(body, None if config.rate is None else due)
     answers = await asyncio.gather(*map(planned, asked[config.warmup:], starts(config)))
     return Traffic(config, answers, clock() - begin, time.process_time() - cpu)
 
@@ -273,13 +296,16 @@ def figures(
     tokens, s = sum(o.tokens for o in traffic.answers), traffic.seconds
     found = [('answers', len(good), ''), ('errors', len(traffic.answers) - len(good), ''),
              ('duration', s, 's'), ('answer rate', len(good) / s, 'answers/s'),
-             ('input', sum(o.prompt_tokens for o in good) / s, 'tokens/s'), ('output', tokens / s, 'tokens/s')]
+             ('input', sum(o.prompt_tokens for o in good) / s, 'tokens/s'),
+             ('output', tokens / s, 'tokens/s')]
     if (c.first_limit, c.token_limit, c.answer_limit) != (None, None, None):
         found.append(('goodput', sum(o.good(c) for o in good) / s, 'answers/s'))
     gaps = np.concatenate([np.diff(o.times) for o in good] or [[]])
     kinds: dict[str, list[float] | np.ndarray] = dict(
-        first_token=[o.first for o in good], time_per_token=[o.pace for o in good if o.tokens > 1],
-        gap=gaps, whole_answer=[o.whole for o in good])
+        first_token=[o.first for o in good],
+        time_per_token=[o.pace for o in good if o.tokens > 1],
+        gap=gaps,
+        whole_answer=[o.whole for o in good])
     found += [(f'{name} p{p}', float(np.percentile(values, p)) * 1e3, 'ms')
               for name, values in kinds.items() if len(values) for p in (50, 90, 99)]
     return [*found, ('client', traffic.cpu / max(tokens, 1) * 1e6, 'µs/token')]
@@ -306,8 +332,10 @@ def own_server(
     program: tuple[str, ...] = (sys.executable, '-c', _program),   # What to run
 ) -> Iterator[str]:                      # Its address
     "Our own server, for the length of a block; `ValueError` if it does not start"
-    flags = [f'--{f.name.replace("_", "-")}={_flag(getattr(config, f.name))}' for f in fields(EngineConfig)]
-    command = [*program, 'serve', '--port=0', '--drain-seconds=0', '--log-interval=0', *flags]
+    flags = [f'--{f.name.replace("_", "-")}={_flag(getattr(config, f.name))}'
+             for f in fields(EngineConfig)]
+    command = [*program, 'serve', '--port=0', '--drain-seconds=0', '--log-interval=0',
+               *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             said = process.stdout.readline().split()
