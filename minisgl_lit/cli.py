@@ -111,6 +111,7 @@ def serve(
 
     When it is ready, one line on standard output ends in the URL."""
     config, start = from_args(ServerConfig, args), minisgl_lit.serve
+    config = replace(config, api_key=config.api_key or os.environ.get('MINISGL_LIT_API_KEY'))
     _interruptible()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -420,23 +421,24 @@ def make_parser() -> Parser:
     return parser
 
 # %% ../nbs/63_cli.ipynb #fcf27cee
-def main(
-    argv: list[str] | None = None,  # Arguments; `None`: those of this program
-) -> int:                           # Exit code
-    "The program `minisgl-lit`, also `python -m minisgl_lit`"
-    argv = sys.argv[1:] if argv is None else argv
+def _run(argv: list[str]) -> int:
+    "Do what the arguments say; a `ValueError` is one sentence for whoever wrote them"
     first = argv[0] if argv else '-'
     if first.startswith('-') and first not in ('-h', '--help', '--version'): argv = ['serve', *argv]
     args, unknown = make_parser().parse_known_args(argv)
     if unknown: args.parser.refuse(unknown[0])
+    try: return args.run(args)
+    except ValueError as e: print(f'minisgl-lit {args.command}: {e}', file=sys.stderr)
+    return 2
+
+def main(
+    argv: list[str] | None = None,  # Arguments; `None`: those of this program
+) -> int:                           # Exit code
+    "The program `minisgl-lit`, also `python -m minisgl_lit`"
     try:
-        code = args.run(args)
-        sys.stdout.flush()
-        return code
+        try: return _run(sys.argv[1:] if argv is None else argv)
+        finally: sys.stdout.flush()
     except KeyboardInterrupt: return 130
     except BrokenPipeError:   # whoever read our output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except ValueError as e:
-        print(f'minisgl-lit {args.command}: {e}', file=sys.stderr)
-        return 2

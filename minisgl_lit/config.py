@@ -175,7 +175,8 @@ class ServerConfig(EngineConfig):
     served_model_name: str | None = setting(
         None, "What callers call the model; None is the last part of model's name")
     api_key: str | None = setting(
-        None, 'What callers must send as their bearer token; None asks for nothing')
+        None, 'What callers must send as their bearer token; None asks for nothing, but the '
+        'command line then takes the variable MINISGL_LIT_API_KEY')
     protect_metrics: bool = setting(
         False, 'Whether /health and /metrics ask for the api_key too')
     cors: str | None = setting(

@@ -75,7 +75,7 @@ class Page:
 
     def console(self, command, expected):
         if command == "minisgl-lit serve": said = f"{self.shared.model} is served on {URL}"
-        elif command.startswith("minisgl-lit serve") and " is served on " in expected: said = self.start(command)
+        elif "minisgl-lit serve" in command and " is served on " in expected: said = self.start(command)
         else:
             done = subprocess.run(command.replace(URL, self.url), shell=True, text=True, capture_output=True, timeout=120)
             said, refused = done.stdout + done.stderr, expected.startswith("minisgl-lit ")
@@ -84,7 +84,7 @@ class Page:
 
     def start(self, command):
         "A server that serves the rest of the page; its line"
-        self.server = subprocess.Popen(shlex.split(command) + ["--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.server = subprocess.Popen("exec env " + command + " --port 0", shell=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         line = self.server.stdout.readline()
         self.url = line.split()[-1]
         return line
@@ -138,7 +138,8 @@ def test_unit_file():
     unit.read_string(one("deploy.md", "ini"))
     service = unit["Service"]
     config = read(["minisgl-lit", *shlex.split(service["ExecStart"])[1:]])
-    assert config.api_key == "${API_KEY}" and int(service["TimeoutStopSec"]) > config.drain_seconds
+    assert config.api_key is None and "MINISGL_LIT_API_KEY=" in (root/"docs/guides/deploy.md").read_text()
+    assert service["EnvironmentFile"] and int(service["TimeoutStopSec"]) > config.drain_seconds
     assert service["Environment"] == f"XDG_CACHE_HOME=/var/cache/{service['CacheDirectory']}"
 
 def test_proxy():
