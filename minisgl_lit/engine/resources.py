@@ -41,14 +41,15 @@ def _rooms(root: Path) -> Iterator[int]:
     for group in _groups('memory', root):
         for limit, used, files in _memory_files:
             with suppress(OSError, ValueError, KeyError):
-                stat = dict(o.split() for o in (group/'memory.stat').read_text().splitlines())
+                lines = (group/'memory.stat').read_text().splitlines()
+                stat = dict(o.split() for o in lines)
                 sizes = [int((group/o).read_text()) for o in (limit, used)]
                 yield sizes[0] - sizes[1] + int(stat[files])
 
 def available_memory(
     root: Path = Path('/'),  # Where the system's own files begin
 ) -> int:                    # Bytes
-    "Memory that this process may still fill, by its tightest limit; without Linux, half of the machine's"
+    "What this process may still fill, by its tightest limit; without Linux, half of all memory"
     try: lines = (root/'proc/meminfo').read_text().splitlines()
     except OSError: return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // 2
     kib = dict(line.split(':') for line in lines)['MemAvailable']
@@ -79,14 +80,15 @@ def check_weights(
     "`ValueError` if they do not fit; it says how much is needed, and what would help"
     needed = sum(map(prod, weight_shapes(model).values())) * dtype.itemsize
     if needed <= free: return needed
-    half = f"; dtype='bfloat16' would need {gib(needed // 2)}" if dtype.itemsize == 4 else ''
+    half = ''
+    if dtype.itemsize == 4: half = f"; dtype='bfloat16' would need {gib(needed // 2)}"
     raise ValueError(f'the weights of this model need {gib(needed)} as {str(dtype)[6:]}, '
                      f'but only {gib(free)} may be filled, by memory_ratio{half}')
 
 # %% ../../nbs/39_engine.resources.ipynb #4b91b285
 @dataclass(frozen=True)
 class MemoryPlan:
-    "What memory is used for, in bytes; `str` says it in one line. One page more than `num_pages` is paid for."
+    "What memory is used for, in bytes, the dummy page included; `str` says it in one line."
     weights: int       # Taken by the weights
     free: int          # What they leave, and may be filled
     page_bytes: int    # Keys and values of one page, in all layers
@@ -100,8 +102,9 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         pages = f'{self.num_pages:,} pages of {self.page_size} tokens'
+        context = f'{self.num_pages * self.page_size:,} tokens of context'
         return (f'weights {gib(self.weights)}, keys and values {gib(self.kv)}: {pages}, '
-                f'{self.num_pages * self.page_size:,} tokens of context; {gib(self.free - self.kv)} left')
+                f'{context}; {gib(self.free - self.kv)} left')
 
     @classmethod
     def make(
@@ -113,15 +116,16 @@ class MemoryPlan:
         free: int,              # Bytes that may still be filled
         usable: int,            # Pages that all running requests together could fill
     ) -> 'MemoryPlan':
-        "Decide how many pages the pool gets; `ValueError` if not even one fits, or not those asked for"
+        "Decide how many pages the pool gets; `ValueError` if none fits, or not those asked for"
         fit = free // page_bytes - 1
         if num_pages is None: num_pages = min(fit, usable)
         if num_pages < 1:
-            raise ValueError(f'memory_ratio leaves {gib(free)} for keys and values, less than '
-                             'two pages; raise it, or lower page_size')
+            raise ValueError(f'memory_ratio leaves {gib(free)} for keys and values, '
+                             'less than two pages; raise it, or lower page_size')
         if num_pages > fit:
-            raise ValueError(f'num_pages={num_pages} needs {gib(num_pages * page_bytes)} for keys and '
-                             f'values, but only {gib(free)} are free; at most {max(fit, 0)} pages fit')
+            needed = gib(num_pages * page_bytes)
+            raise ValueError(f'num_pages={num_pages} needs {needed} for keys and values, '
+                             f'but only {gib(free)} are free; at most {max(fit, 0)} pages fit')
         return cls(weights, free, page_bytes, page_size, num_pages)
 
 # %% ../../nbs/39_engine.resources.ipynb #a6d75e58
@@ -129,13 +133,15 @@ def available_cores(
     root: Path = Path('/'),  # Where the system's own files begin
 ) -> int:
     "Cores that this process may use, a part of one counted as a whole; at least 1"
-    cores = [len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()]
+    has_mask = hasattr(os, 'sched_getaffinity')
+    cores = [len(os.sched_getaffinity(0)) if has_mask else os.cpu_count()]
     for group in _groups('cpu', root):
         with suppress(OSError, ValueError):
             quota, period = map(int, (group/'cpu.max').read_text().split())
             cores.append(ceil(quota / period))
         with suppress(OSError, ValueError):
-            quota, period = (int((group/f'cpu.cfs_{o}_us').read_text()) for o in ('quota', 'period'))
+            cfs = (group/'cpu.cfs_quota_us', group/'cpu.cfs_period_us')
+            quota, period = (int(o.read_text()) for o in cfs)
             if quota > 0: cores.append(ceil(quota / period))
     return max(min(cores), 1)
 
