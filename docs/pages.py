@@ -51,10 +51,10 @@ def benchmarks(peers):
     def share(o, e): return rate(o[e]) + (f" ({o[e]/o['limit']:.2f})" if o[e] and o["limit"] else "")
     rows = [[f"`{k}`: {o['requests']}", rate(o["limit"]), *(share(o, e) for e in engines)] for k, o in peers["workloads"].items()]
     commands = "\n".join(o["command"] for o in peers["workloads"].values() if o["command"])
-    unit = cell(peers["unit"])
+    unit, start = cell(peers["unit"]), peers["start"]
     return f"""# Benchmarks
 
-A speed alone says little: it needs the machine, the work, and what would have been possible. So every benchmark here measures the machine's memory and arithmetic in the same run and prints the least time that any engine could take. [The chapter on benchmarks](../nbs/61_bench.ipynb) builds them, [limits](../nbs/57_limits.ipynb) says what they are measured against, and [load](../nbs/58_load.ipynb) asks a server as strangers do.
+A speed alone says little: it needs the machine, the work, and what would have been possible. So every benchmark here measures the machine's memory and arithmetic in the same run and prints the least time that prefill and decode could take in any engine. [The chapter on benchmarks](../nbs/61_bench.ipynb) builds them, [limits](../nbs/57_limits.ipynb) says what they are measured against, and [load](../nbs/58_load.ipynb) asks a server as strangers do.
 
 ## Beside other engines
 
@@ -65,6 +65,7 @@ A speed alone says little: it needs the machine, the work, and what would have b
 * Model: {peers["model"]}.
 * Machine: {peers["machine"]}.
 * Date: {peers["date"]}.
+* Start: `{start["command"]}` ends {" and ".join(map(str, start["seconds"]))} s after it was typed, {start["first"]} s the first time, with the weights in memory already.
 
 ## Measure it yourself
 

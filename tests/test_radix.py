@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from minisgl_lit.core import PendingReq, RequestError, SamplingParams
 from minisgl_lit.kv import prefix as chapter
 from minisgl_lit.kv.cache import CacheManager
-from minisgl_lit.kv.prefix import NaiveCache, RadixCache, make_prefix_cache
+from minisgl_lit.kv.prefix import NaiveCache, RadixCache, evictions, make_prefix_cache
 from minisgl_lit.kv.table import TableManager
 
 SIZES = [1, 2, 7, 16]
@@ -41,6 +41,8 @@ better = dict(
     lfu=lambda a, b: a.hits < b.hits or a.hits == b.hits and a.used < b.used,
     slru=lambda a, b: (not a.hits) > (not b.hits) or (not a.hits) == (not b.hits) and a.used < b.used,
     priority=lambda a, b: a.priority < b.priority or a.priority == b.priority and a.used < b.used)
+
+def test_every_eviction_is_said_twice(): assert better.keys() == evictions.keys()
 
 class Model:
     "A dictionary from each prefix of whole pages to its page; nothing is fast, nothing is clever"
