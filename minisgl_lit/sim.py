@@ -80,12 +80,14 @@ class Work(NamedTuple):
         costs: Costs,   # Of the model
     ) -> 'Work':
         "Count it from the lengths in a batch"
-        start, end, n = batch.cached_lens, batch.device_lens, len(batch.positions)
+        n, reqs = len(batch.positions), len(batch.reqs)
+        start, end = batch.cached_lens, batch.device_lens
         weights, kv = costs.read(n) + costs.head_weights, float(costs.seen(end).sum())
         scored = costs.used * n + costs.head_weights * len(batch.sampled)
-        return cls(n, len(batch.reqs), 0 if batch.mode is ForwardMode.DECODE else len(batch.reqs),
+        looks = float(costs.looks(start, end).sum())
+        return cls(n, reqs, 0 if batch.mode is ForwardMode.DECODE else reqs,
                    costs.itemsize * (weights + costs.token_kv * kv),
-                   2 * scored + costs.pair_flops * float(costs.looks(start, end).sum()))
+                   2 * scored + costs.pair_flops * looks)
 
 # %% ../nbs/62_sim.ipynb #42baed60
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +145,13 @@ class SimEngine:
         self.free_at = max(self.clock(), self.free_at) + self.cost.engine(work)
         return self.free_at
 
-    def sample(self, batch: Batch, launched: float, mask: np.ndarray | None = None) -> ForwardOutput:
-        "Positions as tokens, and the event of `launched`, the moment that `forward` returned"
+    def sample(
+        self, batch: Batch, launched: float, mask: np.ndarray | None = None
+    ) -> ForwardOutput:
+        "Positions as tokens, and the event of `launched`, the moment `forward` returned"
         tokens = batch.device_lens[batch.sampled]
-        return ForwardOutput(tokens, np.ones(len(tokens), dtype=bool), SimEvent(self.clock, launched))
+        done = SimEvent(self.clock, launched)
+        return ForwardOutput(tokens, np.ones(len(tokens), dtype=bool), done)
 
     def reset(self) -> None:
         "Nothing ever fails"
@@ -159,7 +164,8 @@ def sim_scheduler(
     "The real scheduler on a simulated engine, and the clock of both"
     for name in ('num_pages', 'max_seq_len'):
         if getattr(config, name) is None:
-            raise ValueError(f'{name} must be given for a simulation, for there is no model to ask')
+            raise ValueError(
+                f'{name} must be given for a simulation, for there is no model to ask')
     size, clock = config.page_size, VirtualClock()
     table = TableManager(config.max_running_req, config.max_seq_len, size, config.num_pages)
     prefix = make_prefix_cache(config.cache, size, config.eviction)
@@ -171,7 +177,8 @@ def sim_scheduler(
 # %% ../nbs/62_sim.ipynb #eaee8548
 class _Wish(SamplingParams):
     "Sampling parameters that leave nothing open"
-    def resolve(self, defaults: Mapping[str, float], seed: int = 0) -> SamplingParams: return self
+    def resolve(self, defaults: Mapping[str, float], seed: int = 0) -> SamplingParams:
+        return self
 
 @lru_cache(10_000)
 def _wish(n: int) -> SamplingParams:
@@ -207,11 +214,11 @@ class Crowd:
 
     @property
     def next_at(self) -> float:
-        "When the next turn is due, in seconds of the clock; infinite if all wait or have ended"
+        "When the next turn is due, in seconds; infinite if all wait or have ended"
         return self._next[0][0] if self._next else math.inf
 
     def speak(self, scheduler: Scheduler) -> bool:
-        "Send the next turn to a scheduler; False if the queue is full: that ends the conversation"
+        "Send the next turn; False if the queue is full, which ends the conversation"
         _, number, turn, session = heappop(self._next)
         if session is self._newest: self._begin()
         prompt = turn.prompt % scheduler.door.vocab_size
@@ -257,14 +264,14 @@ class Meter(Observer):
         scheduler: Scheduler,   # Who is watched from now on
     ):
         self.scheduler, self.clock, scheduler.observer = scheduler, scheduler.clock, self
-        self.served = np.zeros((bins, bins), dtype=np.int32)   # requests, by TTFT and TPOT
-        self.gaps = np.zeros(bins, dtype=np.int64)             # between two tokens of one request
-        self.reasons: Counter[FinishReason] = Counter()        # of those that ended
-        self.refused = 0                                       # found the queue full
+        self.served = np.zeros((bins, bins), dtype=np.int32)  # requests, by TTFT and TPOT
+        self.gaps = np.zeros(bins, dtype=np.int64)            # between tokens of a request
+        self.reasons: Counter[FinishReason] = Counter()       # of those that ended
+        self.refused = 0                                      # found the queue full
         self.course: list[tuple[float, int, int, int, int]] = []   # see `_note`
-        self.seconds, self.counts = 0., dict.fromkeys(scheduler.counts, 0)   # up to the last end
+        self.seconds, self.counts = 0., dict.fromkeys(scheduler.counts, 0)   # to the last end
         self._began, self._before, self._every = self.clock(), dict(scheduler.counts), 1
-        self._last: dict[PendingReq, float] = {}               # when each made its last token
+        self._last: dict[PendingReq, float] = {}              # when each made its last token
 
     def ended(self, pending: PendingReq) -> None:
         "Count a request, and its last gap"
@@ -284,7 +291,8 @@ class Meter(Observer):
         "Count gaps, and note now and then how things stand"
         now, pendings = self.clock(), [o.pending for o in batch.sampled_reqs]
         alive = [o for o in pendings if not o.finish_reason]
-        for last, n in Counter(map(self._last.get, alive)).items():   # most have waited equally long
+        waited = Counter(map(self._last.get, alive))   # most have waited equally long
+        for last, n in waited.items():
             if last is not None: self.gaps[bin_of(now - last)] += n
         self._last.update(dict.fromkeys(alive, now))
         if batch.step % self._every == 0: self._note(now)
@@ -293,9 +301,10 @@ class Meter(Observer):
         "A sample: time, requests running and waiting, pages in use and evictable"
         s, pages = self.scheduler, self.scheduler.cache.figures
         waiting = len(s.prefill.waiting) + len(s.prefill.retracted)
-        self.course.append((now, len(s.alive) - waiting, waiting, pages['held'] + pages['protected'],
-                            pages['evictable']))
-        if len(self.course) == 2000: self.course, self._every = self.course[1::2], self._every * 2
+        used = pages['held'] + pages['protected']
+        self.course.append((now, len(s.alive) - waiting, waiting, used, pages['evictable']))
+        if len(self.course) == 2000:
+            self.course, self._every = self.course[1::2], self._every * 2
 
 # %% ../nbs/62_sim.ipynb #827c0174
 def goodput(
@@ -312,17 +321,22 @@ def report(
     ttft: float = 1.,    # Seconds allowed to the first token
     tpot: float = .1,    # Seconds allowed per further token, on average
 ) -> Report:
-    "Throughput, goodput, percentiles, the share of prompts found in the cache, and what failed"
-    seconds, counts = max(meter.seconds, 1e-9), meter.counts
-    served, by = int(meter.served.sum()), dict(TTFT=meter.served.sum(1), ITL=meter.gaps, TPOT=meter.served.sum(0))
+    "Throughput, goodput, percentiles, share of prompts found in the cache, what failed"
+    counts, served = meter.counts, int(meter.served.sum())
+    seconds = max(meter.seconds, 1e-9)
+    by = dict(TTFT=meter.served.sum(1), ITL=meter.gaps, TPOT=meter.served.sum(0))
     times = [Figure(f'{name} p{q}', quantile(o, q / 100), 's')
              for name, o in by.items() for q in (50, 90, 99)]
-    hit_rate = counts['cached_tokens'] / max(counts['prompt_tokens'], 1)
     return Report('served', dict(requests=served, ttft=ttft, tpot=tpot), [
-        Figure('time', seconds, 's'), Figure('throughput', counts['generated_tokens'] / seconds, 'tokens/s'),
-        Figure('requests', served / seconds, '1/s'), Figure('goodput', goodput(meter, ttft, tpot), '1/s'),
-        *times, Figure('hit rate', hit_rate, ''), Figure('retracted', counts['retracted'], ''),
-        Figure('refused', meter.refused, ''), Figure('failed', sum(meter.reasons.values()) - served, '')])
+        Figure('time', seconds, 's'),
+        Figure('throughput', counts['generated_tokens'] / seconds, 'tokens/s'),
+        Figure('requests', served / seconds, '1/s'),
+        Figure('goodput', goodput(meter, ttft, tpot), '1/s'),
+        *times,
+        Figure('hit rate', counts['cached_tokens'] / max(counts['prompt_tokens'], 1), ''),
+        Figure('retracted', counts['retracted'], ''),
+        Figure('refused', meter.refused, ''),
+        Figure('failed', sum(meter.reasons.values()) - served, '')])
 
 # %% ../nbs/62_sim.ipynb #de778887
 def replay(
@@ -352,8 +366,8 @@ def plot(
     meters: dict[str, Meter],   # Runs to compare, by name
     tpot: float = .1,           # Seconds allowed per further token, on average
 ) -> None:
-    "Draw the share served well by allowed TTFT, the gaps between tokens, and the requests there"
-    from matplotlib.pyplot import subplots   # of the extra `viz`: a simulation needs no pictures
+    "Draw the share served well by allowed TTFT, gaps between tokens, and requests there"
+    from matplotlib.pyplot import subplots   # of the extra `viz`, which only pictures need
     seconds = 10**((np.arange(bins) + .5) / 100 - 6)
     _, axes = subplots(1, 3, figsize=(9, 2.6))
     for name, m in meters.items():
@@ -363,7 +377,8 @@ def plot(
         axes[1].plot(seconds, m.gaps.cumsum() / max(m.gaps.sum(), 1))
         axes[2].plot(times, running + waiting)
     for ax, counts in zip(axes, (m.served.sum(1), m.gaps)):
-        ax.set(xscale='log', ylim=(0, 1.02), xlim=(quantile(counts, 0) / 3, quantile(counts, 1) * 3))
+        shortest, longest = quantile(counts, 0), quantile(counts, 1)
+        ax.set(xscale='log', ylim=(0, 1.02), xlim=(shortest / 3, longest * 3))
     axes[0].set(xlabel='TTFT allowed, seconds', title='served well')
     axes[1].set(xlabel='seconds', title='gaps between tokens')
     axes[2].set(xlabel='seconds since the start', title='running and waiting')
