@@ -47,17 +47,20 @@ enum { COLS = 2 };
 #else
 enum { COLS = 4 };
 #endif
-INLINE void dots(int R, int N, const char **q, const char **k, i64 n, int bf16, float *out, i64 ld) {
+INLINE void dots(int R, int N, const char **q, const char **k, i64 n, int bf16,
+                 float *out, i64 ld) {
     int whole = bf16 && PAIRS, each = whole ? 2 * W : W, bytes = each * (bf16 ? 2 : 4);
     i64 i = 0, end = bf16 && !PAIRS ? n / (2 * W) * 2 : n / each;
     vf sums[4][4];
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < N; j++) sums[r][j] = (vf){0};
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int j = 0; j < N; j++) sums[r][j] = (vf){0};
     for (; i + 2 <= end; i += 2) UNROLL for (int u = 0; u < 2; u++) {
         vu key[4];
         UNROLL for (int j = 0; j < N; j++) key[j] = piece(k[j] + i * bytes, u, bf16);
         UNROLL for (int r = 0; r < R; r++) {
             vu query = raw(q[r] + (i + u) * 4 * W);
-            UNROLL for (int j = 0; j < N; j++) sums[r][j] = mac(sums[r][j], query, key[j], bf16);
+            UNROLL for (int j = 0; j < N; j++)
+                sums[r][j] = mac(sums[r][j], query, key[j], bf16);
         }
     }
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < N; j++) {
@@ -68,18 +71,26 @@ INLINE void dots(int R, int N, const char **q, const char **k, i64 n, int bf16, 
 }
 """
 
-# %% ../../nbs/32_model.attention_cpu.ipynb #aa04dda3
-_soften_c = _dots_c + power_c + r"""
+# %% ../../nbs/32_model.attention_cpu.ipynb #607cee8a
+_masked_c = _dots_c + r"""
 enum { B = 64 };      // positions in a block: whole registers, whole panels
 typedef int32_t vi __attribute__((vector_size(4 * W)));
-INLINE vf larger(vf a, vf b) { vu yes = (vu)(a > b); return (vf)(yes & (vu)a | ~yes & (vu)b); }
-INLINE vf masked(vf v, i64 from, i64 to) {      // minus infinity below `from` and from `to` on
+INLINE vf larger(vf a, vf b) {
+    vu yes = (vu)(a > b);
+    return (vf)(yes & (vu)a | ~yes & (vu)b);
+}
+INLINE vf masked(vf v, i64 from, i64 to) {      // only `from` up to, not including, `to`
     if (from <= 0 && to >= W) return v;
+    int first = from > 0 ? from : 0, end = to < 0 ? 0 : to < W ? to : W;
     vi place;
     UNROLL for (int i = 0; i < W; i++) place[i] = i;
-    vu seen = (vu)(place >= (int)(from > 0 ? from : 0)) & (vu)(place < (int)(to < 0 ? 0 : to < W ? to : W));
+    vu seen = (vu)(place >= first) & (vu)(place < end);
     return (vf)(seen & (vu)v | ~seen & (vu)((vf){0} - INFINITY));
 }
+"""
+
+# %% ../../nbs/32_model.attention_cpu.ipynb #aa04dda3
+_soften_c = _masked_c + power_c + r"""
 INLINE void soften(float *s, i64 from, i64 to, float scale, float *state, i64 dim) {
     float *largest = state + dim, *weights = largest + 1, top = *largest;
     vf all = (vf){0} + top, total = {0}, v[B / W];
@@ -106,11 +117,13 @@ INLINE void soften(float *s, i64 from, i64 to, float scale, float *state, i64 di
 
 # %% ../../nbs/32_model.attention_cpu.ipynb #a103b8c0
 _mix_c = _soften_c + r"""
-INLINE void mix(int R, int N, float *o, i64 ld, const float *p, const char **v, i64 dim, int bf16) {
+INLINE void mix(int R, int N, float *o, i64 ld, const float *p, const char **v,
+                i64 dim, int bf16) {
     i64 S = chunk(bf16), d = 0, bytes = sizeof(vf);
     float w[2][4];
     vf lo[2], hi[2];
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int b = 0; b < N; b++) w[r][b] = p[r * B + b];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int b = 0; b < N; b++) w[r][b] = p[r * B + b];
     for (; d + S <= dim; d += S) {
         UNROLL for (int r = 0; r < R; r++) {
             memcpy(&lo[r], o + r * ld + d, bytes);
@@ -132,13 +145,15 @@ INLINE void mix(int R, int N, float *o, i64 ld, const float *p, const char **v, 
 """
 
 # %% ../../nbs/32_model.attention_cpu.ipynb #111f686d
-_block_c = _mix_c + r"""
+_compare_c = _mix_c + r"""
 INLINE const char *use(const char *now, const char *later, i64 first, i64 dim, int bf16) {
-    for (i64 c = 0; c < dim * (bf16 ? 2 : 4); c += 64) __builtin_prefetch(at(later, first, bf16) + c, 0, 2);
+    i64 bytes = dim * (bf16 ? 2 : 4);
+    for (i64 c = 0; c < bytes; c += 64)
+        __builtin_prefetch(at(later, first, bf16) + c, 0, 2);
     return at(now, first, bf16);
 }
-INLINE void compare(int N, const char **q, i64 rows, i64 heads, const char **k, const char **later,
-                    i64 dim, float *s, int bf16) {
+INLINE void compare(int N, const char **q, i64 rows, i64 heads, const char **k,
+                    const char **later, i64 dim, float *s, int bf16) {
     for (i64 h = 0, r = 0; h < heads; h++) {
         const char *key[4];
         for (int b = 0; b < N; b++) key[b] = use(k[b], later[b], h * dim, dim, bf16);
@@ -148,14 +163,20 @@ INLINE void compare(int N, const char **q, i64 rows, i64 heads, const char **k, 
         for (; r < end; r++) dots(1, N, q + r, key, dim, bf16, s + r * B, B);
     }
 }
-INLINE void gather(int N, const char **v, const char **later, i64 rows, i64 heads, const float *p,
-                   i64 dim, float *state, int bf16) {
+"""
+
+# %% ../../nbs/32_model.attention_cpu.ipynb #3fd96b5f
+_block_c = _compare_c + r"""
+INLINE void gather(int N, const char **v, const char **later, i64 rows, i64 heads,
+                   const float *p, i64 dim, float *state, int bf16) {
     for (i64 h = 0, r = 0, ld = dim + 2; h < heads; h++) {
         const char *value[4];
         for (int b = 0; b < N; b++) value[b] = use(v[b], later[b], h * dim, dim, bf16);
         i64 end = r + rows;
-        for (; r + 2 <= end; r += 2) mix(2, N, state + r * ld, ld, p + r * B, value, dim, bf16);
-        for (; r < end; r++) mix(1, N, state + r * ld, ld, p + r * B, value, dim, bf16);
+        for (; r + 2 <= end; r += 2)
+            mix(2, N, state + r * ld, ld, p + r * B, value, dim, bf16);
+        for (; r < end; r++)
+            mix(1, N, state + r * ld, ld, p + r * B, value, dim, bf16);
     }
 }
 """
@@ -181,30 +202,46 @@ INLINE void look_up(const task *t, const shape *z, i64 p, const char **k, const 
 """
 
 # %% ../../nbs/32_model.attention_cpu.ipynb #c6f73371
-_decode_c = _task_c + r"""
+_meet_c = _task_c + r"""
+INLINE void meet(const shape *z, const char **q, i64 n,
+                 const char **keys, const char **values, const char **later,
+                 float *s, float *state, int bf16) {
+    i64 heads = z->heads, kv = z->kv_heads, family = heads / kv, dim = z->dim, b = 0;
+    for (; b + COLS <= n; b += COLS)
+        compare(COLS, q, family, kv, keys + b, values + b, dim, s + b, bf16);
+    for (; b < n; b++)
+        compare(1, q, family, kv, keys + b, values + b, dim, s + b, bf16);
+    for (i64 h = 0; h < heads; h++)
+        soften(s + h * B, 0, n, 1 / sqrtf(dim), state + h * (dim + 2), dim);
+    for (b = 0; b + 4 <= n; b += 4)
+        gather(4, values + b, later + b, family, kv, s + b, dim, state, bf16);
+    for (; b < n; b++)
+        gather(1, values + b, later + b, family, kv, s + b, dim, state, bf16);
+}
+"""
+
+# %% ../../nbs/32_model.attention_cpu.ipynb #e192cfa0
+_decode_c = _meet_c + r"""
 INLINE void decode(const task *t, const shape *z, float *state, int bf16) {
-    i64 family = z->heads / z->kv_heads, dim = z->dim, ld = dim + 2, far = (dim * 4 + 63) / 64 * 64, b, n;
+    i64 heads = z->heads, dim = z->dim, ld = dim + 2;
     i64 lo = t->lo > t->pos - z->window + 1 ? t->lo : t->pos - z->window + 1;
-    const char **q = malloc(z->heads * (sizeof(char *) + B * sizeof(float)));
-    float *s = (float *)(q + z->heads);
-    char *room = aligned_alloc(64, z->heads * far);
-    for (i64 h = 0; h < z->heads; h++) {
-        spread((char *)(q[h] = room + h * far), at(z->q, t->token * z->q_stride + h * dim, bf16), dim, bf16);
+    i64 far = (dim * 4 + 63) / 64 * 64;      // bytes from one spread query to the next
+    const char **q = malloc(heads * (sizeof(char *) + B * sizeof(float)));
+    float *s = (float *)(q + heads);
+    char *room = aligned_alloc(64, heads * far);
+    for (i64 h = 0; h < heads; h++) {
+        q[h] = room + h * far;
+        spread(room + h * far, at(z->q, t->token * z->q_stride + h * dim, bf16), dim, bf16);
         memset(state + h * ld, 0, ld * sizeof(float));
         state[h * ld + dim] = -1e30f;
     }
     const char *k[2][B], *v[2][B];      // of this block and of the next
     look_up(t, z, lo, k[0], v[0], NULL, bf16);
-    for (b = 0; b < B; b++) use(k[0][b], k[0][b], 0, z->kv_heads * dim, bf16);
+    for (i64 b = 0; b < B; b++) use(k[0][b], k[0][b], 0, z->kv_heads * dim, bf16);
     for (i64 p = lo, i = 0; p < t->hi; p += B, i ^= 1) {
-        const char **now = k[i], **soon = v[i], **later = k[i ^ 1];
-        n = lesser(B, t->hi - p);
-        look_up(t, z, p + n, later, v[i ^ 1], NULL, bf16);
-        for (b = 0; b + COLS <= n; b += COLS) compare(COLS, q, family, z->kv_heads, now + b, soon + b, dim, s + b, bf16);
-        for (; b < n; b++) compare(1, q, family, z->kv_heads, now + b, soon + b, dim, s + b, bf16);
-        for (i64 h = 0; h < z->heads; h++) soften(s + h * B, 0, n, 1 / sqrtf(dim), state + h * ld, dim);
-        for (b = 0; b + 4 <= n; b += 4) gather(4, soon + b, later + b, family, z->kv_heads, s + b, dim, state, bf16);
-        for (; b < n; b++) gather(1, soon + b, later + b, family, z->kv_heads, s + b, dim, state, bf16);
+        i64 n = lesser(B, t->hi - p);
+        look_up(t, z, p + n, k[i ^ 1], v[i ^ 1], NULL, bf16);
+        meet(z, q, n, k[i], v[i], k[i ^ 1], s, state, bf16);
     }
     free(room);
     free(q);
@@ -215,7 +252,10 @@ INLINE void decode(const task *t, const shape *z, float *state, int bf16) {
 _finish_c = _decode_c + r"""
 INLINE void finish(void *out, float *parts, i64 n, i64 stride, i64 dim, int bf16) {
     float top = -1e30f, weights = 0;
-    for (i64 i = 0; i < n; i++) if (parts[i * stride + dim] > top) top = parts[i * stride + dim];
+    for (i64 i = 0; i < n; i++) {
+        float its = parts[i * stride + dim];
+        if (its > top) top = its;
+    }
     for (i64 i = 0; i < n; i++) {
         float *o = parts + i * stride, shrink = expf(o[dim] - top);
         weights += shrink * o[dim + 1];
@@ -242,7 +282,8 @@ INLINE void lay_values(uint32_t *to, const char **v, i64 dim, int bf16) {
     i64 words = bf16 ? B / 2 : B;
     for (i64 i = 0; i < words; i++) for (i64 d = 0; d < dim; d += PANEL) {
         uint32_t *o = to + (d / PANEL * words + i) * PANEL;
-        const uint16_t *one = (const uint16_t *)v[2 * i % B], *two = (const uint16_t *)v[(2 * i + 1) % B];
+        const uint16_t *one = (const uint16_t *)v[2 * i % B];
+        const uint16_t *two = (const uint16_t *)v[(2 * i + 1) % B];
         i64 n = lesser(PANEL, dim - d);
         if (!bf16) memcpy(o, v[i] + d * 4, n * 4);
         else for (i64 j = 0; j < n; j++) o[j] = one[d + j] | (uint32_t)two[d + j] << 16;
@@ -253,17 +294,19 @@ INLINE void lay_values(uint32_t *to, const char **v, i64 dim, int bf16) {
 # %% ../../nbs/32_model.attention_cpu.ipynb #3750e70c
 _desk_c = _lay_c + r"""
 typedef struct {
-    i64 rows, words, wide, ld, q_row, p_row;      // `wide`: numbers of a value, rounded up to panels
-    char *q, *p, *none;                           // queries; weights, which may be the scores themselves
-    float *s, *state;
-    uint32_t *keys, *values;
+    i64 rows, words, ld, q_row, p_row;
+    i64 wide;                   // numbers of a value, rounded up to panels
+    char *q, *p, *none;         // queries; weights, maybe in place of scores; a row of zeros
+    float *s, *state;           // scores; sums
+    uint32_t *keys, *values;    // panels
 } desk;
 static void *blank(i64 bytes) {
     bytes = (bytes + 63) / 64 * 64;
     return memset(aligned_alloc(64, bytes), 0, bytes);
 }
 INLINE desk lay_desk(i64 tokens, const shape *z, int bf16) {
-    desk d = { .rows = tokens * (z->heads / z->kv_heads), .words = bf16 ? (z->dim + 1) / 2 : z->dim };
+    desk d = { .rows = tokens * (z->heads / z->kv_heads) };
+    d.words = bf16 ? (z->dim + 1) / 2 : z->dim;
     int pairs = bf16 && PAIRS, widened = bf16 && !PAIRS;
     d.wide = (z->dim + PANEL - 1) / PANEL * PANEL, d.ld = d.wide + W;
     d.q_row = (d.words * (widened ? 8 : 4) + 63) / 64 * 64, d.p_row = B * (pairs ? 2 : 4);
@@ -278,25 +321,39 @@ INLINE desk lay_desk(i64 tokens, const shape *z, int bf16) {
 """
 
 # %% ../../nbs/32_model.attention_cpu.ipynb #1322651f
-_extend_c = _desk_c + r"""
-INLINE void mix_block(const shape *z, const desk *d, i64 a, i64 e, i64 pos, i64 p, int bf16) {
+_mix_block_c = _desk_c + r"""
+INLINE void mix_block(const shape *z, const desk *d, i64 a, i64 e, i64 pos, i64 p,
+                      int bf16) {
     i64 family = z->heads / z->kv_heads, words = bf16 ? B / 2 : B;
     memset(d->s + a * B, 0, (e - a) * B * sizeof(float));
     for (i64 b = 0; b < B; b += PANEL)
-        multiply(d->q + a * d->q_row, d->q_row, e - a, (char *)(d->keys + b * d->words), d->words, d->s + a * B + b, B, bf16);
+        multiply(d->q + a * d->q_row, d->q_row, e - a,
+                 (char *)(d->keys + b * d->words), d->words,
+                 d->s + a * B + b, B, bf16);
     for (i64 r = a; r < e; r++) {
+        float *s = d->s + r * B, *state = d->state + r * d->ld;
         i64 end = pos + r / family + 1 - p;      // first position it does not see
-        soften(d->s + r * B, end - z->window, end, 1 / sqrtf(z->dim), d->state + r * d->ld, d->wide);
-        if (bf16 && PAIRS) for (i64 b = 0; b < B; b++) put(d->p + r * d->p_row, b, d->s[r * B + b], 1);
+        soften(s, end - z->window, end, 1 / sqrtf(z->dim), state, d->wide);
+        if (bf16 && PAIRS)
+            for (i64 b = 0; b < B; b++) put(d->p + r * d->p_row, b, s[b], 1);
     }
     for (i64 o = 0; o < d->wide; o += PANEL)
-        multiply(d->p + a * d->p_row, d->p_row, e - a, (char *)(d->values + o * words), words, d->state + a * d->ld + o, d->ld, bf16);
+        multiply(d->p + a * d->p_row, d->p_row, e - a,
+                 (char *)(d->values + o * words), words,
+                 d->state + a * d->ld + o, d->ld, bf16);
 }
+"""
+
+# %% ../../nbs/32_model.attention_cpu.ipynb #cada591d
+_extend_c = _mix_block_c + r"""
 INLINE void extend(const task *t, const shape *z, const desk *d, void *out, int bf16) {
-    i64 family = z->heads / z->kv_heads, rows = t->n * family, dim = z->dim, first = t->pos - z->window + 1;
+    i64 family = z->heads / z->kv_heads, rows = t->n * family, dim = z->dim;
+    i64 first = t->pos - z->window + 1;      // that any of them may see
     for (i64 r = 0; r < rows; r++) {
-        const char *q = at(z->q, (t->token + r / family) * z->q_stride + (t->head * family + r % family) * dim, bf16);
-        for (i64 i = 0; i < dim; i++) put(d->q + r * d->q_row, i, get(q, i, bf16), bf16 && PAIRS);
+        i64 token = t->token + r / family, head = t->head * family + r % family;
+        const char *q = at(z->q, token * z->q_stride + head * dim, bf16);
+        char *to = d->q + r * d->q_row;
+        for (i64 i = 0; i < dim; i++) put(to, i, get(q, i, bf16), bf16 && PAIRS);
         memset(d->state + r * d->ld, 0, d->ld * sizeof(float));
         d->state[r * d->ld + d->wide] = -1e30f;
     }
@@ -309,40 +366,53 @@ INLINE void extend(const task *t, const shape *z, const desk *d, void *out, int 
         if (a < e) mix_block(z, d, a * family, e * family, t->pos, p, bf16);
     }
     for (i64 r = 0; r < rows; r++) {
+        i64 token = t->token + r / family, head = t->head * family + r % family;
         const float *o = d->state + r * d->ld;
-        void *to = (void *)at(out, ((t->token + r / family) * z->heads + t->head * family + r % family) * dim, bf16);
+        void *to = (void *)at(out, (token * z->heads + head) * dim, bf16);
         for (i64 i = 0; i < dim; i++) put(to, i, o[i] / o[d->wide + 1], bf16);
     }
 }
 """
 
-# %% ../../nbs/32_model.attention_cpu.ipynb #f7eb0a9d
-attention_c = _extend_c + r"""
-static void serve(const task *t, const shape *z, const desk *d, void *out, float *parts, int bf16) {
+# %% ../../nbs/32_model.attention_cpu.ipynb #08368ec5
+_serve_c = _extend_c + r"""
+static void serve(const task *t, const shape *z, const desk *d, void *out, float *parts,
+                  int bf16) {
     float *state = parts + t->part * z->heads * (z->dim + 2);
     if (t->part < 0) { if (bf16) extend(t, z, d, out, 1); else extend(t, z, d, out, 0); }
     else if (bf16) decode(t, z, state, 1);
     else decode(t, z, state, 0);
 }
-void attend(void *out, const void *q, const void *k, const void *v, void *keys, void *values,
-            const i64 *out_loc, i64 n_tokens, const int32_t *table, i64 max_pages, i64 page_size,
-            i64 heads, i64 kv_heads, i64 dim, i64 q_stride, i64 k_stride, i64 v_stride, i64 window,
-            const task *tasks, i64 n_tasks, float *parts, const i64 *merges, i64 n_merges,
-            i64 bf16, i64 threads) {
-    shape z = { heads, kv_heads, dim, page_size, max_pages, q_stride, k_stride, v_stride, window,
-                q, keys, values, table };
+static i64 cost(const task *t, const shape *z) {
+    i64 heads = t->part < 0 ? z->heads / z->kv_heads : z->heads;
+    return (t->hi - t->lo) * t->n * heads * z->dim;
+}
+"""
+
+# %% ../../nbs/32_model.attention_cpu.ipynb #f7eb0a9d
+attention_c = _serve_c + r"""
+void attend(void *out, const void *q, const void *k, const void *v, void *keys,
+            void *values, const i64 *out_loc, i64 n_tokens,
+            const int32_t *table, i64 max_pages, i64 page_size,
+            i64 heads, i64 kv_heads, i64 dim, i64 q_stride, i64 k_stride, i64 v_stride,
+            i64 window, const task *tasks, i64 n_tasks,
+            float *parts, const i64 *merges, i64 n_merges, i64 bf16, i64 threads) {
+    shape z = { heads, kv_heads, dim, page_size, max_pages, q_stride, k_stride, v_stride,
+                window, q, keys, values, table };
     i64 slot = kv_heads * dim, bytes = slot * (bf16 ? 2 : 4), part = heads * (dim + 2);
-    i64 work = n_tokens * slot, most = 0;   // numbers to copy and products to add up; tokens of a task
+    i64 work = n_tokens * slot;   // numbers to copy and products to add up
+    i64 most = 0;                 // tokens in the largest group
     for (i64 i = 0; i < n_tasks; i++) {
         if (tasks[i].part < 0 && tasks[i].n > most) most = tasks[i].n;
-        work += (tasks[i].hi - tasks[i].lo) * tasks[i].n * (tasks[i].part < 0 ? heads / kv_heads : heads) * dim;
+        work += cost(tasks + i, &z);
     }
     #pragma omp parallel num_threads(threads) if(work > 200000)
     {
         #pragma omp for
         for (i64 t = 0; t < n_tokens; t++) {
-            memcpy((void *)at(keys, out_loc[t] * slot, bf16), at(k, t * k_stride, bf16), bytes);
-            memcpy((void *)at(values, out_loc[t] * slot, bf16), at(v, t * v_stride, bf16), bytes);
+            i64 to = out_loc[t] * slot;
+            memcpy((void *)at(keys, to, bf16), at(k, t * k_stride, bf16), bytes);
+            memcpy((void *)at(values, to, bf16), at(v, t * v_stride, bf16), bytes);
         }
         desk d = {0};
         if (most) d = lay_desk(most, &z, bf16);
@@ -352,7 +422,8 @@ void attend(void *out, const void *q, const void *k, const void *v, void *keys, 
         free(d.s);
         #pragma omp for
         for (i64 i = 0; i < n_merges * heads; i++) {
-            const i64 *m = merges + i / heads * 3, head = i % heads;   // token, first part, parts
+            const i64 *m = merges + i / heads * 3;   // token, first part, parts
+            i64 head = i % heads;
             void *to = (void *)at(out, (m[0] * heads + head) * dim, bf16);
             finish(to, parts + m[1] * part + head * (dim + 2), m[2], part, dim, bf16);
         }
@@ -363,7 +434,7 @@ void attend(void *out, const void *q, const void *k, const void *v, void *keys, 
 # %% ../../nbs/32_model.attention_cpu.ipynb #dcdb13b4
 def spread(
     counts: np.ndarray,  # Pieces of each owner, [n]
-) -> tuple[np.ndarray, np.ndarray]:  # Of each piece: its owner, and its place among the owner's
+) -> tuple[np.ndarray, np.ndarray]:  # Of each piece: its owner, its place among theirs
     "Pieces in a row, owner by owner"
     owner = np.arange(len(counts)).repeat(counts)
     return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
@@ -374,7 +445,7 @@ def decode_tasks(
     reqs: np.ndarray,  # Its requests with one token to compute, as indices, [n]
     threads: int,      # Who will share the work
     block: int = 64,   # Positions in a block of the kernel
-) -> tuple[np.ndarray, np.ndarray]:  # Tasks, [n_tasks, 8]; token, first part and parts, [n, 3]
+) -> tuple[np.ndarray, np.ndarray]:  # Tasks, [n_tasks, 8]; token, first part, parts, [n, 3]
     "Cut each request's past into parts"
     lens, first = batch.device_lens[reqs], batch.extend_lens.cumsum()[reqs] - 1
     step = block * max(1, -(-int(lens.sum()) // (4 * threads * block)))
@@ -382,8 +453,8 @@ def decode_tasks(
     owner, place = spread(counts)
     lo, zero = place * step, np.zeros_like(owner)
     hi = np.minimum(lo + step, lens[owner])
-    tasks = np.stack([batch.rows[reqs][owner], first[owner], zero + 1, lens[owner] - 1, lo, hi,
-                      zero, np.arange(len(owner))], axis=1)
+    tasks = np.stack([batch.rows[reqs][owner], first[owner], zero + 1, lens[owner] - 1,
+                      lo, hi, zero, np.arange(len(owner))], axis=1)
     return tasks, np.stack([first, counts.cumsum() - counts, counts], axis=1)
 
 # %% ../../nbs/32_model.attention_cpu.ipynb #b45ac9ca
@@ -417,22 +488,23 @@ def dense_heads(
 ) -> torch.Tensor:    # The same, with each token's numbers in one run
     "The same numbers; copied if the heads of a token are scattered"
     _, n_heads, dim = x.shape
-    return x if x.stride(2) == 1 and (n_heads == 1 or x.stride(1) == dim) else x.contiguous()
+    dense = x.stride(2) == 1 and (n_heads == 1 or x.stride(1) == dim)
+    return x if dense else x.contiguous()
 
 # %% ../../nbs/32_model.attention_cpu.ipynb #9e53577b
 class NativeAttention:
     """Attention by a C kernel that reads keys and values in place, through the page table.
 
-    Needs a pool on the CPU in float32 or bfloat16, and a compiler; ask `cpu_attention` for it.
-    New keys and values are stored before anything is read; nothing outside a request is read.
-    After Kwon et al. (PagedAttention, 2023) and Dao et al. (FlashAttention, 2022; for decoding,
-    Flash-Decoding, 2023).
+    Needs a pool on the CPU in float32 or bfloat16, and a compiler: ask `cpu_attention`.
+    New keys and values are stored before anything is read; no request reads another's.
+    After Kwon et al. (PagedAttention, 2023) and Dao et al. (FlashAttention, 2022; for
+    decoding, Flash-Decoding, 2023).
     """
     def __init__(
         self,
         pool: KVPool,              # Where keys and values lie
         page_table: torch.Tensor,  # On the CPU, int32, [n_rows, max_pages]
-        windows: Sequence[int | None] = (),  # Of each layer, in tokens; `None` or none given: all
+        windows: Sequence[int | None] = (),  # Of each layer, in tokens; `None` or none: all
     ):
         self.pool, self.page_table = pool, page_table
         self.windows, self.lib = dict(enumerate(windows)), load(attention_c)
@@ -447,10 +519,11 @@ class NativeAttention:
         decoding, chunks = np.flatnonzero(extend == 1), np.flatnonzero(extend != 1)
         tasks, merges = decode_tasks(batch, decoding, torch.get_num_threads())
         tasks = np.concatenate([tasks, extend_tasks(batch, chunks, kv_heads)])
-        work = tasks[:, 2] * (tasks[:, 5] - tasks[:, 4]) * np.where(tasks[:, 7] < 0, 1, kv_heads)
+        _, _, n, _, lo, hi, _, part = tasks.T
+        work = n * (hi - lo) * np.where(part < 0, 1, kv_heads)
         tasks = tasks[np.argsort(-work, kind='stable')]
-        out_loc, tasks, merges = (to_device(o, 'cpu') for o in (batch.out_loc, tasks, merges))
-        return NativeMetadata(out_loc, tasks, merges, int(merges[:, 2].sum()))
+        sent = (to_device(o, 'cpu') for o in (batch.out_loc, tasks, merges))
+        return NativeMetadata(*sent, n_parts=int(merges[:, 2].sum()))
 
 # %% ../../nbs/32_model.attention_cpu.ipynb #e63afd92
 @patch
@@ -478,7 +551,7 @@ def forward(
 def cpu_attention(
     pool: KVPool,              # On the CPU
     page_table: torch.Tensor,  # The same, int32, [n_rows, max_pages]
-    windows: Sequence[int | None] = (),  # Of each layer, in tokens; `None` or none given: all
+    windows: Sequence[int | None] = (),  # Of each layer, in tokens; `None` or none: all
 ) -> AttentionBackend:
     "The kernel if it can serve this pool, else the reference"
     known = pool.buffer.dtype in (torch.float32, torch.bfloat16)
