@@ -40,16 +40,18 @@ def prefix_hashes(
     tokens: Sequence[int],  # A sequence from its start
 ) -> np.ndarray:            # uint64, [len(tokens)]
     "The number of each of its prefixes"
-    return (mix(np.asarray(tokens, dtype=np.uint64))*powers(len(tokens))).cumsum(dtype=np.uint64)
+    terms = mix(np.asarray(tokens, dtype=np.uint64)) * powers(len(tokens))
+    return terms.cumsum(dtype=np.uint64)
 
 # %% ../nbs/03_toy.ipynb #730efe7a
 def choose(
     hashes: np.ndarray,  # Of whole prefixes, uint64, [n]
     vocab_size: int,     # How many tokens there are
-    mask: np.ndarray | None = None,  # Those allowed, as packed bits, int32, [n, vocab_size / 32]
+    mask: np.ndarray | None = None,  # Those allowed, as bits, int32, [n, vocab_size / 32]
 ) -> np.ndarray:         # int64, [n]
-    "The next token after each prefix; if that is not allowed, the first one above it, or else from 0, that is"
-    tokens = ((hashes >> np.uint64(32))*np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
+    "The next token after each prefix, or the first allowed one from there on, around"
+    upper = hashes >> np.uint64(32)
+    tokens = (upper*np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
     if mask is None: return tokens
     allowed = np.unpackbits(mask.view(np.uint8), axis=1, bitorder='little')[:, :vocab_size]
     steps = (np.arange(vocab_size) - tokens[:, None]) % vocab_size
@@ -78,7 +80,7 @@ def alone(
 # %% ../nbs/03_toy.ipynb #48a716e6
 def segments(
     lens: np.ndarray,  # How many items each has, [n]
-) -> tuple[np.ndarray, np.ndarray]:  # Whose each item is, and its number there, [lens.sum()] each
+) -> tuple[np.ndarray, np.ndarray]:  # Whose each item is and its number there, [lens.sum()]
     "Lay ragged things in a row"
     who = np.arange(len(lens)).repeat(lens)
     return who, np.arange(len(who)) - (lens.cumsum() - lens)[who]
@@ -96,7 +98,7 @@ def running_sums(
 nan_hash = np.uint64(2**64 - 1)   # in a slot that should hold numbers, and holds none
 
 class ToyKV:
-    "The toy model's keys and values: each slot holds a position and the hash of the prefix up to it."
+    "The toy's keys and values: a slot holds a position and the hash of the prefix up to it."
     def __init__(
         self,
         page_table: np.ndarray | torch.Tensor,  # Pages of each row, [n_rows, max_pages]
@@ -106,7 +108,7 @@ class ToyKV:
         vocab_size: int,  # How many tokens there are
     ):
         self.pages, self.tokens = np.asarray(page_table), np.asarray(token_pool)
-        self.page_size, self.dummy_page, self.vocab_size = page_size, num_pages, vocab_size
+        self.page_size, self.vocab_size, self.dummy_page = page_size, vocab_size, num_pages
         self.position = np.full((num_pages + 1)*page_size, -1)
         self.hash = np.zeros(len(self.position), dtype=np.uint64)
         self._mixed = mix(np.arange(vocab_size, dtype=np.uint64))
@@ -161,7 +163,8 @@ def _refuse(
     raise ToyError(f'step {batch.step}, {name}: {say(i)}')
 
 # %% ../nbs/03_toy.ipynb #949b359e
-def _short(position: np.ndarray, number: np.ndarray) -> str: return f'({position}, {int(number) >> 48:04x})'
+def _short(position: np.ndarray, number: np.ndarray) -> str:
+    return f'({position}, {int(number) >> 48:04x})'
 
 @patch
 def check_reads(
@@ -173,10 +176,12 @@ def check_reads(
     who, positions = segments(n)
     rows = batch.rows[who]
     slots = self.slots(rows, positions)
-    want, found = running_sums(self.terms(rows, positions), n, np.zeros(len(n), np.uint64)), self.hash[slots]
-    bad = (self.position[slots] != positions) | (want != found) & (found != nan_hash)
-    _refuse(batch, who, bad, lambda i: f'position {positions[i]} is read from slot {slots[i]}, which should hold '
-            f'{_short(positions[i], want[i])} and holds {_short(self.position[slots[i]], found[i])}')
+    want = running_sums(self.terms(rows, positions), n, np.zeros(len(n), np.uint64))
+    place, found = self.position[slots], self.hash[slots]
+    bad = (place != positions) | (want != found) & (found != nan_hash)
+    _refuse(batch, who, bad, lambda i:
+            f'position {positions[i]} is read from slot {slots[i]}, which should hold '
+            f'{_short(positions[i], want[i])} and holds {_short(place[i], found[i])}')
 
 # %% ../nbs/03_toy.ipynb #69d7972c
 @patch
@@ -191,7 +196,8 @@ def check_tokens(
     who, positions = segments(n)
     want = np.concatenate([o[:k] for o, k in zip(known, n)])
     rows, found = batch.rows[who], self.tokens[batch.rows[who], positions]
-    _refuse(batch, who, want != found, lambda i: f'token_pool[{rows[i]}, {positions[i]}] should be {want[i]}, is {found[i]}')
+    _refuse(batch, who, want != found, lambda i:
+            f'token_pool[{rows[i]}, {positions[i]}] should be {want[i]}, is {found[i]}')
 
 # %% ../nbs/03_toy.ipynb #44dcb7d3
 @patch
@@ -201,39 +207,45 @@ def check_plan(
 ) -> None:
     "Raise `ToyError` where the arrays of a batch contradict each other or the page table"
     n, start, end = batch.extend_lens, batch.cached_lens, batch.device_lens
-    _refuse(batch, np.arange(len(n)), (start < 0) | (n < 1), lambda i: f'cannot go from {start[i]} to {end[i]} tokens')
+    _refuse(batch, np.arange(len(n)), (start < 0) | (n < 1), lambda i:
+            f'cannot go from {start[i]} to {end[i]} tokens')
     who, within = segments(n)
     rows, positions = batch.rows[who], start[who] + within
     wanted = dict(token_rows=rows, positions=positions, out_loc=self.slots(rows, positions))
     for name, want in wanted.items():
         found = getattr(batch, name)
-        if len(found) != len(want): raise ToyError(f'step {batch.step}: {name} has {len(found)} entries for {len(want)} tokens')
-        _refuse(batch, who, found != want, lambda i: f'position {positions[i]} has {name} {found[i]}, which should be {want[i]}')
+        if len(found) != len(want):
+            entries = f'{len(found)} entries for {len(want)} tokens'
+            raise ToyError(f'step {batch.step}: {name} has {entries}')
+        _refuse(batch, who, found != want, lambda i:
+                f'position {positions[i]} has {name} {found[i]}, which should be {want[i]}')
     loc, dummy = batch.out_loc, self.dummy_page*self.page_size
-    _refuse(batch, who, (loc >= dummy) != (who >= len(batch.reqs)),
-            lambda i: f'slot {loc[i]} is {"not " if loc[i] < dummy else ""}on the dummy page, where padding writes and nobody else')
+    _refuse(batch, who, (loc >= dummy) != (who >= len(batch.reqs)), lambda i:
+            f'slot {loc[i]} is {"not " if loc[i] < dummy else ""}on the dummy page, '
+            'where padding writes and nobody else')
     twice = (loc < dummy) & (np.bincount(loc)[loc] > 1)
     _refuse(batch, who, twice, lambda i: f'slot {loc[i]} is written twice in one step')
 
 # %% ../nbs/03_toy.ipynb #9367bdc1
 def _arrays(batch: Batch) -> dict[str, np.ndarray]:
     "The arrays of a batch, by name"
-    return {f.name: o for f in fields(batch) if isinstance(o := getattr(batch, f.name), np.ndarray)}
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return {name: o for name, o in values.items() if isinstance(o, np.ndarray)}
 
 @dataclass(eq=False)
 class ToyLaunch:
     "A launched batch, as the engine remembers it."
     batch: Batch                       # In the hands of whoever made it
-    hashes: np.ndarray | None = None   # Of each request's whole prefix: what logits are to a real model
+    hashes: np.ndarray | None = None   # Of whole prefixes: what logits are to a real model
     done: Event | None = None          # When its next tokens have arrived
-    # with `verify`, what it was at the launch:
+    # with `verify`, what was true at the launch:
     copy: Batch | None = None
-    known: list[np.ndarray] = field(default_factory=list)                 # tokens of each request that the host knew
-    users: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # of each row and page
+    known: list[np.ndarray] = field(default_factory=list)   # tokens that the host knew
+    users: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # of rows and pages
 
 # %% ../nbs/03_toy.ipynb #4cd99b44
 def _things(batch: Batch, kv: ToyKV, starts: np.ndarray) -> list[tuple[tuple[str, int], str]]:
-    "Rows of a batch and their pages from positions `starts` on, each with its user: (('page', 3), 'a')"
+    "Rows, and pages from positions `starts` on, each with its user: (('page', 3), 'a')"
     first, last, res = starts // kv.page_size, -(-batch.device_lens // kv.page_size), []
     for i, (req, row) in enumerate(zip(batch.reqs, batch.rows.tolist())):
         pages = kv.pages[row, first[i]:last[i]].tolist()
@@ -246,17 +258,21 @@ def take_note(
     kv: ToyKV,  # Whose pages it uses
 ) -> None:
     "Remember what the batch is, and who uses what in it"
-    self.copy = replace(self.batch, reqs=[*self.batch.reqs], **{k: o.copy() for k, o in _arrays(self.batch).items()})
-    self.known = [o.pending.input_ids for o in self.batch.reqs]
-    for thing, rid in _things(self.batch, kv, 0*self.batch.rows): self.users.setdefault(thing, set()).add(rid)
+    batch, arrays = self.batch, {k: o.copy() for k, o in _arrays(self.batch).items()}
+    self.copy = replace(batch, reqs=[*batch.reqs], **arrays)
+    self.known = [o.pending.input_ids for o in batch.reqs]
+    for thing, rid in _things(batch, kv, 0*batch.rows):
+        self.users.setdefault(thing, set()).add(rid)
 
 # %% ../nbs/03_toy.ipynb #15449a73
 @patch
 def check_unchanged(self: ToyLaunch) -> None:
     "Raise `ToyError` if the batch is no longer what was launched"
     was, now = _arrays(self.copy), _arrays(self.batch)
-    changed = [k for k in was if not np.array_equal(was[k], now[k])] + ['reqs']*(self.copy.reqs != self.batch.reqs)
-    if changed: raise ToyError(f'step {self.copy.step}: {", ".join(changed)} changed after the launch')
+    changed = [k for k in was if not np.array_equal(was[k], now[k])]
+    if self.copy.reqs != self.batch.reqs: changed.append('reqs')
+    if not changed: return
+    raise ToyError(f'step {self.copy.step}: {", ".join(changed)} changed after the launch')
 
 @patch
 def check_owned(
@@ -264,33 +280,37 @@ def check_owned(
     kv: ToyKV,                # Whose pages it uses
     flying: list[ToyLaunch],  # Launched batches that have not completed, this one included
 ) -> None:
-    "Raise `ToyError` where a request writes to a row or page that somebody else uses in a batch in flight"
-    for (thing, rid), other in product(_things(self.batch, kv, self.batch.cached_lens), flying):
-        for user in sorted(other.users.get(thing, {rid}) - {rid}):
-            raise ToyError(f'step {self.batch.step}, request {rid!r}: {thing[0]} {thing[1]} is in use by request {user!r} '
-                           f'in step {other.batch.step}, which has not completed')
+    "Raise `ToyError` where a request writes to a row or page that another uses in flight"
+    written = _things(self.batch, kv, self.batch.cached_lens)
+    for ((kind, number), rid), other in product(written, flying):
+        for user in sorted(other.users.get((kind, number), {rid}) - {rid}):
+            raise ToyError(
+                f'step {self.batch.step}, request {rid!r}: {kind} {number} is in use by '
+                f'request {user!r} in step {other.batch.step}, which has not completed')
 
 # %% ../nbs/03_toy.ipynb #66b7d834
 class ToyEngine:
     """Computes batches as a real engine does: later, on its stream, in order. An `Engine`.
 
-    With `verify`, what is wrong with a batch raises `ToyError` from `copy_done.synchronize()`.
+    Its two tables are on the CPU. With `verify`, what is wrong with a batch raises `ToyError`
+    from `copy_done.synchronize()`.
     """
     def __init__(
         self,
-        page_table: np.ndarray | torch.Tensor,  # Pages of each row, [n_rows, max_pages]; on the CPU
-        token_pool: np.ndarray | torch.Tensor,  # Tokens of each row, [n_rows, max_seq_len]; on the CPU
+        page_table: np.ndarray | torch.Tensor,  # Pages of each row, [n_rows, max_pages]
+        token_pool: np.ndarray | torch.Tensor,  # Tokens of each row, [n_rows, max_seq_len]
         page_size: int,                # Slots in a page
         num_pages: int,                # Pages; one more is the dummy
-        vocab_size: int = 1000,        # How many tokens there are; with few of them ends come soon
+        vocab_size: int = 1000,        # How many tokens there are; with few, ends come soon
         stream: Stream | None = None,  # Where the work is done; without one, at once
         verify: bool = True,           # Check every batch; not in benchmarks
         delay: float = 0.0,            # Seconds that each forward takes on the stream
     ):
         self.kv = ToyKV(page_table, token_pool, page_size, num_pages, vocab_size)
-        self.stream, self.verify, self.delay = InlineStream() if stream is None else stream, verify, delay
-        self.fail_at: int | None = None      # a step that shall raise `RuntimeError`; for tests to set
-        self.nan_rids: set[str] = set()      # requests that shall lose their numbers; for tests to fill
+        self.stream = InlineStream() if stream is None else stream
+        self.verify, self.delay = verify, delay
+        self.fail_at: int | None = None      # a step that shall raise, for tests to set
+        self.nan_rids: set[str] = set()      # requests that shall lose their numbers
         self._flying: list[ToyLaunch] = []   # launched and not completed
 
     def forward(
@@ -299,7 +319,8 @@ class ToyEngine:
     ) -> ToyLaunch:    # For `sample`
         "Enqueue the model's part"
         launch = ToyLaunch(batch)
-        self.stream.submit(partial(self._forward, launch, self._inspect(launch) if self.verify else None))
+        fault = self._inspect(launch) if self.verify else None
+        self.stream.submit(partial(self._forward, launch, fault))
         return launch
 
     def sample(
@@ -325,7 +346,7 @@ def reset(self: ToyEngine) -> None:
 @patch
 def _inspect(self: ToyEngine, launch: ToyLaunch) -> Exception | None:
     "Take notes of a launch; what is wrong with it"
-    self._flying = [o for o in self._flying if not (o.done and o.done.query())] + [launch]
+    self._flying = [*(o for o in self._flying if not (o.done and o.done.query())), launch]
     try:
         self.kv.check_plan(launch.batch)
         launch.take_note(self.kv)
@@ -344,9 +365,17 @@ def _forward(self: ToyEngine, launch: ToyLaunch, fault: Exception | None) -> Non
         launch.check_unchanged()
         self.kv.check_tokens(batch, launch.known)
     launch.hashes = self.kv.extend(batch)
-    for i in [i for i, o in enumerate(batch.reqs) if o.rid in self.nan_rids] if self.nan_rids else ():
-        self.kv.hash[batch.out_loc[batch.token_rows == batch.rows[i]]] = launch.hashes[i] = nan_hash
+    if self.nan_rids: self._lose(launch)
     if self.verify: self.kv.check_reads(batch)
+
+@patch
+def _lose(self: ToyEngine, launch: ToyLaunch) -> None:
+    "Lose the numbers of those in `nan_rids`, in their pages and on the way to `sample`"
+    batch = launch.batch
+    for i, req in enumerate(batch.reqs):
+        if req.rid not in self.nan_rids: continue
+        mine = batch.token_rows == batch.rows[i]
+        self.kv.hash[batch.out_loc[mine]] = launch.hashes[i] = nan_hash
 
 @patch
 def _sample(self: ToyEngine, launch: ToyLaunch, tokens: np.ndarray, finite: np.ndarray,
