@@ -6,7 +6,8 @@
 __all__ = ['listen', 'url_of', 'EngineProcess', 'ProcessClient', 'on_sigterm', 'Server', 'serve']
 
 # %% ../../nbs/56_serving.serve.ipynb #d79b232f
-import asyncio, atexit, errno, json, os, shutil, signal, socket, subprocess, sys, tempfile, threading, time
+import asyncio, atexit, errno, json, os, shutil, signal, socket, subprocess, sys, tempfile
+import threading, time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -25,8 +26,8 @@ from ..news import News, Reply
 from .door import log_to_stderr
 from .http import create_app
 from .messages import (
-    AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, ReadyMsg, RefusedMsg, StopMsg,
-    ToScheduler, UserMsg, decode, encode)
+    AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, ReadyMsg, RefusedMsg,
+    StopMsg, ToScheduler, UserMsg, decode, encode)
 from .stream import Mailbox
 from .tokenizer import Tokenizer
 
@@ -36,11 +37,14 @@ def listen(
     port: int,  # Port; 0 takes a free one
 ) -> socket.socket:
     "A socket that listens; `ValueError` if it cannot"
-    try: return socket.create_server((host, port), family=socket.AF_INET6 if ':' in host else socket.AF_INET, backlog=2048)
+    family = socket.AF_INET6 if ':' in host else socket.AF_INET
+    try: return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
-            raise ValueError(f'port {port} is in use on {host}; choose another, or 0 for a free one') from None
-        raise ValueError(f'host {host!r} with port {port} cannot be listened on: {e.strerror}') from None
+            raise ValueError(f'port {port} is in use on {host}; '
+                             'choose another, or 0 for a free one') from None
+        raise ValueError(f'host {host!r} with port {port} cannot be listened on: '
+                         f'{e.strerror}') from None
 
 def url_of(
     listener: socket.socket,  # What `listen` gave
@@ -51,25 +55,31 @@ def url_of(
     return f'http://[{host}]:{port}' if ':' in host else f'http://{host}:{port}'
 
 # %% ../../nbs/56_serving.serve.ipynb #8ed668da
-_code = 'import sys; sys.path.append(sys.argv[1]); from minisgl_lit.serving.workers import worker; worker(*sys.argv[2:])'
-_settings = [*(f.name for f in fields(EngineConfig)), 'log_interval', 'log_json', 'watchdog_timeout']
+_code = ('import sys; sys.path.append(sys.argv[1]); '
+         'from minisgl_lit.serving.workers import worker; worker(*sys.argv[2:])')
+_settings = [*(f.name for f in fields(EngineConfig)),
+             'log_interval', 'log_json', 'watchdog_timeout']
 
 class EngineProcess:
-    """The scheduler's process, the socket to it, and the folder with the socket's file: it owns all three,
-    and `close` ends them. Made inside an event loop, and used from there only."""
+    """The scheduler's process, the socket to it, and the folder with the socket's file.
+
+    It owns all three, and `close` ends them. Made inside an event loop, and used from
+    there only."""
     def __init__(
         self,
         config: ServerConfig,  # What it should load, and how long it may be silent
     ):
-        self.folder, self.limit = tempfile.mkdtemp(prefix='minisgl_lit-'), config.watchdog_timeout
+        self.folder = tempfile.mkdtemp(prefix='minisgl_lit-')
+        self.limit = config.watchdog_timeout   # seconds without a beat
         self.socket = zmq.asyncio.Context().socket(zmq.PAIR)
         self.socket.sndhwm, self.socket.rcvhwm = 0, 64   # messages; 0: no bound
         settings = json.dumps({name: getattr(config, name) for name in _settings})
         root = str(Path(minisgl_lit.__file__).parents[1])
         self._leash, its_end = socket.socketpair()
+        command = [sys.executable, '-P', '-c', _code, root,
+                   self._bind(), self.folder, str(os.getpid()), settings]
         with its_end: self.process = subprocess.Popen(
-            [sys.executable, '-P', '-c', _code, root, self._bind(), self.folder, str(os.getpid()), settings],
-            stdin=its_end, stdout=2, start_new_session=True)
+            command, stdin=its_end, stdout=2, start_new_session=True)
         self.loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self.loop.create_future()
         threading.Thread(target=self._wait, daemon=True).start()
@@ -82,24 +92,28 @@ class EngineProcess:
         try:
             self.socket.bind(endpoint := f'ipc://{self.folder}/engine')
             return endpoint
-        except zmq.ZMQError: return f'tcp://127.0.0.1:{self.socket.bind_to_random_port("tcp://127.0.0.1")}'
+        except zmq.ZMQError:
+            here = 'tcp://127.0.0.1'
+            return f'{here}:{self.socket.bind_to_random_port(here)}'
 
     def _wait(self) -> None:
         code = self.process.wait()
-        with suppress(RuntimeError): self.loop.call_soon_threadsafe(self.exited.set_result, code)
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.exited.set_result, code)
 
     def _listen(self) -> None:
         if not self._leash.recv(4096): self.loop.remove_reader(self._leash)
         self._heard = self.loop.time()
 
-    def send(
-        self,
-        message: bytes,  # What `encode` made
-    ) -> None:
-        "Say it, in the order of calls; nothing happens if nobody is there any more"
-        self.socket.send(message, zmq.NOBLOCK).exception()   # done at once; nobody there is no error
+# %% ../../nbs/56_serving.serve.ipynb #de5ba987
+@patch
+def send(
+    self: EngineProcess,
+    message: bytes,  # What `encode` made
+) -> None:
+    "Say it, in the order of calls; nothing happens if nobody is there any more"
+    self.socket.send(message, zmq.NOBLOCK).exception()   # done at once; nobody there is fine
 
-# %% ../../nbs/56_serving.serve.ipynb #fd4e3539
 @patch(as_prop=True)
 def silence(self: EngineProcess) -> float:
     "Seconds since the last beat; 0 while it loads, for then it may have better to do"
@@ -108,19 +122,23 @@ def silence(self: EngineProcess) -> float:
 @patch(as_prop=True)
 def trouble(self: EngineProcess) -> str:
     "Why it may not answer; empty if all is well"
-    return f'the engine has not been heard of for {self.silence:.0f} s' if self.silence > 3 else ''
+    if self.silence <= 3: return ''
+    return f'the engine has not been heard of for {self.silence:.0f} s'
 
-
+# %% ../../nbs/56_serving.serve.ipynb #fd4e3539
 @patch
 async def receive(self: EngineProcess) -> list[FromScheduler]:
     "The next messages, at least one; `RuntimeError` if the process ends instead"
     message = asyncio.ensure_future(self.socket.recv())
     try:
         while not message.done() and not self.exited.done():
-            await asyncio.wait({message, self.exited}, timeout=1, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({message, self.exited}, timeout=1,
+                               return_when=asyncio.FIRST_COMPLETED)
             if self.silence > self.limit: self.process.kill()
         if not message.done(): await asyncio.wait({message}, timeout=.2)
-        if not message.done(): raise RuntimeError(f'the engine process has ended with code {self.exited.result()}')
+        if not message.done():
+            code = self.exited.result()
+            raise RuntimeError(f'the engine process has ended with code {code}')
     finally: message.cancel()
     came = [message.result()]
     with suppress(zmq.Again):
@@ -131,7 +149,8 @@ async def receive(self: EngineProcess) -> list[FromScheduler]:
 async def start(self: EngineProcess) -> ReadyMsg:
     "Wait until the model is loaded; `ValueError` for what the user can mend"
     message, = await self.receive()
-    if isinstance(message, FailMsg): raise (RuntimeError if message.bug else ValueError)(message.message)
+    if isinstance(message, FailMsg):
+        raise (RuntimeError if message.bug else ValueError)(message.message)
     self._heard, self.ready = self.loop.time(), True
     return message
 
@@ -152,8 +171,10 @@ async def close(self: EngineProcess) -> None:
 
 # %% ../../nbs/56_serving.serve.ipynb #b96acd11
 class ProcessClient:
-    """An `EngineClient` whose engine is another process. Each rid in `_open` belongs to one request whose
-    last reply has not come; nobody else can have it until then."""
+    """An `EngineClient` whose engine is another process.
+
+    Each rid in `_open` belongs to one request whose last reply has not come; nobody else
+    can have it until then."""
     def __init__(
         self,
         process: EngineProcess,  # Where the engine is; it has started
@@ -161,9 +182,10 @@ class ProcessClient:
         max_open: int = 10**9,   # Requests that may be open at once
     ):
         self.process, self.model, self.max_open = process, model, max_open
-        self.failed = self.closed = ''   # why: the engine cannot answer; nobody may ask any more
-        self.calls = 0                   # that are being answered
-        self._open: dict[str, Mailbox | None] = {}   # `None`: nobody listens, but the last reply has not come
+        self.failed = ''   # why the engine cannot answer
+        self.closed = ''   # why nobody may ask any more
+        self.calls = 0     # that are being answered
+        self._open: dict[str, Mailbox | None] = {}   # `None`: whoever asked has left
         self._asked: dict[int, asyncio.Future] = {}
 
     @property
@@ -178,29 +200,39 @@ class ProcessClient:
 
     def _check(self, requests: list[UserMsg]) -> None:
         for r in requests:
-            if r.rid in self._open: raise RequestError('rid', f'rid {r.rid!r} belongs to a request that is still running')
+            if r.rid in self._open:
+                raise RequestError(
+                    'rid', f'rid {r.rid!r} belongs to a request that is still running')
         if self.why: raise QueueFull('server', self.why)
-        if len(self._open) + len(requests) > self.max_open:
-            raise QueueFull('server', f'{len(self._open)} requests are open already; try again later')
+        n = len(self._open)
+        if n + len(requests) > self.max_open:
+            raise QueueFull('server', f'{n} requests are open already; try again later')
 
-    async def stream(self, requests: list[UserMsg]) -> AsyncIterator[Reply]:
-        "Replies of all of them, until each has ended; to close it aborts"
-        self._check(requests)
-        mailbox, left, packed = Mailbox(), {r.rid for r in requests}, [encode(r) for r in requests]
-        for rid in left: self._open[rid] = mailbox
-        self.calls += 1
-        try:
-            for message in packed: self.process.send(message)
-            while left:
-                for reply in await mailbox.get():
-                    if reply.finish_reason: left.remove(reply.rid)
-                    yield reply
-        finally:
-            self.calls -= 1
-            for rid in left:
-                if self._open.get(rid) is not mailbox: continue   # ended unread; the name may be another's by now
-                self._open[rid] = None
-                self.process.send(encode(AbortMsg(rid)))
+# %% ../../nbs/56_serving.serve.ipynb #236e2c7d
+@patch
+async def stream(
+    self: ProcessClient,
+    requests: list[UserMsg],  # Of one call
+) -> AsyncIterator[Reply]:
+    "Replies of all of them, until each has ended; to close it aborts"
+    self._check(requests)
+    mailbox, packed = Mailbox(), [encode(r) for r in requests]
+    left = {r.rid for r in requests}
+    for rid in left: self._open[rid] = mailbox
+    self.calls += 1
+    try:
+        for message in packed: self.process.send(message)
+        while left:
+            for reply in await mailbox.get():
+                if reply.finish_reason: left.remove(reply.rid)
+                yield reply
+    finally:
+        self.calls -= 1
+        for rid in left:
+            # one that ended unread is gone, and its rid may be another's by now
+            if self._open.get(rid) is not mailbox: continue
+            self._open[rid] = None
+            self.process.send(encode(AbortMsg(rid)))
 
 # %% ../../nbs/56_serving.serve.ipynb #e4b6fff3
 @patch
@@ -209,14 +241,14 @@ async def control(
     command: str,        # One of `Orders.names`
     argument: str = '',  # What it is about
 ) -> dict[str, object]:
-    "What came of it; `RequestError` if it was refused, `RuntimeError` if it could not be done"
+    "What came of it; `RequestError` if it was refused, `RuntimeError` if it failed"
     if self.failed: raise RuntimeError(self.failed)
     number = max(self._asked, default=0) + 1
     self._asked[number] = asyncio.get_running_loop().create_future()
     self.process.send(encode(ControlMsg(number, command, argument)))
     reply = await self._asked[number]
-    if reply.error: raise RequestError(command, reply.error) if reply.refused else RuntimeError(reply.error)
-    return reply.result
+    if not reply.error: return reply.result
+    raise RequestError(command, reply.error) if reply.refused else RuntimeError(reply.error)
 
 @patch
 async def stats(self: ProcessClient) -> dict[str, object]:
@@ -234,8 +266,9 @@ def tell(
         case News():
             for rid, token in zip(message.rids, message.token_ids):
                 if mailbox := self._open.get(rid): mailbox.put_token(rid, token)
-            for reply in message.replies: self._tell(reply.rid, reply, reply.finish_reason is not None)
-        case RefusedMsg(): self._tell(message.rid, message.error, True)
+            for reply in message.replies:
+                self._tell(reply.rid, reply, last=reply.finish_reason is not None)
+        case RefusedMsg(): self._tell(message.rid, message.error, last=True)
         case ControlReply():
             asker = self._asked.pop(message.id)
             if not asker.done(): asker.set_result(message)
@@ -253,7 +286,8 @@ def fail(
 ) -> None:
     "End everything that is open; nothing can be asked any more"
     self.failed = why
-    for rid in list(self._open): self._tell(rid, Reply(rid, [], FinishReason.ERROR, error=why), True)
+    for rid in list(self._open):
+        self._tell(rid, Reply(rid, [], FinishReason.ERROR, error=why), last=True)
     for asker in self._asked.values():
         if not asker.done(): asker.set_exception(RuntimeError(why))
     self._asked.clear()
@@ -264,7 +298,7 @@ async def listen(self: ProcessClient) -> None:
     while True:
         messages, start = await self.process.receive(), time.thread_time()
         for message in messages: self.tell(message)
-        for _ in range(2): await asyncio.sleep(0)   # who has been woken makes an event; and sends it
+        for _ in range(2): await asyncio.sleep(0)   # the woken make an event; and send it
         if (busy := time.thread_time() - start) > .001: await asyncio.sleep(9 * busy)
 
 # %% ../../nbs/56_serving.serve.ipynb #6ec197b7
@@ -272,7 +306,9 @@ async def listen(self: ProcessClient) -> None:
 def on_sigterm(
     *acts: Callable[[], None],  # What the first SIGTERM does, the second, and so on
 ) -> Iterator[None]:
-    "Let SIGTERM do this for the length of a block, and at its end what it did before; only in the main thread"
+    """Let SIGTERM do this for the length of a block, and at its end what it did before.
+
+    Outside the main thread, where Python takes no signals, this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -287,18 +323,22 @@ def on_sigterm(
 
 # %% ../../nbs/56_serving.serve.ipynb #c46f4df2
 class Server:
-    "Owns a port, a thread with an event loop, and the engine's process. Leaving its `with` block stops all."
+    """Owns a port, a thread with an event loop, and the engine's process.
+
+    Leaving its `with` block stops all."""
     def __init__(
         self,
         config: ServerConfig,  # What to serve, and where
     ):
-        self.model, self._config = config.served_model_name or Path(config.model).name, config
+        self._config = config
+        self.model = config.served_model_name or Path(config.model).name
         self._listener = listen(config.host, config.port)
         self.url = url_of(self._listener)
         self._loop, self._ready = asyncio.new_event_loop(), Future()
         self._stopping, self._draining, self._error = asyncio.Event(), asyncio.Event(), None
         self._process: EngineProcess | None = None   # the last that was started
-        self._thread = threading.Thread(target=self._run, name=f'minisgl_lit {self.url}', daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f'minisgl_lit {self.url}', daemon=True)
         self._thread.start()
         atexit.register(self.stop)
         try: self._ready.result()
@@ -310,17 +350,17 @@ class Server:
         with suppress(RuntimeError): self._loop.call_soon_threadsafe(event.set)
 
     def drain(self) -> None:
-        "Take nobody new, and end when all are answered, or after `drain_seconds`; returns at once"
+        "Take nobody new; end when all are answered, at most `drain_seconds` later"
         self._set(self._draining)
 
     def stop(self) -> None:
-        "End open requests, and leave no process and no file behind; to call it again does nothing"
+        "End open requests; leave no process and no file. To call it again does nothing"
         self._set(self._stopping)
         self._thread.join()
         atexit.unregister(self.stop)
 
     def wait(self) -> None:
-        "Block until the server has ended; `RuntimeError` if it failed. SIGTERM drains, a second one stops"
+        "Block until the end; `RuntimeError` if it failed. SIGTERM drains, a second stops"
         with on_sigterm(self.drain, lambda: self._set(self._stopping)):
             self._thread.join()
             if self._error: raise RuntimeError(f'the server failed: {self._error}')
@@ -340,20 +380,26 @@ class Server:
 @patch
 def _say(self: Server, sentence: str) -> None:
     "A line on standard error"
-    line = json.dumps({'message': sentence}) if self._config.log_json else f'minisgl_lit: {sentence}'
+    as_json = self._config.log_json
+    line = json.dumps({'message': sentence}) if as_json else f'minisgl_lit: {sentence}'
     print(line, file=sys.stderr, flush=True)
 
 @patch
-async def _unless_stopped(self: Server, *events: asyncio.Future, timeout: float | None = None) -> bool:
+async def _unless_stopped(
+    self: Server,
+    *events: asyncio.Future,
+    timeout: float | None = None,
+) -> bool:
     "Wait for the first of these; whether the server goes on"
     stopping = asyncio.ensure_future(self._stopping.wait())
-    try: await asyncio.wait({stopping, *events}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    try: await asyncio.wait({stopping, *events}, timeout=timeout,
+                            return_when=asyncio.FIRST_COMPLETED)
     finally: stopping.cancel()
     return not self._stopping.is_set()
 
 @patch
 async def _load(self: Server) -> tuple[EngineProcess, ReadyMsg]:
-    "A process that has started; raises what kept it from that. It is closed at the end of all, if not before"
+    "A process that has started, to be closed at the end; raises what kept it from starting"
     self._process = EngineProcess(self._config)
     start = asyncio.ensure_future(self._process.start())
     try:
@@ -388,7 +434,8 @@ async def _live(self: Server, client: ProcessClient, answering: asyncio.Future) 
             self._say(str(engine.exception()))
             await self._unless_stopped(timeout=3)   # time for `/health` to be asked
             engine.result()
-        client.closed, end = 'the server is about to end', self._loop.time() + self._config.drain_seconds
+        client.closed = 'the server is about to end'
+        end = self._loop.time() + self._config.drain_seconds
         while client.calls and self._loop.time() < end and not engine.done():
             if not await self._unless_stopped(engine, timeout=.05): return
         if engine.done(): engine.result()
@@ -399,16 +446,19 @@ async def _live(self: Server, client: ProcessClient, answering: asyncio.Future) 
 # %% ../../nbs/56_serving.serve.ipynb #3e695167
 @patch
 async def _serve(self: Server) -> None:
-    config = self._config
+    c = self._config
     try:
         process, ready = await self._load()
-        client = ProcessClient(process, self.model, config.max_running_req + config.max_queued_req + config.max_recv_per_step)
-        info = asdict(config) | {'max_seq_len': ready.max_seq_len, 'vocab_size': ready.vocab_size, 'api_key': None}
-        app = create_app(client, Tokenizer(ready.model_path), info, config.api_key, config.protect_metrics,
-                         config.cors, config.max_body_mb, config.log_json)
-        http = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level='critical', access_log=False,
-                                             lifespan='off', timeout_graceful_shutdown=1))
-        answering, self._client = asyncio.ensure_future(http.serve([self._listener])), client
+        max_open = c.max_running_req + c.max_queued_req + c.max_recv_per_step
+        self._client = client = ProcessClient(process, self.model, max_open)
+        info = asdict(c) | dict(max_seq_len=ready.max_seq_len, vocab_size=ready.vocab_size,
+                                api_key=None)
+        app = create_app(client, Tokenizer(ready.model_path), info, c.api_key,
+                         c.protect_metrics, c.cors, c.max_body_mb, c.log_json)
+        http = uvicorn.Server(uvicorn.Config(
+            app, log_config=None, log_level='critical', access_log=False,
+            lifespan='off', timeout_graceful_shutdown=1))
+        answering = asyncio.ensure_future(http.serve([self._listener]))
         log_to_stderr()
         self._ready.set_result(None)
         try: await self._live(client, answering)
@@ -419,11 +469,12 @@ async def _serve(self: Server) -> None:
     finally:
         if self._process: await self._process.close()
 
+# %% ../../nbs/56_serving.serve.ipynb #f3bab1dc
 def serve(
-    model: str | os.PathLike[str] | None = None,  # A folder, a name on the hub; `None`: the embedded model
-    **settings: object,  # Fields of `ServerConfig`
+    model: str | os.PathLike[str] | None = None,  # Folder or hub name; `None`: the embedded
+    **settings: object,                           # Fields of `ServerConfig`
 ) -> Server:
-    "Start a server, and return when it is ready; `ValueError` in one sentence if it cannot be"
+    "Start a server, and return when it is ready; `ValueError` in one sentence if it cannot"
     server = Server(ServerConfig.of(model, **settings))
     print(f'{server.model} is served on {server.url}', flush=True)
     return server
