@@ -71,7 +71,7 @@ def members(node):
 
 class Names:
     """`here[chapter]`: the best place of each name that its visible cells define; `members[thing]`: the cell of each member
-    of an exported class or C source, by its full name; `known`: the first cell that defines an exported name.
+    of a module, an exported class or C source, by its full name; `known`: the first cell that defines an exported name.
     Members of the classes in `everywhere` need not be imported to be meant: they are what users set."""
     def __init__(self, *everywhere):
         self.here, self.members, self.known, self.everywhere = {}, {}, {}, everywhere
@@ -83,7 +83,9 @@ class Names:
             place = Place(kind, cell, bool(full))
             if name not in here or (kind, not full) < (here[name].kind, not here[name].exported): here[name] = place
         for node in tree.body if full else ():
-            if isinstance(node, (*_funs, ast.ClassDef)): self.known.setdefault(node.name, cell)
+            for name in [node.name] if isinstance(node, (*_funs, ast.ClassDef)) else targets(node):
+                self.known.setdefault(name, cell)
+                self.members.setdefault(full, {}).setdefault(name, cell)
             for owner, name in members(node):
                 self.members.setdefault(f"{full}.{owner}", {}).setdefault(name, cell)
                 if isinstance(node, ast.ClassDef): self.known.setdefault(name, cell)
@@ -93,9 +95,9 @@ class Names:
         head, _, name = name.rpartition(".")
         if head and head != "self": return self.members.get(imported.get(head), {}).get(name, "")
         place = self.here.get(chapter, {}).get(name)
-        if len(name) < 2 or name in _pythons and not (place and place.kind <= MEMBER): return ""
+        if len(name) < 2 and not name.isupper() or name in _pythons and not (place and place.kind <= MEMBER): return ""
         if place: return place.cell
-        for full in [*imported.values(), *self.everywhere]:
+        for full in [imported.get(name, "").rpartition(".")[0], *imported.values(), *self.everywhere]:
             if name in self.members.get(full, {}): return self.members[full][name]
         return self.known.get(name, "") if compound(name) else ""
 

@@ -67,7 +67,7 @@ def named(name, chapter="high", imported=()):
     ("table_idx", ("Req",), "a1"), ("done", ("Req",), "a1"), ("Req.run", ("Req",), "a1"), # members of what it imports
     ("ahead", ("row_c",), "a2"), ("WIDE", ("row_c",), "a2"), ("turn", ("row_c",), "a2"),  # and names of its C
     ("page", (), "z1"),                                                                   # what users set
-    ("wait_for", (), "a3"), ("Req", (), "a1"),                                            # a compound name may come from anywhere
+    ("row_c", ("row_c",), "a2"), ("wait_for", (), "a3"), ("Req", (), "a1"),                                            # a compound name may come from anywhere
     ("run", (), ""), ("turn", (), ""), ("n_steps", (), ""), ("len", (), ""), ("x", (), ""), ("free.x", (), "")])
 def test_where_a_name_is_defined(name, imported, cell): assert named(name, imported=imported) == cell
 
