@@ -23,7 +23,8 @@ from .core import Event
 class Stream(Protocol):
     """Work that is done in order.
 
-    If a piece raises, what stands in line behind it is skipped, and later events raise that error, until `reset`.
+    If a piece raises, what stands in line behind it is skipped, and later events raise that
+    error, until `reset`.
     """
     def submit(self, work: Callable[[], None]) -> None:
         "Put a piece of work in line; never raises what the work raises"
@@ -32,7 +33,7 @@ class Stream(Protocol):
         "An event that comes when all work submitted so far is done"
         ...
     def fetch(self, pairs: 'Pairs') -> Event:
-        "Copy results to the host behind all work so far; an event that comes when they are there"
+        "Copy results to the host behind all work so far; an event that comes with them"
         ...
     def synchronize(self) -> None:
         "Wait for all work submitted so far, and raise as an event would"
@@ -74,7 +75,7 @@ Work = Callable[[], None]
 Pairs = Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]   # where to, and what
 
 class InlineStream:
-    "Does each piece of work at once, in the caller's thread. The other streams are built on it."
+    "Does each piece of work at once, in the caller's thread. Other streams are built on it."
     def __init__(self):
         self._error: BaseException | None = None
 
@@ -109,7 +110,7 @@ class InlineStream:
         self,
         pairs: Pairs,  # What to copy, asked when the work before has run
     ) -> Event:
-        "Copy results to the host behind all work so far; an event that comes when they are there"
+        "Copy results to the host behind all work so far; an event that comes with them"
         def copy() -> None:
             for there, here in pairs(): there.copy_(here, non_blocking=True)
         self.submit(copy)
@@ -123,7 +124,7 @@ class InlineStream:
         "Let what is in line pass, then forget the error"
         try: self.synchronize()
         except BaseException as e:
-            if e is not self._error: raise   # not from the line: somebody pressed Ctrl-C while we waited
+            if e is not self._error: raise   # not from the line: Ctrl-C while we waited
         self._error = None
 
     def close(self) -> None:
@@ -131,7 +132,10 @@ class InlineStream:
 
 # %% ../nbs/02_device.ipynb #6c947c38
 class WorkerStream(InlineStream):
-    "Does work in one thread of its own. It holds that thread until `close`; work must not wait for its own stream."
+    """Does work in one thread of its own, which it holds until `close`.
+
+    Work must not wait for its own stream.
+    """
     def __init__(self):
         super().__init__()
         self._line: SimpleQueue[Work | HostEvent | None] = SimpleQueue()
@@ -161,14 +165,17 @@ class WorkerStream(InlineStream):
 
 # %% ../nbs/02_device.ipynb #a023c732
 class ManualStream(InlineStream):
-    "Does work only when told, so that a test chooses what comes first. Waiting for an event does what is before it."
+    """Does work only when told, so that a test chooses what comes first.
+
+    Waiting for an event does what is before it.
+    """
     def __init__(self):
         super().__init__()
         self._line: deque[Work | HostEvent] = deque()   # never begins with an event
 
     def _put(self, item: Work | HostEvent) -> None:
         self._line.append(item)
-        if isinstance(self._line[0], HostEvent): self.run_next()   # nothing before it: it has come
+        if isinstance(self._line[0], HostEvent): self.run_next()   # nothing is before it
 
     def _wait(self, event: HostEvent) -> None:
         while not event.query(): self.run_next()
@@ -180,9 +187,9 @@ class ManualStream(InlineStream):
 
     def run_next(self) -> bool:
         "Do one piece of work, and let the events behind it come; False if there is none"
-        any_left = bool(self._line)
-        if any_left: self._do(self._line.popleft())
-        while self._line and isinstance(self._line[0], HostEvent): self._do(self._line.popleft())
+        line, any_left = self._line, bool(self._line)
+        if any_left: self._do(line.popleft())
+        while line and isinstance(line[0], HostEvent): self._do(line.popleft())
         return any_left
 
     def run_all(self) -> None:
@@ -211,7 +218,7 @@ class CudaEvent:
 
 # %% ../nbs/02_device.ipynb #bc165a4e
 class CudaStream(InlineStream):
-    "Work is launched at once, in the caller's thread; the device does it in order, in its own time."
+    "Work is launched at once, in the caller's thread; the device does it in order, later."
     def __init__(
         self,
         device: torch.device | str = 'cuda',  # Which GPU
@@ -220,7 +227,8 @@ class CudaStream(InlineStream):
         self.stream, self._homeward = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def _do(self, item: Work) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))   # tables that the caller has just sent
+        callers = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(callers)   # tables that the caller has just sent
         with torch.cuda.stream(self.stream): super()._do(item)
 
     def record(self) -> Event:
@@ -244,30 +252,31 @@ class CudaStream(InlineStream):
 T = TypeVar('T')
 
 class Turns(Generic[T]):
-    "Things that work still reads when the host has gone on: each is lent again only when its last reader is done."
+    "Things still read when the host has gone on: lent again when their last reader is done."
     def __init__(
         self,
-        things: Iterable[T],          # What is lent; two let the host be one step ahead
-        mark: Callable[[], Event],    # Makes an event that comes when what was launched so far is done
+        things: Iterable[T],        # What is lent; two let the host be one step ahead
+        mark: Callable[[], Event],  # Makes an event for what was launched so far
     ):
         self._mark = mark
-        self._line = deque((o, deque[Event](maxlen=1)) for o in things)   # and who reads it, if anyone
+        # each thing, and room for the event of its reader
+        self._line = deque((o, deque[Event](maxlen=1)) for o in things)
 
     @contextmanager
     def take(self) -> Iterator[T]:
-        "Lend the one that was given back first, and when it is given back note who reads it"
+        "Lend the one that was given back first, and note who reads it when it comes back"
         thing, readers = self._line[0]
         self._line.rotate(-1)
-        if readers: readers.pop().synchronize()   # if that raises, its reading is over all the same
+        if readers: readers.pop().synchronize()   # reading is over, even if that raises
         try: yield thing
         finally: readers.append(self._mark())
 
 def mark(
     device: torch.device | str,  # Where this thread launches
 ) -> Event:
-    "An event for all that this thread has launched on the current stream; on a CPU it has come already"
-    if torch.device(device).type == 'cuda': return CudaEvent(torch.cuda.current_stream(device), None)
-    return InlineStream().record()
+    "An event for all that this thread has launched so far; on a CPU it has come already"
+    if torch.device(device).type != 'cuda': return InlineStream().record()
+    return CudaEvent(torch.cuda.current_stream(device), error=None)
 
 # %% ../nbs/02_device.ipynb #cd178d55
 def resolve_device(
@@ -277,8 +286,9 @@ def resolve_device(
     n = torch.cuda.device_count()
     if name == 'auto': name = 'cuda' if n else 'cpu'
     known = ['cpu', *['cuda']*(n > 0), *(f'cuda:{i}' for i in range(n))]
-    if name not in known: raise ValueError(f"device must be one that this machine has ({', '.join(known)}), not {name!r}")
-    return torch.device(name)
+    if name in known: return torch.device(name)
+    there = ', '.join(known)
+    raise ValueError(f'device must be one that this machine has ({there}), not {name!r}')
 
 def make_stream(
     device: torch.device | str,  # Where the work is done
