@@ -31,7 +31,7 @@ def uniform(
 
 # %% ../../nbs/40_engine.sampling.ipynb #1e91603c
 def pick(
-    probs: torch.Tensor,  # Not negative, not all zero; they need not sum to 1, [n, vocab_size]
+    probs: torch.Tensor,  # Not negative, not all zero; with any sum, [n, vocab_size]
     u: torch.Tensor,      # Where to stop, as a share of their sum, below 1, float64, [n, 1]
 ) -> torch.Tensor:        # int64, [n]
     "Lay the probabilities end to end, and say on which of them `u` falls"
@@ -79,7 +79,7 @@ def met(
     starts: torch.Tensor,      # First token of each, [m]
     ends: torch.Tensor,        # One past the last, [m]
     width: int,                # As many as the longest has
-) -> tuple[torch.Tensor, torch.Tensor]:   # Tokens, int64, and which are no repetition, [m, width]
+) -> tuple[torch.Tensor, torch.Tensor]:  # Tokens, int64; which are no repetition, [m, width]
     "Tokens from `starts` to `ends`; short rows repeat their last, empty ones the one before"
     places = starts[:, None] + torch.arange(width, device=starts.device)
     last = ends[:, None] - 1
@@ -90,7 +90,7 @@ def penalize(
     logits: torch.Tensor,     # Scores, changed in place, [n, vocab_size]
     who: torch.Tensor,        # Which rows of it, [m]
     penalties: torch.Tensor,  # Repetition, presence and frequency, float32, [3, m, 1]
-    all_met: torch.Tensor,    # Tokens of prompt and answer, repeated as they come, [m, width]
+    all_met: torch.Tensor,    # Tokens of prompt and answer, some repeated, [m, width]
     answer: tuple[torch.Tensor, torch.Tensor],  # What `met` returns for their answers
 ) -> None:
     "Lower the scores of tokens that occurred"
@@ -129,11 +129,13 @@ def allow(
 ) -> None:
     "Forbid the tokens whose bit is 0"
     n, vocab_size = logits.shape
-    if mask.shape != (n, -(-vocab_size // 32)) or mask.dtype != np.int32:
+    width = -(-vocab_size // 32)
+    if mask.shape != (n, width) or mask.dtype != np.int32:
         raise ValueError(f'a mask for {n} rows of {vocab_size} tokens is int32, '
-                         f'[{n}, {-(-vocab_size // 32)}], not {mask.dtype}, {list(mask.shape)}')
+                         f'[{n}, {width}], not {mask.dtype}, {list(mask.shape)}')
     some = np.flatnonzero((mask != -1).any(-1))
-    allowed = np.unpackbits(mask[some].view(np.uint8), axis=1, count=vocab_size, bitorder='little')
+    packed = mask[some].view(np.uint8)
+    allowed = np.unpackbits(packed, axis=1, count=vocab_size, bitorder='little')
     barred = to_device(allowed == 0, logits.device)
     for i, tokens in zip(some.tolist(), barred): logits[i].masked_fill_(tokens, -torch.inf)
 
@@ -151,7 +153,7 @@ def logprobs(
 # %% ../../nbs/40_engine.sampling.ipynb #04c3a906
 def draw(
     logits: torch.Tensor,    # Scores, float32, [n, vocab_size]
-    settings: torch.Tensor,  # temperature, top_k, top_p, min_p and the number, float64, [5, n, 1]
+    settings: torch.Tensor,  # temperature, top_k, top_p, min_p, number; float64, [5, n, 1]
     width: int,              # See `threshold`; 0: no row asks for it
     alone: np.ndarray,       # Rows with a top-p and no top-k, [m]
     cut: bool,               # Whether any row leaves tokens out
@@ -170,11 +172,11 @@ def draw(
 
 # %% ../../nbs/40_engine.sampling.ipynb #44da3e80
 def sample(
-    logits: torch.Tensor,   # Scores, float32, [n, vocab_size]; -inf: never
+    logits: torch.Tensor,             # Scores, float32, [n, vocab_size]; -inf: never
     sampling: SamplingArrays | None,  # Settings of each row; `None`: all greedy
-    positions: np.ndarray,  # Position in its sequence of the token to choose, [n]
-) -> tuple[torch.Tensor, torch.Tensor]:   # Tokens, int64, and whether each row's scores were numbers, both [n]
-    "Choose the next token of each row; where scores were no numbers, the token means nothing"
+    positions: np.ndarray,            # Place of the token to choose in its sequence, [n]
+) -> tuple[torch.Tensor, torch.Tensor]:  # Tokens, int64; whether they mean anything; both [n]
+    "Choose the next token of each row; it means nothing where scores were no numbers"
     best, likeliest = logits.max(-1)
     finite = best.isfinite()   # a maximum over NaN is NaN
     if sampling is None: return likeliest, finite
@@ -182,7 +184,8 @@ def sample(
     if greedy.all(): return likeliest, finite
     alone = np.flatnonzero((s.top_p < 1) & (s.top_k == 0) & ~greedy)
     width = min(int(s.top_k[~greedy].max(initial=0)), logits.shape[1])
-    host = np.stack([np.where(greedy, 1, s.temperature), s.top_k, s.top_p, s.min_p, uniform(s.seed, positions), greedy])
+    temperature, u = np.where(greedy, 1, s.temperature), uniform(s.seed, positions)
+    host = np.stack([temperature, s.top_k, s.top_p, s.min_p, u, greedy])
     settings, cut = to_device(host[..., None], logits.device), s.min_p[~greedy].any()
     chosen = draw(logits, settings[:5], width, alone, bool(width or len(alone) or cut))
     return torch.where(settings[5, :, 0] > 0, likeliest, chosen), finite
