@@ -46,7 +46,8 @@ def words(
 
 # %% ../../nbs/37_model.embedded.ipynb #bce0eb39
 ASKING = re.compile(
-    r'(what|who|where|when|why|which|how|is|are|can|could|would|will|do|does|should)\b', re.I)
+    r'(what|who|where|when|why|which|how'
+    r'|is|are|can|could|would|will|do|does|should)\b', re.I)
 
 def expand(
     pattern: str,      # Text with {a|b} for alternatives and {field} for a field
@@ -62,15 +63,17 @@ def as_typed(
     rng: Random,  # Chooses
 ) -> str:
     "The same as somebody in a hurry would type it"
-    if rng.random() < .8: text += rng.choice('???.' if ASKING.match(text) else ('.', '.', '', '!'))
+    ends = '???.' if ASKING.match(text) else ('.', '.', '', '!')
+    if rng.random() < .8: text += rng.choice(ends)
     if rng.random() < .06:
         text = rng.choice(('Hi, ', 'Hello, ', 'Hey ', 'Please, ', 'OK, ', 'So ')) + text
     return text[0].lower() + text[1:] if rng.random() < .3 else text
 
 def nonsense(rng: Random) -> str:
     "A word that nobody knows, such as `wonapeal`"
-    parts = 'bcdfghklmnprstvwz', ('a', 'e', 'i', 'o', 'u', 'ea', 'oo'), ('', '', '', *'nrstl')
-    return ''.join(rng.choice(o) for _ in range(rng.randint(1, 3)) for o in parts)
+    start, middle, end = 'bcdfghklmnprstvwz', (*'aeiou', 'ea', 'oo'), ('', '', '', *'nrstl')
+    syllables = rng.randint(1, 3)
+    return ''.join(rng.choice(o) for _ in range(syllables) for o in (start, middle, end))
 
 # %% ../../nbs/37_model.embedded.ipynb #93a128ef
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Task:
 def held_out(
     task: Task,  # Of any kind
 ) -> bool:
-    "Whether a question is kept for the exam, whatever its capitals and last mark; one in ten is"
+    "Whether a question is kept for the exam, as one in ten is, however it is typed"
     return zlib.crc32(task.asked.lower().rstrip('.?! ').encode()) % 10 == 0
 
 # %% ../../nbs/37_model.embedded.ipynb #1cfbb20c
@@ -134,7 +137,8 @@ LISTS = ('sort numbers', 'sort words', 'sort down', 'copy')
 # %% ../../nbs/37_model.embedded.ipynb #ca7c0a7e
 def explain(kind: str, rng: Random) -> Task:
     "A question on a term of the glossary; `kind` names the set of wordings"
-    entry, ask = rng.choice(text_data('glossary')), rng.choice(('what', 'what', 'why', 'explain'))
+    entry = rng.choice(text_data('glossary'))
+    ask = rng.choice(('what', 'what', 'why', 'explain'))
     wording = expand(rng.choice(text_data('phrases')[kind][ask]), rng, x='§')
     term, article = entry['term'], entry['article']
     name = rng.choice((term, term, term.lower(), term.lower(), term.title(), term.upper()))
@@ -157,10 +161,12 @@ def unknown(kind: str, rng: Random) -> Task:
 
 # %% ../../nbs/37_model.embedded.ipynb #2224fb03
 TALK: dict[str, Callable[[str, Random], Task]] = {
-    'glossary': explain, 'new wording': explain, 'smalltalk': small_talk, 'unknown': unknown}
-KINDS = {'glossary': 20, 'smalltalk': 6, 'unknown': 6, 'add': 9, 'subtract': 4, 'copy': 11,
-         'sort numbers': 10, 'sort words': 9, 'sort down': 3, 'larger': 4, 'smaller': 3, 'count': 7,
-         'count to': 3, 'count down': 2, 'next': 2, 'before': 2}   # `skill` draws those not in `TALK`
+    'glossary': explain, 'new wording': explain,
+    'smalltalk': small_talk, 'unknown': unknown}
+KINDS = {   # `skill` draws those not in `TALK`
+    'glossary': 20, 'smalltalk': 6, 'unknown': 6, 'add': 9, 'subtract': 4, 'copy': 11,
+    'sort numbers': 10, 'sort words': 9, 'sort down': 3, 'larger': 4, 'smaller': 3,
+    'count': 7, 'count to': 3, 'count down': 2, 'next': 2, 'before': 2}
 
 def new_task(
     rng: Random,              # Draws
@@ -178,11 +184,13 @@ def exam(
 ) -> list[Task]:
     "Tasks that training never draws, the same at every call"
     rng = Random(99)
-    return [new_task(rng, kind, exam=True) for kind in (*KINDS, 'new wording') for _ in range(n)]
+    kinds = (*KINDS, 'new wording')
+    return [new_task(rng, kind, exam=True) for kind in kinds for _ in range(n)]
 
 # %% ../../nbs/37_model.embedded.ipynb #a41efaba
-CHAT_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-                 "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 Pieces = list[tuple[str, bool]]   # text, and whether it is to be learned
 
 def pieces(
@@ -190,7 +198,9 @@ def pieces(
 ) -> Pieces:
     "The text of a chat, cut where learning starts and stops"
     return [part for role, said in messages for part in (
-        (f'<|im_start|>{role}\n', False), (said + '<|im_end|>', role == 'assistant'), ('\n', False))]
+        (f'<|im_start|>{role}\n', False),
+        (said + '<|im_end|>', role == 'assistant'),
+        ('\n', False))]
 
 # %% ../../nbs/37_model.embedded.ipynb #ffb58a36
 def conversation(
@@ -215,7 +225,8 @@ PAD, END = 0, 2   # ids of <|endoftext|> and <|im_end|>
 def text_to_merge() -> list[str]:
     "Tasks, glossary and listed words, so often that the words become tokens"
     rng = Random(0)
-    tasks = [said for o in (new_task(rng) for _ in range(6000)) for said in (o.asked, o.answer)]
+    drawn = (new_task(rng) for _ in range(6000))
+    tasks = [said for o in drawn for said in (o.asked, o.answer)]
     entries = [o[part] for o in text_data('glossary') for part in ('what', 'why')]
     roles = ['system', 'user', 'assistant']
     whole = [f'{o} {o}, {o}' for o in (*words('words'), *range(100))]
@@ -247,14 +258,15 @@ def new_model(
     from transformers import Qwen3Config, Qwen3ForCausalLM
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=vocab_size, hidden_size=192, intermediate_size=512, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=END, pad_token_id=PAD,
+        vocab_size=vocab_size, max_position_embeddings=2048, tie_word_embeddings=True,
+        hidden_size=192, intermediate_size=512, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        bos_token_id=None, eos_token_id=END, pad_token_id=PAD,
         attn_implementation='sdpa'))
 
 # %% ../../nbs/37_model.embedded.ipynb #81faae66
-Coded = list[tuple[int, bool]]                  # token ids, and whether each is to be learned
-Batch = tuple['torch.Tensor', 'torch.Tensor']   # the same for many rows, both [n_rows, longest]
+Coded = list[tuple[int, bool]]                 # token ids, and whether each is to be learned
+Batch = tuple['torch.Tensor', 'torch.Tensor']  # the same of many rows, [n_rows, longest]
 
 def to_batch(
     rows: Sequence[Coded],  # Conversations
@@ -360,8 +372,9 @@ def answers(
     width = max(map(len, prompts))
     ids = torch.tensor([[PAD] * (width - len(o)) + o for o in prompts])
     seen = torch.tensor([[0] * (width - len(o)) + [1] * len(o) for o in prompts])
-    out = model.generate(ids, attention_mask=seen, max_new_tokens=max_tokens, do_sample=False,
-                         eos_token_id=END, pad_token_id=PAD)[:, width:].tolist()
+    out = model.generate(
+        ids, attention_mask=seen, max_new_tokens=max_tokens, do_sample=False,
+        eos_token_id=END, pad_token_id=PAD)[:, width:].tolist()
     texts = [o[:o.index(END)] if END in o else o for o in out]
     return [tok.decode(o, skip_special_tokens=False) for o in texts]
 
@@ -374,7 +387,8 @@ def grade(
     tasks: Sequence[Task],      # With their right answers
 ) -> Graded:
     "Answer all tasks, 50 at a time"
-    said = [o for i in range(0, len(tasks), 50) for o in answers(model, tok, tasks[i:i + 50])]
+    fifties = (tasks[i:i + 50] for i in range(0, len(tasks), 50))
+    said = [o for batch in fifties for o in answers(model, tok, batch)]
     return [(task, o, o == task.answer) for task, o in zip(tasks, said)]
 
 def by_kind(
@@ -399,9 +413,12 @@ def save_checkpoint(
     model.save_pretrained(path)
     tok.save(str(path / 'tokenizer.json'))
     settings = dict(
-        tokenizer_class='PreTrainedTokenizerFast', eos_token=MARKS[END], pad_token=MARKS[PAD],
-        model_max_length=2048, clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE)
-    (path / 'tokenizer_config.json').write_text(json.dumps(settings, indent=2) + '\n', 'utf-8')
+        tokenizer_class='PreTrainedTokenizerFast',
+        eos_token=MARKS[END], pad_token=MARKS[PAD],
+        model_max_length=2048, clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE)
+    text = json.dumps(settings, indent=2) + '\n'
+    (path / 'tokenizer_config.json').write_text(text, 'utf-8')
 
 # %% ../../nbs/37_model.embedded.ipynb #ad4b185c
 def main(
