@@ -27,15 +27,16 @@ from .products import linear, pack
 # %% ../nbs/57_limits.ipynb #a2f5e461
 @dataclass(frozen=True)
 class Costs:
-    """What a model reads and computes at least, as counts: of weights, of cached numbers, of operations.
-    They hold on every machine. Layers may differ, in experts and in windows."""
+    """What a model reads and computes at least: weights, cached numbers and operations.
+
+    Counts, which hold on every machine. Layers may differ, in experts and in windows."""
     layer_weights: int   # Weights in all layers that every token uses
     head_weights: int    # Weights that score the next token
     token_kv: int        # Numbers that one token leaves in the cache, in all layers
     pair_flops: int      # Operations for one token that looks at one other, in all layers
     itemsize: int        # Bytes of a weight or of a cached number
-    experts: tuple[tuple[int, float], ...] = ()   # By layer: weights to choose from, share chosen
-    windows: tuple[int | None, ...] = ()   # By layer: tokens it sees back; `None`: all
+    experts: tuple[tuple[int, float], ...] = ()   # By layer: weights there, share chosen
+    windows: tuple[int | None, ...] = ()          # By layer: tokens seen; `None`: all
 
     @property
     def used(self) -> float:
@@ -47,7 +48,8 @@ class Costs:
         n: int,     # Tokens in one step
     ) -> float:
         "Weights in all layers that they read together, each once"
-        return self.layer_weights + sum(m * (1 - (1 - share)**n) for m, share in self.experts)
+        chosen = sum(m * (1 - (1 - share)**n) for m, share in self.experts)
+        return self.layer_weights + chosen
 
     def seen(
         self,
@@ -85,8 +87,9 @@ def of(
         weights += sum(sizes.values()) - routed
         if isinstance(mlp := model.mlp(i), MoeMlp):
             experts.append((routed, mlp.num_experts_per_tok / mlp.num_experts))
-    return cls(weights, model.vocab_size * model.hidden_size, 2 * heads * model.num_kv_heads,
-               4 * heads * model.num_heads, dtype.itemsize, tuple(experts), model.windows)
+    return cls(weights, model.vocab_size * model.hidden_size,
+               2 * heads * model.num_kv_heads, 4 * heads * model.num_heads,
+               dtype.itemsize, tuple(experts), model.windows)
 
 # %% ../nbs/57_limits.ipynb #01e6008b
 def best_time(
@@ -123,7 +126,8 @@ def product_rate(
     "Operations a second in a matrix product of the kind that models use"
     n = 8192 if torch.device(device).type == 'cuda' else 1024
     a, b = torch.ones(2, n, n, dtype=dtype, device=device)
-    return 2 * n**3 / min(best_time(lambda: linear(a, w), device) for w in (b, pack(b.clone())))
+    ways = b, pack(b.clone())
+    return 2 * n**3 / min(best_time(lambda: linear(a, w), device) for w in ways)
 
 def compute_rate(
     dtype: torch.dtype,          # Of the weights
@@ -162,15 +166,23 @@ class Least(NamedTuple):
 # %% ../nbs/57_limits.ipynb #f45ede8e
 @dataclass(frozen=True)
 class Limits:
-    """What one machine can do for one model. Each method gives the least time of a step, in seconds; what
-    is small beside the weights, the cache and attention is left out, so no step can be faster."""
+    """What one machine can do for one model.
+
+    Each method gives the least time of a step. What is small beside the weights, the cache
+    and attention is left out, so no step can be faster."""
     costs: Costs     # What the model needs
     read: float      # Bytes a second
     compute: float   # Operations a second
     products: torch.dtype = torch.float32   # The format that they are done in
 
-    def step(self, n: int, sampled: int, looks: float, kv: float) -> Least:
-        "`n` tokens, `sampled` of them scored, that look `looks` times and read `kv` tokens of the cache"
+    def step(
+        self,
+        n: int,        # Tokens that are computed
+        sampled: int,  # Of these, how many are scored
+        looks: float,  # How often one looks at another, all together
+        kv: float,     # Tokens of the cache that are read
+    ) -> Least:
+        "Any step, of which the two below are kinds"
         c = self.costs
         numbers = c.read(n) + c.head_weights + c.token_kv * kv
         flops = 2 * (c.used * n + c.head_weights * sampled) + c.pair_flops * looks
@@ -206,8 +218,9 @@ class Shape:
     def __post_init__(self):
         longest = self.shared + self.input_len[1]
         if (total := self.requests * longest) > 10_000_000:
-            raise ValueError(f'requests={self.requests} with prompts of up to {longest} tokens are '
-                             f'{total} tokens; a benchmark takes at most 10000000')
+            raise ValueError(
+                f'requests={self.requests} with prompts of up to {longest} tokens are '
+                f'{total} tokens; a benchmark takes at most 10000000')
 
     def draw(
         self,
@@ -216,15 +229,21 @@ class Shape:
     ) -> Workload:
         "Random requests of this shape"
         rng = random.Random(seed)
-        def ids(n: int) -> list[int]: return [rng.randint(0, 10_000) % vocab_size for _ in range(n)]
+        def ids(n: int) -> list[int]:
+            return [rng.randint(0, 10_000) % vocab_size for _ in range(n)]
         beginning = ids(self.shared)
-        prompts = [beginning + ids(rng.randint(*self.input_len)) for _ in range(self.requests)]
-        return Workload(prompts, [rng.randint(*self.output_len) for _ in prompts], self.shared)
+        prompts = [beginning + ids(rng.randint(*self.input_len))
+                   for _ in range(self.requests)]
+        answers = [rng.randint(*self.output_len) for _ in prompts]
+        return Workload(prompts, answers, self.shared)
 
 # %% ../nbs/57_limits.ipynb #d9d91d78
-workloads = dict(single=Shape(1, (128, 128), (128, 128)), batch16=Shape(16, (64, 256), (32, 96)),
-                 prefix=Shape(32, (32, 32), (16, 16), shared=512),
-                 long=Shape(2, (4096, 4096), (32, 32)), bench256=Shape(256, (100, 1024), (100, 1024)))
+workloads = dict(
+    single=Shape(1, (128, 128), (128, 128)),
+    batch16=Shape(16, (64, 256), (32, 96)),
+    prefix=Shape(32, (32, 32), (16, 16), shared=512),
+    long=Shape(2, (4096, 4096), (32, 32)),
+    bench256=Shape(256, (100, 1024), (100, 1024)))
 
 # %% ../nbs/57_limits.ipynb #6d9955d8
 def least(
@@ -234,8 +253,9 @@ def least(
 ) -> tuple[Least, Least]:   # Of prefill, of decode
     "The least time for these requests"
     lengths, decode = [len(o) for o in work.prompts], Least()
-    steps = [(n + 1, m - 1) for n, m in zip(lengths, work.answers) if m > 1]   # one token is there
-    left = np.array(steps, dtype=int).reshape(-1, 2)   # next context, and steps, of who is not done
+    # of each that is not done: next context, steps to go; one token comes from prefill
+    steps = [(n + 1, m - 1) for n, m in zip(lengths, work.answers) if m > 1]
+    left = np.array(steps, dtype=int)
     while len(left):
         running = left[:at_once]
         decode = decode.plus(limits.decode(running[:, 0]))
@@ -260,7 +280,7 @@ def turning_point(
     context: int,     # Tokens of each request
     most: int = 4096, # Largest batch to look at
 ) -> int | None:      # `None`: not up to `most`
-    "The smallest batch in which arithmetic, and not reading, decides how long a decode step takes"
+    "The smallest batch in which arithmetic decides how long a decode step takes"
     def computes(n: int) -> bool: return limits.decode([context] * n).computing > 0
     n = 1 + bisect_left(range(1, most + 1), True, key=computes)
     return n if n <= most else None
@@ -269,10 +289,10 @@ def turning_point(
 @dataclass(frozen=True)
 class Figure:
     "One measured number."
-    name: str     # Of what
-    value: float  # How much
-    unit: str     # Of what kind: 's', 'ms' or 'µs' for times, something per second for rates
-    limit: float | None = None  # The best that this machine could do, in the same unit
+    name: str                       # Of what
+    value: float                    # How much
+    unit: str                       # 's', 'ms' or 'µs' for times; for rates per second
+    limit: float | None = None      # The best that this machine could do, in the same unit
     by_memory: float | None = None  # Share of the limit that waits for memory
 
     @property
@@ -303,8 +323,9 @@ class Report:
     def __str__(self) -> str:
         said = ', '.join(f'{k} {v}' for k, v in self.setting.items())
         rows = [('', 'got', '', 'limit', 'share', 'by memory')]
-        rows += [(f.name, _number(f.value), f.unit, *map(_number, (f.limit, f.share, f.by_memory)))
-                 for f in self.figures]
+        for f in self.figures:
+            rest = map(_number, (f.limit, f.share, f.by_memory))
+            rows.append((f.name, _number(f.value), f.unit, *rest))
         def padded(column: Sequence[str]) -> list[str]:
             side, width = '>' if column[0] else '<', max(map(len, column))
             return [f'{o:{side}{width}}' for o in column]
