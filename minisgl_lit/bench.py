@@ -29,16 +29,17 @@ from .core import Batch, ForwardMode, SamplingParams
 from .device import resolve_device
 from .engine.build import choose_dtype
 from .engine.resources import set_threads
-from minisgl_lit.limits import (
-    Figure, Limits, Report, Shape, Workload, least, machine, measure, percentiles, turning_point,
-    workloads)
+from .limits import (
+    Figure, Limits, Report, Shape, Workload, least, machine, measure, percentiles,
+    turning_point, workloads)
 from .llm import LLM
 from .model.checkpoint import read_config, resolve_model
 from .model.decoder import ModelConfig
 from .model.embedded import embedded_path
 from .news import News, Reply
-from .scheduler.cost import (
-    admission_times, eviction_time, grouping_time, loaded, order_time, overlap_share, parts, step_times)
+from minisgl_lit.scheduler.cost import (
+    admission_times, eviction_time, grouping_time, loaded, order_time, overlap_share, parts,
+    step_times)
 from .scheduler.finish import Observer
 from .scheduler.loop import Scheduler
 from .serving.messages import encode
@@ -64,10 +65,11 @@ def _named(
     workload: str,       # `even`, or a name of `workloads`
     **sizes: int | None, # `requests`, `input_len`, `output_len`; `None`: the workload's own
 ) -> Shape:
-    "What to draw: a named workload, perhaps with another number of requests, or an even one"
+    "What to draw: a named workload, perhaps of another number of requests, or an even one"
     given = {name: n for name, n in sizes.items() if n is not None}
     _check(**given)
-    if workload == 'even': return _alike(**dict(requests=8, input_len=128, output_len=64) | given)
+    if workload == 'even':
+        return _alike(**dict(requests=8, input_len=128, output_len=64) | given)
     if workload not in workloads:
         raise ValueError(f'workload must be even, {", ".join(workloads)}, not {workload!r}')
     for name in given.keys() - {'requests'}:
@@ -79,20 +81,21 @@ def _named(
 class Meter(Observer):
     """Gaps between the tokens of each request, and the time of both phases.
 
-    A mixed step counts as prefill. Time runs from when the meter was made, so make it just before.
+    A mixed step counts as prefill. Time runs from when it was made, so make it just before.
     """
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,   # Seconds
     ):
         self.clock, self._since, self._last = clock, clock(), {}
-        self.gaps: list[float] = []                  # Seconds between two tokens of a request
+        self.gaps: list[float] = []   # Seconds between two tokens of a request
         self.seconds = dict(prefill=0., decode=0.)
         self.steps = dict(prefill=0, decode=0)
 
     def completed(self, batch: Batch, news: News) -> None:
         "Note the gaps that its tokens end, and the time since the batch before"
-        now, phase = self.clock(), 'decode' if batch.mode is ForwardMode.DECODE else 'prefill'
+        now = self.clock()
+        phase = 'decode' if batch.mode is ForwardMode.DECODE else 'prefill'
         self.seconds[phase] += now - self._since
         self.steps[phase] += 1
         self._since, rids = now, [o.rid for o in batch.sampled_reqs]
@@ -103,7 +106,7 @@ class Meter(Observer):
 @dataclass
 class Run:
     "What came of the requests of one workload, served once."
-    answers: Sequence[Output | Reply]   # In any order; their times count from when each was due
+    answers: Sequence[Output | Reply]   # In any order; times count from when each was due
     seconds: float      # From the first one in to the last one out
     meter: Meter
     peak: int           # Most memory that this process had so far, bytes
@@ -120,7 +123,8 @@ def middle(runs: Sequence[Run]) -> Run:
 # %% ../nbs/61_bench.ipynb #41b8c094
 def _wishes(work: Workload) -> list[SamplingParams]:
     "Greedy answers of full length"
-    return [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in work.answers]
+    return [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True)
+            for n in work.answers]
 
 def _served(
     s: Scheduler,     # With a loaded engine
@@ -130,18 +134,19 @@ def _served(
     "The last reply of each; its times count from when it was due"
     wishes, began, late = _wishes(work), time.perf_counter(), {}
     while len(late) < len(wishes) or s.has_work:
-        while len(late) < len(wishes) and (now := time.perf_counter() - began) >= len(late) / rate:
-            i, rid = len(late), f'bench-{len(late)}'
-            s.add(rid, np.array(work.prompts[i]), wishes[i])
+        while (i := len(late)) < len(wishes):
+            if (now := time.perf_counter() - began) < i / rate: break
+            s.add(rid := f'bench-{i}', np.array(work.prompts[i]), wishes[i])
             late[rid] = now - i / rate
         if s.has_work:
             for o in s.step():
-                if o.finish_reason: yield replace(o, times=tuple(t + late[o.rid] for t in o.times))
-        else: time.sleep(max(len(late) / rate - (time.perf_counter() - began), 0))
+                if not o.finish_reason: continue
+                yield replace(o, times=tuple(t + late[o.rid] for t in o.times))
+        else: time.sleep(max(i / rate - (time.perf_counter() - began), 0))
 
 # %% ../nbs/61_bench.ipynb #a1307596
 class Subject:
-    """A loaded and warm model. Used as a context manager: after the block its memory is free again.
+    """A loaded and warm model, used as a context manager; after the block its memory is free.
 
     Each run begins with an empty cache. `limits` may be asked after the block.
     """
@@ -170,7 +175,8 @@ class Subject:
 
     def _timed(self, ask: Callable[[], list[Output | Reply]]) -> Run:
         self.llm.runtime.control.flush_cache()
-        began, self.llm.runtime.scheduler.observer = time.perf_counter(), (meter := Meter())
+        began, meter = time.perf_counter(), Meter()
+        self.llm.runtime.scheduler.observer = meter
         answers = ask()
         seconds = time.perf_counter() - began
         for o in answers:
@@ -197,7 +203,8 @@ def speeds(
     lengths, took = [len(o) for o in work.prompts], run.meter.seconds
     prefill, decode = least(limits, work, at_once)
     n_in, n_out, whole = sum(lengths), sum(work.answers), prefill.plus(decode)
-    rates = [('output', n_out, run.seconds, whole), ('prefill', n_in, took['prefill'], prefill),
+    rates = [('output', n_out, run.seconds, whole),
+             ('prefill', n_in, took['prefill'], prefill),
              ('decode', n_out - len(lengths), took['decode'], decode)]
     return [*(Figure(name, n / t, 'tokens/s', n / best.seconds, best.by_memory)
               for name, n, t, best in rates if n * t),
@@ -213,7 +220,8 @@ def _report(
     **setting: object,             # Arguments of the benchmark, to be told
 ) -> Report:
     "The figures of a benchmark, after those that every report on a model has"
-    c, (dtype, products) = subject.config, (str(o)[6:] for o in (subject.dtype, limits.products))
+    c, formats = subject.config, (subject.dtype, limits.products)
+    dtype, products = (str(o).removeprefix('torch.') for o in formats)
     asked, (first, others) = run.answers, alone
     where = dict(model=c.model, device=str(subject.device), dtype=dtype, products=products,
                  threads=torch.get_num_threads(), cache=c.cache, requests=len(work.prompts),
@@ -232,7 +240,7 @@ def _report(
 # %% ../nbs/61_bench.ipynb #ef980821
 def offline(
     config: EngineConfig,           # Which model, and how it is served
-    workload: Name = 'even',        # even: requests of equal lengths; the others are known in the field
+    workload: Name = 'even',        # even: equal lengths; the others are known in the field
     requests: int | None = None,    # How many at once; None: as the workload has, or 8
     input_len: int | None = None,   # Tokens of each even prompt; None: 128
     output_len: int | None = None,  # Tokens of each even answer; None: 64
@@ -287,14 +295,17 @@ def latency(
     "How long callers wait for their first token, and between tokens"
     _check(requests=requests, input_len=input_len, output_len=output_len)
     if rate is not None and not 0 < rate <= 1e6:
-        raise ValueError(f'rate must be a number above 0 and at most 1e6, or None, not {rate!r}')
+        raise ValueError(
+            f'rate must be a number above 0 and at most 1e6, or None, not {rate!r}')
     with Subject(config) as subject:
         work = _alike(requests, input_len, output_len).draw(subject.model.vocab_size, seed)
         run = subject.one_by_one(work) if rate is None else subject.at_rate(work, rate)
     limits = subject.limits()
-    alone = limits.prefill([input_len]).seconds, limits.decode([input_len + output_len // 2]).seconds
+    half_way = input_len + output_len // 2
+    alone = limits.prefill([input_len]).seconds, limits.decode([half_way]).seconds
     output = Figure('output', sum(work.answers) / run.seconds, 'tokens/s')
-    return _report('latency', subject, run, work, limits, [output], alone, rate=rate, seed=seed)
+    return _report('latency', subject, run, work, limits, [output], alone,
+                   rate=rate, seed=seed)
 
 # %% ../nbs/61_bench.ipynb #a7d8c63e
 def _model(name: str) -> ModelConfig:
@@ -311,8 +322,9 @@ def limits(
     m = measure(model, dtype, device)
     c, most = m.costs, 4096
     bend = turning_point(m, 512, most) or most + 1
-    setting = dict(model=config.model, device=str(device), dtype=str(dtype).removeprefix('torch.'),
-                   products=str(m.products).removeprefix('torch.'), threads=threads)
+    used, products = (str(o).removeprefix('torch.') for o in (dtype, m.products))
+    setting = dict(model=config.model, device=str(device), dtype=used, products=products,
+                   threads=threads)
     work = {'prefill of 512': (512, m.prefill([512])), 'decode of 1': (1, m.decode([512])),
             'decode of 16': (16, m.decode([512] * 16))}
     return Report('limits', setting, [
@@ -340,7 +352,8 @@ def _sized(
     **sizes: int,           # `prompt_len`, `page_size` of `loaded`
 ) -> np.ndarray:            # Microseconds, [steps, parts]
     "The parts of a decode step, messages over a socket included"
-    with zmq.Context() as context, context.socket(zmq.PAIR) as here, context.socket(zmq.PAIR) as there:
+    with (zmq.Context() as context,
+          context.socket(zmq.PAIR) as here, context.socket(zmq.PAIR) as there):
         for o in (here, there): o.set_hwm(0)
         here.bind('inproc://bench')
         there.connect('inproc://bench')
@@ -385,7 +398,8 @@ def scheduler(
         add('µs', **{f'decode_step_us_{k}': np.median(whole)})
         if k == '256': add('µs', decode_step_us_256_p99=np.quantile(whole, .99))
         if k in ('64', '256'):
-            add('µs', **{f'{o}_us_{k}': us for o, us in zip(parts, np.median(times, axis=0))})
+            medians = zip(parts, np.median(times, axis=0))
+            add('µs', **{f'{part}_us_{k}': us for part, us in medians})
         add('µs', **{f'control_us_{k}': control})
     for name, (unit, work) in _pieces().items():
         found, control = _beside(work)
@@ -399,8 +413,8 @@ def _seconds(
     *args: str,    # Its `sys.argv[1:]`
 ) -> float:
     "Seconds from starting a new Python with this code until it has ended"
-    began = time.perf_counter()
-    subprocess.run([sys.executable, '-c', code, *args], check=True, stdout=subprocess.DEVNULL)
+    command, began = [sys.executable, '-c', code, *args], time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began
 
 def _seconds_to_serve(
@@ -408,8 +422,8 @@ def _seconds_to_serve(
 ) -> float:
     "Seconds from starting a new server until a caller has its first answer"
     code = 'import sys; from minisgl_lit import serve; serve(sys.argv[1], port=0).wait()'
-    began = time.perf_counter()
-    with subprocess.Popen([sys.executable, '-c', code, model], stdout=subprocess.PIPE, text=True) as process:
+    command, began = [sys.executable, '-c', code, model], time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             url = process.stdout.readline().split()[-1:]
             if not url: raise RuntimeError('the server did not start')
