@@ -27,8 +27,8 @@ from ..core import FinishReason, Logprob, RequestError, SamplingParams
 from ..news import Reply
 from .door import Door, Live, Metrics, Watch
 from .messages import UserMsg
-from .openai import (Answer, ChatAnswer, ChatMessage, ChatRequest, CompletionRequest,
-                                        TextAnswer, check_model, usage)
+from .openai import Answer, ChatAnswer, TextAnswer, check_model, usage
+from .openai import ChatMessage, ChatRequest, CompletionRequest
 from .stream import DONE, CallerGone, EventStream, sse, unless_gone
 from .tokenizer import Collector, Output, Piece, Tokenizer
 from .wishes import ApiError, GenerateRequest, as_prompts, explain
@@ -44,9 +44,10 @@ class EngineClient(Protocol):
         self,
         requests: list[UserMsg],  # Requests that belong together
     ) -> AsyncIterator[Reply]:
-        """Replies of all of them, until each has ended; `RequestError` if one is refused, at once or later.
+        """Replies of all of them, until each has ended.
 
-        To close it early, by whatever exception, aborts those that have not ended."""
+        `RequestError` if one is refused, at once or later. To close it early, by whatever
+        exception, aborts those that have not ended."""
         ...
 
     async def stats(self) -> dict[str, object]:
@@ -54,10 +55,12 @@ class EngineClient(Protocol):
         ...
 
     async def control(self, command: str, argument: str = '') -> dict[str, object]:
-        """Do something with all requests, or some; `RequestError` if that cannot be done now, `RuntimeError` if nobody can do it.
+        """Do something with all requests, or some.
 
-        flush_cache; abort (a rid, a beginning of rids and `*`, or `*`); pause ('abort', 'in_place' or 'retract');
-        resume; health; live (what `stats` says, and the last batches); profile_start; profile_stop."""
+        flush_cache; abort (a rid, a beginning of rids and `*`, or `*`); pause ('abort',
+        'in_place' or 'retract'); resume; health; live (what `stats` says, and the last
+        batches); profile_start; profile_stop.
+        `RequestError` if it cannot be done now, `RuntimeError` if nobody can do it."""
         ...
 
 # %% ../../nbs/55_serving.http.ipynb #5d3b5433
@@ -65,16 +68,17 @@ class Job:
     "The requests of one call, from prompts to text."
     def __init__(
         self,
-        client: EngineClient,        # Who answers
-        tokenizer: Tokenizer,        # Turns the answer into text
-        rid: str,                    # Name of the call
-        prompts: Sequence[np.ndarray],      # Token ids of each prompt
-        params: Sequence[SamplingParams],   # Wishes for each prompt; `n` of them makes as many requests
-        metrics: Metrics,            # Where its figures go
+        client: EngineClient,              # Who answers
+        tokenizer: Tokenizer,              # Turns the answer into text
+        rid: str,                          # Name of the call
+        prompts: Sequence[np.ndarray],     # Token ids of each prompt
+        params: Sequence[SamplingParams],  # Wishes for each; `n` answers are `n` requests
+        metrics: Metrics,                  # Where its figures go
     ):
         each = [(ids, choice) for ids, p in zip(prompts, params) for choice in p.choices()]
         rids = [rid] if len(each) == 1 else [f'{rid}-{i}' for i in range(len(each))]
-        self.client, self.index, self.metrics = client, {r: i for i, r in enumerate(rids)}, metrics
+        self.client, self.metrics = client, metrics
+        self.index = {r: i for i, r in enumerate(rids)}
         self.requests = [UserMsg(r, *o) for r, o in zip(rids, each)]
         self.collectors = [Collector(tokenizer, p) for _, p in each]
 
@@ -115,12 +119,15 @@ async def events(
     job: Job,        # What is asked of the engine
     answer: Answer,  # Writes the answer's JSON
 ) -> AsyncGenerator[str]:
-    "An answer as server-sent events; `ApiError` or `RequestError` only if there has been none yet"
-    opened, frames = False, [answer.frame(i) for i in range(len(job.requests))]
-    ahead = ''.join(map(sse, answer.opening(len(job.requests))))   # leaves with the first piece
+    "An answer as server-sent events; `ApiError` or `RequestError` only before the first"
+    opened, n = False, len(job.requests)
+    frames = [answer.frame(i) for i in range(n)]
+    ahead = ''.join(map(sse, answer.opening(n)))   # leaves with the first piece
     def written(i: int, o: Piece) -> str:
-        if not frames[i] or o.finish_reason or o.logprobs: return ''.join(map(sse, answer.events(i, o)))
-        return f'data: {frames[i][0]}{_quoted(o.text)}{frames[i][1]}\n\n' if o.text else ''
+        if not frames[i] or o.finish_reason or o.logprobs:
+            return ''.join(map(sse, answer.events(i, o)))
+        before, after = frames[i]
+        return f'data: {before}{_quoted(o.text)}{after}\n\n' if o.text else ''
     try:
         async with aclosing(job.pieces()) as pieces:
             async for i, piece in pieces:
@@ -136,7 +143,7 @@ async def events(
 
 # %% ../../nbs/55_serving.http.ipynb #3aa308a3
 def _triples(
-    said: str,                 # 'input' or 'output'
+    said: str,                   # 'input' or 'output'
     told: list[Logprob] | None,  # Of the prompt, or of the answer
 ) -> dict[str, list]:
     "Log-probabilities as SGLang writes them"
@@ -156,13 +163,15 @@ class NativeAnswer(Answer):
         end = o.finish_reason and {'type': str(o.finish_reason)}
         told = _triples('output', o.logprobs) | _triples('input', o.prompt_logprobs)
         rid = self.id if self.single else f'{self.id}-{i}'
-        return {'text': o.text, 'output_ids': o.token_ids, 'meta_info': {'id': rid, 'finish_reason': end, **more, **told}}
+        meta = {'id': rid, 'finish_reason': end, **more, **told}
+        return {'text': o.text, 'output_ids': o.token_ids, 'meta_info': meta}
 
-    def whole(self, outputs: Sequence[Output]) -> dict[str, object] | list[dict[str, object]]:
+    def whole(self, outputs: Sequence[Output]) -> dict[str, object] | list[dict]:
         "All of it"
         def one(i: int, o: Output) -> dict[str, object]:
             cost = {k: v for k, v in usage([o]).items() if isinstance(v, int)}
-            return self._event(i, o, **cost, cached_tokens=o.cached_tokens, times=o.times, e2e_latency=o.times and o.times[2])
+            return self._event(i, o, **cost, cached_tokens=o.cached_tokens,
+                               times=o.times, e2e_latency=o.times and o.times[2])
         all_ = [one(i, o) for i, o in enumerate(outputs)]
         return all_[0] if self.single else all_
 
@@ -181,29 +190,21 @@ class Api:
     ):
         self.client, self.tokenizer, self.started = client, tokenizer, int(time.time())
         self.info = {k: v for k, v in info.items() if k != 'api_key'}
-        self.metrics, self.live = Metrics(client.model), Live(lambda: self.ask(client.control, 'live'))
+        self.metrics = Metrics(client.model)
+        self.live = Live(lambda: self.ask(client.control, 'live'))
 
     def _head(self, kind: str) -> tuple[str, str, int]:
         return f'{kind}-{uuid.uuid4().hex}', self.client.model, int(time.time())
 
-    async def _in_thread(self, length: int, work: Callable[..., np.ndarray], *args: object) -> np.ndarray:
-        return await asyncio.to_thread(work, *args) if length > 10_000 else work(*args)
-
-    async def _ids(self, prompt: str | list[int], add_special_tokens: bool = True) -> np.ndarray:
-        if isinstance(prompt, str): return await self._in_thread(len(prompt), self.tokenizer.encode, prompt, add_special_tokens)
-        try: return np.array(prompt, dtype=np.int64)
-        except OverflowError:
-            raise RequestError('prompt', f'token id {max(prompt, key=abs)} in the prompt is outside the vocabulary') from None
-
-    def _text(self, prompt: str | list[int], params: SamplingParams) -> str:
-        if isinstance(prompt, str): return prompt
-        return self.tokenizer.decode([i for i in prompt if 0 <= i < 2**31], params.skip_special_tokens)   # others: the engine refuses
-
-    async def _answer(self, request: Request, answer: Answer, params: list[SamplingParams], prompts: list[np.ndarray],
-                      stream: bool | None) -> Response:
+    async def _answer(
+        self, request: Request, answer: Answer, params: list[SamplingParams],
+        prompts: list[np.ndarray], stream: bool | None,
+    ) -> Response:
         self.check_alive()
         job = Job(self.client, self.tokenizer, answer.id, prompts, params, self.metrics)
-        if not stream: return JSONResponse(answer.whole(await unless_gone(request, job.done())))
+        if not stream:
+            outputs = await unless_gone(request, job.done())
+            return JSONResponse(answer.whole(outputs))
         rest = events(job, answer)
         return EventStream(await unless_gone(request, anext(rest)), rest)
 
@@ -211,7 +212,11 @@ class Api:
         "Raise `ApiError` 503 if nobody new is answered"
         if not self.client.alive: raise ApiError(self.client.why, 503)
 
-    async def ask(self, how: Callable[..., Awaitable[dict]], *words: str) -> dict[str, object]:
+    async def ask(
+        self,
+        how: Callable[..., Awaitable[dict]],  # A method of the client
+        *words: str,                          # What it is called with
+    ) -> dict[str, object]:
         "What the engine says; `ApiError` 503 if there is nobody to say it"
         self.check_alive()
         try: return await how(*words)
@@ -219,17 +224,48 @@ class Api:
 
 # %% ../../nbs/55_serving.http.ipynb #76b666b1
 @patch
+async def _in_thread(
+    self: Api, length: int, work: Callable[..., np.ndarray], *args: object
+) -> np.ndarray:
+    "What `work` gives; in a thread, if it has much to do"
+    return await asyncio.to_thread(work, *args) if length > 10_000 else work(*args)
+
+@patch
+async def _ids(self: Api, prompt: str | list[int], add_special: bool = True) -> np.ndarray:
+    "Token ids of a prompt"
+    if isinstance(prompt, str):
+        encode = self.tokenizer.encode
+        return await self._in_thread(len(prompt), encode, prompt, add_special)
+    try: return np.array(prompt, dtype=np.int64)
+    except OverflowError:
+        what = f'token id {max(prompt, key=abs)} in the prompt is outside the vocabulary'
+        raise RequestError('prompt', what) from None
+
+@patch
+def _text(self: Api, prompt: str | list[int], params: SamplingParams) -> str:
+    "Text of a prompt"
+    if isinstance(prompt, str): return prompt
+    known = [i for i in prompt if 0 <= i < 2**31]   # others: the engine refuses
+    return self.tokenizer.decode(known, params.skip_special_tokens)
+
+# %% ../../nbs/55_serving.http.ipynb #94267fbf
+@patch
 async def chat(self: Api, body: ChatRequest, request: Request) -> Response:
     "Go on with a conversation"
     check_model(body.model, self.client.model)
     params, (messages, tools) = body.params(), body.dialog()
-    names, most = tuple(f.name for f in body.offered), 1 if body.parallel_tool_calls is False else 1 << 30
-    answer = ChatAnswer(*self._head('chatcmpl'), body.usage_in_stream, self.tokenizer.spell, params.n, names, most)
+    names = tuple(f.name for f in body.offered)
+    most = 1 if body.parallel_tool_calls is False else 1 << 30
+    head, spell = self._head('chatcmpl'), self.tokenizer.spell
+    answer = ChatAnswer(*head, body.usage_in_stream, spell, params.n, names, most)
     template = self.tokenizer.tool_template
-    if body.forced and not (template and template.takes_tools): tools = []   # the grammar is enough
-    ids = await self._in_thread(sum(len(m['content']) for m in messages), self.tokenizer.chat, messages, True, tools)
+    if body.forced and not (template and template.takes_tools):
+        tools = []   # the grammar is enough
+    length = sum(len(m['content']) for m in messages)
+    ids = await self._in_thread(length, self.tokenizer.chat, messages, True, tools)
     return await self._answer(request, answer, [params], [ids], body.stream)
 
+# %% ../../nbs/55_serving.http.ipynb #65f25cb6
 @patch
 async def completions(self: Api, body: CompletionRequest, request: Request) -> Response:
     "Go on with each of some texts"
@@ -237,7 +273,8 @@ async def completions(self: Api, body: CompletionRequest, request: Request) -> R
     params, prompts = body.params(), body.prompts()
     ids = [await self._ids(o) for o in prompts]
     echo = tuple(self._text(o, params) for o in prompts) if body.echo else ()
-    answer = TextAnswer(*self._head('cmpl'), body.usage_in_stream, self.tokenizer.spell, params.n, echo)
+    head, spell = self._head('cmpl'), self.tokenizer.spell
+    answer = TextAnswer(*head, body.usage_in_stream, spell, params.n, echo)
     return await self._answer(request, answer, [params]*len(ids), ids, body.stream)
 
 @patch
@@ -258,14 +295,15 @@ async def models(self: Api) -> dict[str, object]:
 async def model(self: Api, name: str) -> dict[str, object]:
     "A model of this server"
     check_model(name, self.client.model)
-    return {'id': name, 'object': 'model', 'created': self.started, 'owned_by': 'minisgl_lit',
-            'max_model_len': self.info.get('max_seq_len')}
+    return {'id': name, 'object': 'model', 'created': self.started,
+            'owned_by': 'minisgl_lit', 'max_model_len': self.info.get('max_seq_len')}
 
 @patch
 async def model_info(self: Api) -> dict[str, object]:
     "What a client may want to know before it asks"
-    return {'model_path': self.info.get('model'), 'served_model_name': self.client.model, 'is_generation': True,
-            'max_model_len': self.info.get('max_seq_len'), 'vocab_size': self.info.get('vocab_size')}
+    return {'model_path': self.info.get('model'), 'served_model_name': self.client.model,
+            'is_generation': True, 'max_model_len': self.info.get('max_seq_len'),
+            'vocab_size': self.info.get('vocab_size')}
 
 # %% ../../nbs/55_serving.http.ipynb #2a09433f
 @patch
@@ -278,8 +316,10 @@ async def health(self: Api) -> dict[str, object]:
 async def health_generate(self: Api) -> dict[str, object]:
     "Whether the engine can make a token, within 20 seconds"
     try: await asyncio.wait_for(self.ask(self.client.control, 'health'), 20)
-    except TimeoutError: raise ApiError('the engine made no token in 20 seconds', 503) from None
-    except RequestError as e: raise ApiError(f'the engine can make no token: {e}', 503) from None
+    except TimeoutError:
+        raise ApiError('the engine made no token in 20 seconds', 503) from None
+    except RequestError as e:
+        raise ApiError(f'the engine can make no token: {e}', 503) from None
     return {'status': 'ok'}
 
 @patch
@@ -290,17 +330,21 @@ async def server_info(self: Api) -> dict[str, object]:
 @patch
 async def figures(self: Api) -> Response:
     "Figures for Prometheus"
-    return Response(self.metrics.page(await self.ask(self.client.stats)), media_type=CONTENT_TYPE_LATEST)
+    text = self.metrics.page(await self.ask(self.client.stats))
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 # %% ../../nbs/55_serving.http.ipynb #7dee857d
 _page = {'/': 'index.html', '/page/style.css': 'style.css', '/page/app.js': 'app.js'}
-_policy = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+_policy = ("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+           "img-src data:; base-uri 'none'; form-action 'none'")
 
 @patch
 async def page(self: Api, request: Request) -> Response:
     "A file of the page for people"
-    headers = {'content-security-policy': _policy, 'cache-control': 'no-cache', 'x-content-type-options': 'nosniff'}
-    return FileResponse(str(files('minisgl_lit')/'page'/_page[request.url.path]), headers=headers)
+    headers = {'content-security-policy': _policy, 'cache-control': 'no-cache',
+               'x-content-type-options': 'nosniff'}
+    file = files('minisgl_lit')/'page'/_page[request.url.path]
+    return FileResponse(str(file), headers=headers)
 
 @patch
 async def watch(self: Api, request: Request) -> Response:
@@ -322,18 +366,21 @@ class DetokenizeRequest(BaseModel):
     tokens: list[int] | list[list[int]]   # Of a text, or of several
     skip_special_tokens: bool = True      # Leave out begin, end and the like
 
+# %% ../../nbs/55_serving.http.ipynb #b0df1ed3
 @patch
 async def tokenize(self: Api, body: TokenizeRequest) -> dict[str, object]:
     "The tokens of a prompt, or of several"
     if (body.prompt is None) == (body.messages is None):
         raise ApiError('give either a prompt or messages', param='prompt')
-    if body.messages is not None: ids = [self.tokenizer.chat([m.plain for m in body.messages])]
+    if body.messages is not None:
+        ids = [self.tokenizer.chat([m.plain for m in body.messages])]
     else:
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         ids = [await self._ids(o, body.add_special_tokens) for o in texts]
     tokens = [o.tolist() for o in ids]
     if not isinstance(body.prompt, list): tokens, = tokens
-    return {'tokens': tokens, 'count': sum(map(len, ids)), 'max_model_len': self.info.get('max_seq_len')}
+    count, most = sum(map(len, ids)), self.info.get('max_seq_len')
+    return {'tokens': tokens, 'count': count, 'max_model_len': most}
 
 @patch
 async def detokenize(self: Api, body: DetokenizeRequest) -> dict[str, object]:
@@ -341,7 +388,8 @@ async def detokenize(self: Api, body: DetokenizeRequest) -> dict[str, object]:
     texts = []
     for ids in as_prompts(body.tokens or [[]]):
         if wrong := [i for i in ids if not 0 <= i < 2**31]:
-            raise ApiError(f'tokens must be numbers from 0 to {2**31 - 1}, not {wrong[0]}', param='tokens')
+            what = f'tokens must be numbers from 0 to {2**31 - 1}, not {wrong[0]}'
+            raise ApiError(what, param='tokens')
         texts.append(self.tokenizer.decode(ids, body.skip_special_tokens))
     return {'text': texts if body.tokens and isinstance(body.tokens[0], list) else texts[0]}
 
@@ -349,14 +397,15 @@ async def detokenize(self: Api, body: DetokenizeRequest) -> dict[str, object]:
 class AbortRequest(BaseModel):
     "The body of `/abort_request`: a rid, or everybody."
     model_config = ConfigDict(strict=True)
-    rid: str | None = Field(default=None, min_length=1)   # A name; one that ends in `*` means all that begin so
-    abort_all: bool = False
+    rid: str | None = Field(default=None, min_length=1)   # A name, or its beginning and `*`
+    abort_all: bool = False                               # or all
 
 class PauseRequest(BaseModel):
     "The body of `/pause_generation`."
     model_config = ConfigDict(strict=True)
-    mode: Literal['abort', 'in_place', 'retract'] = 'abort'   # What becomes of requests that run
+    mode: Literal['abort', 'in_place', 'retract'] = 'abort'   # What becomes of running ones
 
+# %% ../../nbs/55_serving.http.ipynb #9a11dd9f
 @patch
 async def order(self: Api, command: str, argument: str = '') -> dict[str, object]:
     "Have the engine do something"
@@ -365,7 +414,8 @@ async def order(self: Api, command: str, argument: str = '') -> dict[str, object
 @patch
 async def abort_request(self: Api, body: AbortRequest) -> dict[str, object]:
     "End some requests"
-    if body.abort_all == (body.rid is not None): raise ApiError('give either a rid or abort_all=true', param='rid')
+    if body.abort_all == (body.rid is not None):
+        raise ApiError('give either a rid or abort_all=true', param='rid')
     return await self.order('abort', '*' if body.abort_all else body.rid)
 
 @patch
@@ -389,50 +439,64 @@ def as_api_error(
     "What the caller is told"
     match error:
         case ApiError(): return error
-        case RequestError(): return ApiError.of(error, _called.get(path, {}).get(error.field))
+        case RequestError():
+            return ApiError.of(error, _called.get(path, {}).get(error.field))
         case RequestValidationError(): return explain(error.errors())
-        case StarletteHTTPException(): return ApiError(f'{error.detail}: {path!r:.200}', error.status_code)
-        case UnicodeEncodeError(): return ApiError(f'every text must be valid Unicode, not {error.object!r:.80}')
+        case StarletteHTTPException():
+            return ApiError(f'{error.detail}: {path!r:.200}', error.status_code)
+        case UnicodeEncodeError():
+            return ApiError(f'every text must be valid Unicode, not {error.object!r:.80}')
         case RecursionError(): return ApiError('this request is nested too deeply')
 
 async def tell(request: Request, error: Exception) -> Response:
     "An error as a response; one that nobody will read if the caller has gone"
     if isinstance(error, CallerGone): return Response(status_code=499)
     e = as_api_error(error, request.url.path)
-    return Response(json.dumps(e.body), e.status, e.headers, 'application/json')   # ASCII: it may quote anything
+    said = json.dumps(e.body)   # ASCII: it may quote anything
+    return Response(said, e.status, e.headers, 'application/json')
 
-# %% ../../nbs/55_serving.http.ipynb #f42d2750
+# %% ../../nbs/55_serving.http.ipynb #c492d93d
 def _add_routes(app: FastAPI, api: Api) -> None:
     "Every path, and what answers it"
-    orders = {'/flush_cache': 'flush_cache', '/continue_generation': 'resume', '/start_profile': 'profile_start', '/stop_profile': 'profile_stop'}
-    posts = {'/v1/chat/completions': api.chat, '/v1/completions': api.completions, '/generate': api.generate,
-             '/tokenize': api.tokenize, '/detokenize': api.detokenize, '/abort_request': api.abort_request,
-             '/pause_generation': api.pause, **{path: _plain_order(api, command) for path, command in orders.items()}}
-    gets = {'/v1/models': api.models, '/v1/models/{name:path}': api.model, '/health': api.health,
-            '/health_generate': api.health_generate, '/get_model_info': api.model_info,
-            '/get_server_info': api.server_info, '/metrics': api.figures}
-    for path, route in posts.items(): app.add_api_route(path, route, methods=['POST'], response_model=None)
+    orders = {'/flush_cache': 'flush_cache', '/continue_generation': 'resume',
+              '/start_profile': 'profile_start', '/stop_profile': 'profile_stop'}
+    posts = {'/v1/chat/completions': api.chat, '/v1/completions': api.completions,
+             '/generate': api.generate,
+             '/tokenize': api.tokenize, '/detokenize': api.detokenize,
+             '/abort_request': api.abort_request, '/pause_generation': api.pause,
+             **{path: _plain_order(api, command) for path, command in orders.items()}}
+    gets = {'/v1/models': api.models, '/v1/models/{name:path}': api.model,
+            '/health': api.health, '/health_generate': api.health_generate,
+            '/get_model_info': api.model_info, '/get_server_info': api.server_info,
+            '/metrics': api.figures}
+    for_browsers = {**dict.fromkeys(_page, api.page), '/live': api.watch}
+    for path, route in posts.items():
+        app.add_api_route(path, route, methods=['POST'], response_model=None)
     for path, route in gets.items(): app.add_api_route(path, route, response_model=None)
-    for path, route in {**dict.fromkeys(_page, api.page), '/live': api.watch}.items():
-        app.add_api_route(path, route, response_model=None, include_in_schema=False)   # for browsers, not for programs
+    for path, route in for_browsers.items():
+        app.add_api_route(path, route, response_model=None, include_in_schema=False)
 
+# %% ../../nbs/55_serving.http.ipynb #f42d2750
 def create_app(
-    client: EngineClient,             # Who answers
-    tokenizer: Tokenizer,             # Text to tokens and back
-    info: dict[str, object] | None = None,  # What `/get_server_info` says beside the scheduler's stats
-    api_key: str | None = None,       # What callers must send as their bearer token
-    protect_metrics: bool = False,    # Whether `/health` and `/metrics` ask for it, too
-    cors: str | None = None,          # Web site whose pages may call; '*' is any
-    max_body_mb: int = 32,            # Longest request, in megabytes
-    log_json: bool = False,           # Whether lines in the log are JSON
+    client: EngineClient,                   # Who answers
+    tokenizer: Tokenizer,                   # Text to tokens and back
+    info: dict[str, object] | None = None,  # What `/get_server_info` says beside stats
+    api_key: str | None = None,             # What callers must send as their bearer token
+    protect_metrics: bool = False,          # `/health` and `/metrics` ask for it, too
+    cors: str | None = None,                # Web site whose pages may call; '*' is any
+    max_body_mb: int = 32,                  # Longest request, in megabytes
+    log_json: bool = False,                 # Whether lines in the log are JSON
 ) -> FastAPI:
     "The web application of one engine"
     app = FastAPI(title='minisgl_lit', docs_url=None, redoc_url=None)
     _add_routes(app, Api(client, tokenizer, info or {}))
-    for kind in (ApiError, RequestError, RequestValidationError, StarletteHTTPException, UnicodeEncodeError, RecursionError, CallerGone):
+    for kind in (ApiError, RequestError, RequestValidationError, StarletteHTTPException,
+                 UnicodeEncodeError, RecursionError, CallerGone):
         app.add_exception_handler(kind, tell)
-    unlocked = (*_page,) if protect_metrics else (*_page, '/health', '/metrics')   # the page asks for the key
-    app.add_middleware(Door, max_body=max_body_mb << 20, api_key=api_key, unlocked=unlocked, log_json=log_json)
-    if cors: app.add_middleware(CORSMiddleware, allow_origins=[cors], allow_methods=['*'], allow_headers=['*'],
-                                expose_headers=['x-request-id'])
+    # The page itself is open: it asks people for the key.
+    unlocked = (*_page,) if protect_metrics else (*_page, '/health', '/metrics')
+    app.add_middleware(Door, max_body=max_body_mb << 20, api_key=api_key,
+                       unlocked=unlocked, log_json=log_json)
+    if cors: app.add_middleware(CORSMiddleware, allow_origins=[cors], allow_methods=['*'],
+                                allow_headers=['*'], expose_headers=['x-request-id'])
     return app
