@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 
 from ..config import EngineConfig
 from ..core import Batch, ForwardMode, PendingReq, SamplingArrays, TextStop
@@ -52,8 +53,8 @@ from ..scheduler.loop import Observer, Scheduler
 class Runtime:
     """A running engine: what `build` has made of a config.
 
-    Requests go to `scheduler`, and what concerns a running one to `control`. Whoever has called
-    `build` owns the runtime, and must `close` it: other processes may belong to it.
+    Requests go to `scheduler`, and what concerns a running one to `control`. Whoever has
+    called `build` owns the runtime, and must `close` it: other processes may belong to it.
     """
     config: EngineConfig       # What was asked for
     model_path: Path           # The checkpoint's folder
@@ -100,13 +101,13 @@ def choose_device(
     config: EngineConfig,  # Wants some device, or 'auto'
     rank: int,             # Which of `tp` ranks
 ) -> torch.device:
-    "Where a rank computes: each on a GPU of its own, or all on the CPU; `ValueError` for too few GPUs"
+    "Each rank on a GPU of its own, or all on the CPU; `ValueError` for too few GPUs"
     device, n = resolve_device(config.device), torch.cuda.device_count()
     if device.type != 'cuda' or config.tp == 1: return device
     first = device.index or 0
     if first + config.tp > n:
-        raise ValueError(f'tp={config.tp} needs as many GPUs, from number {first} on, but this '
-                         f'machine has {n}')
+        raise ValueError(f'tp={config.tp} needs as many GPUs, from number {first} on, '
+                         f'but this machine has {n}')
     return torch.device('cuda', first + rank)
 
 # %% ../../nbs/44_engine.build.ipynb #4af9115f
@@ -126,8 +127,9 @@ class Setup:
         "Read the checkpoint's shape and decide; `ValueError` for what does not go together"
         path = embedded_path() if config.model == 'embedded' else resolve_model(config.model)
         model, device = read_config(path), choose_device(config, rank)
-        return cls(config, rank, path, model, device, choose_dtype(config, model.dtype, device),
-                   choose_max_seq_len(config, model))
+        dtype = choose_dtype(config, model.dtype, device)
+        longest = choose_max_seq_len(config, model)
+        return cls(config, rank, path, model, device, dtype, longest)
 
     @property
     def mine(self) -> ModelConfig:
@@ -147,11 +149,14 @@ class Setup:
             return []
         return bucket_sizes(most if wanted == 'auto' else min(wanted, most))
 
-    def weights(self) -> Weights:
-        "This rank's share of the weights, packed where our kernel reads them"
-        make = dummy_weights if self.config.dummy_weights else partial(load_weights, self.path)
-        found = make(self.model, self.dtype, self.device, group=Group(self.rank, self.config.tp))
-        return {name: pack(found.pop(name)) for name in list(found)}
+# %% ../../nbs/44_engine.build.ipynb #7da453c7
+@patch
+def weights(self: Setup) -> Weights:
+    "This rank's share of the weights, packed where our kernel reads them"
+    config, group = self.config, Group(self.rank, self.config.tp)
+    make = dummy_weights if config.dummy_weights else partial(load_weights, self.path)
+    found = make(self.model, self.dtype, self.device, group=group)
+    return {name: pack(found.pop(name)) for name in list(found)}
 
 # %% ../../nbs/44_engine.build.ipynb #fc71d0ce
 def plan_memory(
@@ -163,8 +168,8 @@ def plan_memory(
     config, mine = setup.config, setup.mine
     shape = config.page_size, mine.num_kv_heads, mine.head_dim, setup.dtype
     usable = config.max_running_req * -(-setup.max_seq_len // config.page_size)
-    return MemoryPlan.make(config.num_pages, config.page_size, page_bytes(mine.num_layers, *shape),
-                           weights, free, usable)
+    each = page_bytes(mine.num_layers, *shape)
+    return MemoryPlan.make(config.num_pages, config.page_size, each, weights, free, usable)
 
 def make_tables(
     setup: Setup,          # Sizes, and what computes attention
@@ -173,10 +178,10 @@ def make_tables(
 ) -> tuple[TableManager, AttentionBackend]:
     "The table of requests, and attention over a pool of keys and values"
     config, mine = setup.config, setup.mine
-    pool = KVPool(mine.num_layers, num_pages, config.page_size, mine.num_kv_heads, mine.head_dim,
-                  setup.dtype, setup.device)
-    table = kind(config.max_running_req, setup.max_seq_len, config.page_size, pool.dummy_page,
-                 setup.device)
+    pool = KVPool(mine.num_layers, num_pages, config.page_size,
+                  mine.num_kv_heads, mine.head_dim, setup.dtype, setup.device)
+    table = kind(config.max_running_req, setup.max_seq_len, config.page_size,
+                 pool.dummy_page, setup.device)
     return table, choose_attention(config.attention, pool, table.page_table, mine.windows,
                                    num_heads=mine.num_heads)
 
@@ -185,7 +190,7 @@ def heaviest(
     table: TableManager,      # Its dummy row is used, which points at the dummy page
     max_prefill_tokens: int,  # The most prompt tokens in one step
 ) -> list[Batch]:
-    "The steps that need the most memory: one of prefill, one of decode; no request is in them"
+    "The steps that need the most memory: one prefills, one decodes; for no request"
     n, longest = table.dummy_row, table.token_pool.shape[1] - 1
     starts = longest * np.arange(min(n, -(-max_prefill_tokens // longest)))
     def batch(mode: ForwardMode, cached: np.ndarray, lens: np.ndarray) -> Batch:
@@ -194,9 +199,11 @@ def heaviest(
         at = np.arange(extend.sum()) + (cached - extend.cumsum() + extend).repeat(extend)
         wild = SamplingArrays.empty(len(lens))
         wild.temperature[:], wild.top_p[:] = 1, .9
-        return Batch([], mode, 0, rows, cached, lens, owner, at, table.slots(owner, at), sampled, wild)
+        return Batch([], mode, 0, rows, cached, lens, owner, at, table.slots(owner, at),
+                     sampled, wild)
+    prompts = np.minimum(longest, max_prefill_tokens - starts)
     lens = np.full(n, min(longest, max((1 << 18) // n, 1)))
-    return [batch(ForwardMode.PREFILL, 0 * starts, np.minimum(longest, max_prefill_tokens - starts)),
+    return [batch(ForwardMode.PREFILL, 0 * prompts, prompts),
             batch(ForwardMode.DECODE, lens - 1, lens)]
 
 # %% ../../nbs/44_engine.build.ipynb #9b51e9be
@@ -208,20 +215,24 @@ def try_out(
 ) -> tuple[int, list[int]]:    # Bytes for pages, and batch sizes to record
     "Do once what takes the most memory, and see what is left for pages"
     table, attention = make_tables(setup, 1)
-    model, stream = Decoder(setup.model, weights, Group(setup.rank, setup.config.tp)), make_stream(setup.device, False)
-    engine, able = Engine(model, attention, table.token_pool, stream), graph_attention(attention)
-    for batch in heaviest(table, setup.config.max_prefill_tokens):
+    config, stream = setup.config, make_stream(setup.device, False)
+    model = Decoder(setup.model, weights, Group(setup.rank, config.tp))
+    engine = Engine(model, attention, table.token_pool, stream)
+    for batch in heaviest(table, config.max_prefill_tokens):
         engine.sample(batch, engine.forward(batch)).copy_done.synchronize()
-    sizes, left = setup.recorded() if able else [], [free()]
+    able, left = graph_attention(attention), [free()]
+    sizes, idle = setup.recorded() if able else [], idle_batch(table, 0)
     if not sizes: return left[0], []
-    graphs = Graphs(model, able, table.token_pool, idle_batch(table, 0), sizes[-4:], capture)
+    graphs = Graphs(model, able, table.token_pool, idle, sizes[-4:], capture)
     stream.submit(lambda: left.extend(graphs.record(free)))
     stream.synchronize()
     first, n = len(graphs.sizes), len(sizes)
     each = max(left[1] - left[-1], 0) // max(first - 1, 1)
-    if setup.config.cuda_graph_max_bs == 'auto' and each: n = min(n, first + max(left[-1], 0) // 50 // each)
+    if config.cuda_graph_max_bs == 'auto' and each:
+        n = min(n, first + max(left[-1], 0) // 50 // each)
     return left[-1] - each * (n - first), sizes[:n]
 
+# %% ../../nbs/44_engine.build.ipynb #d6a13d2b
 def room(
     setup: Setup,      # Of one rank
     weights: Weights,  # Its share of them
@@ -231,15 +242,17 @@ def room(
     torch.cuda.empty_cache()   # what loading has left over
     try: return try_out(setup, weights, CudaCapture(), setup.free)
     except torch.OutOfMemoryError as e:
-        raise ValueError('beside its weights this GPU has no room to compute: lower max_prefill_tokens='
-                         f'{setup.config.max_prefill_tokens} or max_running_req={setup.config.max_running_req}') from e
+        c = setup.config
+        raise ValueError(
+            'beside its weights this GPU has no room to compute: lower max_prefill_tokens='
+            f'{c.max_prefill_tokens} or max_running_req={c.max_running_req}') from e
     finally:
         gc.collect()
         torch.cuda.empty_cache()
 
 # %% ../../nbs/44_engine.build.ipynb #a4ba72d1
 def other_rank() -> None:
-    "All that the process of another rank does, until its standard input ends; it never returns"
+    "All that the process of another rank does, until its input ends; it never returns"
     out = os.fdopen(os.dup(1), 'w')
     os.dup2(2, 1)   # what libraries print must not be taken for an answer
     def tell(what: object) -> None: print(json.dumps(what), file=out, flush=True)
@@ -252,6 +265,7 @@ def other_rank() -> None:
     except Exception: traceback.print_exc()
     os._exit(code)   # threads of the group may wait for ever
 
+# %% ../../nbs/44_engine.build.ipynb #f7a3e132
 def _compute(orders: Iterator[bytes], tell: Callable[[object], None]) -> None:
     "Load, say how many bytes are left or what is wrong, meet the others, follow rank 0"
     rank, settings = json.loads(next(orders))
@@ -267,8 +281,8 @@ def _compute(orders: Iterator[bytes], tell: Callable[[object], None]) -> None:
     num_pages, meet = json.loads(next(orders))
     group = TorchGroup.join(rank, config.tp, Path(meet), setup.device)
     table, attention = make_tables(setup, num_pages)
-    stream = make_stream(setup.device, overlap=False)
-    follow(orders, Engine(Decoder(setup.model, weights, group), attention, table.token_pool, stream), table)
+    decoder, stream = Decoder(setup.model, weights, group), make_stream(setup.device, False)
+    follow(orders, Engine(decoder, attention, table.token_pool, stream), table)
 
 # %% ../../nbs/44_engine.build.ipynb #572bf9d0
 def start(
@@ -276,9 +290,11 @@ def start(
     ranks: Ranks,  # The others, who wait for orders
     size: int,     # Bytes of the weights of one rank
 ) -> tuple[Decoder, MemoryPlan, list[int]]:   # And the batch sizes to record
-    "Load the weights on all ranks, agree on the number of pages, and meet; with one rank, just load"
-    tp, settings = setup.config.tp, {f.name: getattr(setup.config, f.name) for f in fields(EngineConfig)}
-    settings |= dict(model=str(setup.path), dtype=str(setup.dtype)[6:], max_seq_len=setup.max_seq_len)
+    "Load the weights, agree with the others on the number of pages, and meet them, if any"
+    config, tp = setup.config, setup.config.tp
+    settings = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}
+    settings |= dict(model=str(setup.path), dtype=str(setup.dtype).removeprefix('torch.'),
+                     max_seq_len=setup.max_seq_len)
     for rank in range(1, tp): ranks.tell(rank, json.dumps([rank, settings]).encode())
     weights = setup.weights()
     left, sizes = room(setup, weights)
@@ -299,11 +315,13 @@ def make_engine(
     "The engine of rank 0, the table that it reads, and the memory plan"
     size = check_weights(setup.mine, setup.dtype, setup.free())
     decoder, memory, sizes = start(setup, ranks, size)
-    table, attention = make_tables(setup, memory.num_pages, LeadTable if ranks.size > 1 else TableManager)
+    kind = LeadTable if ranks.size > 1 else TableManager
+    table, attention = make_tables(setup, memory.num_pages, kind)
     stream = make_stream(setup.device, overlap)
     parts = decoder, attention, table.token_pool, stream
     if not sizes: return Engine(*parts), table, memory
-    graphs = Graphs(decoder, graph_attention(attention), table.token_pool, idle_batch(table, 0), sizes, CudaCapture())
+    able, idle = graph_attention(attention), idle_batch(table, 0)
+    graphs = Graphs(decoder, able, table.token_pool, idle, sizes, CudaCapture())
     return GraphEngine(*parts, graphs), table, memory
 
 # %% ../../nbs/44_engine.build.ipynb #10c46f8d
@@ -312,9 +330,9 @@ def build(
     text_stop: Callable[[PendingReq], TextStop] | None = None,  # Finds stop strings
     clock: Callable[[], float] = time.perf_counter,   # Seconds, from any beginning
     observer: Observer | None = None,    # Sees every batch
-    audit: bool = False,                 # Whether ranks check that they do the same; for tests
+    audit: bool = False,                 # Should ranks check that they agree? For tests
 ) -> Runtime:
-    "Load a model and join all parts; `ValueError` for what a user can mend. The caller closes it"
+    "Join all parts, for the caller to close; `ValueError` for what a user can mend"
     setup = Setup.of(config)
     model, on_gpu = setup.model, setup.device.type == 'cuda'
     overlap = on_gpu if config.overlap == 'auto' else config.overlap
@@ -327,10 +345,11 @@ def build(
         prefix = make_prefix_cache(config.cache, config.page_size, config.eviction)
         scheduler = Scheduler(
             lead, CacheManager(memory.num_pages, table, prefix), model.vocab_size, clock,
-            replace(config, overlap=overlap), frozenset(model.eos_token_ids), model.generation,
-            text_stop, observer)
+            replace(config, overlap=overlap), frozenset(model.eos_token_ids),
+            model.generation, text_stop, observer)
         scheduler.idle_step()
     except BaseException:
         ranks.end('the start has failed')
         raise
-    return Runtime(config, setup.path, model, scheduler, Control(scheduler), engine, memory, ranks)
+    control = Control(scheduler)
+    return Runtime(config, setup.path, model, scheduler, control, engine, memory, ranks)
