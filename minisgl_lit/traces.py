@@ -22,7 +22,7 @@ import numpy as np
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     "One request of a conversation."
-    delay: float        # Seconds since the answer before; of the first, since the trace began
+    delay: float        # Seconds since the answer before; the first: since the trace began
     prompt: np.ndarray  # Tokens, int32, [n]
     max_tokens: int     # Length of the answer
 
@@ -51,12 +51,13 @@ def shared_text(
 # %% ../nbs/59_traces.ipynb #216442ac
 def arrivals(
     rate: float,             # How many a second, on average
-    burstiness: float = 1.,  # Standard deviation of the gaps over their mean; 1 is a Poisson process
+    burstiness: float = 1.,  # Gaps: deviation over mean; 1 is a Poisson process
     seed: int = 0,           # The same seed, the same times
 ) -> Iterator[float]:        # Seconds, rising, without end
     "When somebody comes"
     if not (rate > 0 and burstiness > 0):
-        raise ValueError(f'rate and burstiness must be above 0, not {rate} and {burstiness}')
+        raise ValueError(
+            f'rate and burstiness must be above 0, not {rate} and {burstiness}')
     rng, now, shape = np.random.default_rng(seed), 0., burstiness**-2
     while True:
         now += rng.gamma(shape, 1 / (rate * shape))
@@ -78,9 +79,9 @@ class Kind:
     output_len: float = 100      # Answer
     turns: float = 1             # Turns of a conversation
     pause: float = 20            # Seconds from an answer to the next turn
-    prefixes: int = 20           # How many there are to share; the k-th is chosen about 1/k as often
+    prefixes: int = 20           # How many to share; the k-th is chosen about 1/k as often
     prefix_len: int = 500        # Length of each, exactly
-    max_len: int = 8192          # A conversation ends before a turn that would make it longer
+    max_len: int = 8192          # A turn that would lead beyond it ends the conversation
 
 kinds = dict(
     question=Kind(),
@@ -94,8 +95,9 @@ def converse(
     name: tuple[int, ...],  # Its seed; the first number also names the shared prefixes
     at: float,              # When it begins, in seconds
 ) -> Session:
-    """One conversation: each prompt is the one before, the answer to it, and something new. It has no
-    turn at all if the first would be longer than `max_len`."""
+    """One conversation: each prompt is the one before, the answer to it, and something new.
+
+    It has no turn at all if the first would be longer than `max_len`."""
     rng = np.random.default_rng(name)
     which = int((kind.prefixes + 1)**rng.random())   # from 1 on
     prompt, delay = shared_text((name[0], which), kind.prefix_len), at
@@ -114,11 +116,12 @@ def trace(
     kind: Kind,              # What conversations are like
     n: int,                  # How many there are
     rate: float,             # How many begin in a second, on average
-    burstiness: float = 1.,  # Standard deviation of the gaps over their mean; 1 is a Poisson process
+    burstiness: float = 1.,  # Gaps: deviation over mean; 1 is a Poisson process
     seed: int = 0,           # The same seed, the same day
 ) -> Iterator[Session]:      # In the order in which they begin
     "A day, made up from a few numbers"
-    for i, at in zip(range(n), arrivals(rate, burstiness, seed)): yield converse(kind, (seed, i), at)
+    for i, at in zip(range(n), arrivals(rate, burstiness, seed)):
+        yield converse(kind, (seed, i), at)
 
 # %% ../nbs/59_traces.ipynb #d0b6e211
 def _line(o: dict, number: int, since: float) -> Turn:
@@ -127,12 +130,15 @@ def _line(o: dict, number: int, since: float) -> Turn:
         raise ValueError('a line is an object with a prompt or an input_len')
     at, m = o.get('arrival'), o.get('output_len')
     if not isinstance(at, (int, float)) or not at >= since:
-        raise ValueError(f'arrival must be seconds, at least {since} as in the line before, not {at!r}')
-    if not isinstance(m, int) or m < 1: raise ValueError(f'output_len must be at least 1, not {m!r}')
+        raise ValueError(f'arrival must be seconds, at least {since} as in the line before, '
+                         f'not {at!r}')
+    if not isinstance(m, int) or m < 1:
+        raise ValueError(f'output_len must be at least 1, not {m!r}')
     if 'prompt' in o: return Turn(at, np.array(o['prompt'], dtype=np.int32), m)
     n, k = o['input_len'], o.get('prefix_len', 0)
     if not (isinstance(n, int) and isinstance(k, int) and 0 <= k <= n > 0):
-        raise ValueError(f'input_len={n!r} must be at least 1 and not less than prefix_len={k!r}')
+        raise ValueError(f'input_len={n!r} must be at least 1 '
+                         f'and not less than prefix_len={k!r}')
     prefix = shared_text((1, zlib.crc32(str(o.get('prefix')).encode())), k)
     return Turn(at, np.concatenate([prefix, text((0, number), n - k)]), m)
 
