@@ -71,7 +71,8 @@ INLINE void tile(int R, const char *x, i64 ld, const char *w, i64 words, i64 ahe
     vf sums[ROWS][WIDE];      // y[R, PANEL] += x[R, words] w[words, PANEL]
     UNROLL for (int r = 0; r < R; r++) memcpy(sums[r], y + r * apart, sizeof sums[r]);
     for (i64 k = 0; k < words; k++, w += PANEL * 4) {
-        UNROLL for (int i = 0; i < PANEL * 4; i += 64) __builtin_prefetch(w + ahead + i, 0, 2);
+        UNROLL for (int i = 0; i < PANEL * 4; i += 64)
+            __builtin_prefetch(w + ahead + i, 0, 2);
         UNROLL for (int h = 0; h < halves; h++) {
             vu weights[WIDE];
             UNROLL for (int j = 0; j < WIDE; j++) {
@@ -130,7 +131,8 @@ INLINE void outputs(const product *p, i64 o, float *sums, int bf16) {
     for (i64 r = 1; r < p->rows; r++) memcpy(sums + r * PANEL, sums, PANEL * 4);
     multiply(p->x, p->ld, p->rows, p->w + o * p->words * 4, p->words, sums, PANEL, bf16);
     for (i64 r = 0; r < p->rows; r++)
-        for (i64 i = 0; i < n; i++) put(p->y, r * p->n_out + o + i, sums[r * PANEL + i], bf16);
+        for (i64 i = 0; i < n; i++)
+            put(p->y, r * p->n_out + o + i, sums[r * PANEL + i], bf16);
 }
 """
 
@@ -142,7 +144,8 @@ static void shared(product p, const void *x, i64 n_in, i64 bf16, i64 threads) {
         if (p.x != x) {
             #pragma omp for
             for (i64 r = 0; r < p.rows; r++)
-                for (i64 i = 0; i < n_in; i++) put(p.x + r * p.ld, i, get(x, r * n_in + i, 1), 0);
+                for (i64 i = 0; i < n_in; i++)
+                    put(p.x + r * p.ld, i, get(x, r * n_in + i, 1), 0);
         }
         float *sums = aligned_alloc(64, p.rows * PANEL * 4);
         #pragma omp for
@@ -158,7 +161,8 @@ linear_c += r"""
 enum { MOST = 256 };
 void linear(void *y, const void *x, const void *w, const void *bias,
             i64 rows, i64 n_out, i64 n_in, i64 bf16, i64 threads) {
-    i64 widen = bf16 && !PAIRS, size = bf16 ? 2 : 4, ld = widen ? 4 * n_in + 64 : size * n_in;
+    i64 widen = bf16 && !PAIRS, size = bf16 ? 2 : 4;
+    i64 ld = widen ? 4 * n_in + 64 : size * n_in;
     char *room = widen ? malloc(lesser(rows, MOST) * ld) : NULL;
     for (i64 r = 0; r < rows; r += MOST) {
         const char *from = at(x, r * n_in, bf16);
@@ -186,7 +190,7 @@ def kernels(
 @dataclass(frozen=True, eq=False)
 class Packed:
     "A weight in the order in which the kernel reads it."
-    data: torch.Tensor      # All of its words, and zeros that fill the last panel, [n_panels * panel, n_in]
+    data: torch.Tensor      # All words, the last panel filled up, [n_panels * panel, n_in]
     shape: tuple[int, int]  # Outputs and inputs
     panel: int              # Outputs side by side
 
@@ -198,7 +202,8 @@ class Packed:
     @property
     def words(self) -> torch.Tensor:
         "By panel, word and output; each int32"
-        return self.data.view(torch.int32).view(len(self.data) // self.panel, -1, self.panel)
+        words = self.data.view(torch.int32)
+        return words.view(len(words) // self.panel, -1, self.panel)
 
     def rows(
         self,
@@ -210,7 +215,8 @@ class Packed:
 
     def plain(self) -> torch.Tensor:
         "What was packed, [n_out, n_in], copied into its old order"
-        return self.words.mT.flatten().view(self.dtype).view(self.data.shape)[:self.shape[0]]
+        numbers = self.words.mT.flatten().view(self.dtype)
+        return numbers.view(self.data.shape)[:self.shape[0]]
 
 # %% ../nbs/06_products.ipynb #7de965ae
 def pack(
