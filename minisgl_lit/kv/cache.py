@@ -20,7 +20,7 @@ class ReleaseList:
     "Pages, rows or locks that wait for the batch they were last launched with."
     def __init__(self):
         self._waiting: list[tuple[int, Sequence]] = []   # batch number, what waits
-        self.size = 0                                      # how many are waiting
+        self.size = 0                                    # how many are waiting
 
     def put(
         self,
@@ -43,7 +43,8 @@ class ReleaseList:
 
     def items(self) -> np.ndarray:
         "The numbers of all that wait, as a copy, [size]"
-        return np.array([item for _, items in self._waiting for item in items], dtype=np.int64)
+        numbers = [item for _, items in self._waiting for item in items]
+        return np.array(numbers, dtype=np.int64)
 
 # %% ../../nbs/13_kv.cache.ipynb #2712787e
 class CacheManager:
@@ -61,7 +62,7 @@ class CacheManager:
         self.num_pages, self.page_size = num_pages, table.page_size
         self.table, self.prefix = table, prefix
         self._stack, self.free_size = np.arange(num_pages)[::-1], num_pages
-        self._lent = np.zeros(num_pages, dtype=bool)   # pages that a request holds by itself
+        self._lent = np.zeros(num_pages, dtype=bool)   # pages held by a request itself
         self.releasing, self.held_size, self.evicted_pages = ReleaseList(), 0, 0
         self._unlocking = ReleaseList()   # handles of requests that have ended
 
@@ -145,8 +146,8 @@ def _release(
     step: int,          # Number of the last batch that uses them
 ) -> None:
     "Take pages back from a request; they wait for that batch"
-    if not self._lent[pages].all():
-        raise RuntimeError(f'pages {pages[~self._lent[pages]].tolist()} come back, but are not lent')
+    strange = pages[~self._lent[pages]].tolist()
+    if strange: raise RuntimeError(f'pages {strange} come back, but are not lent')
     self._lent[pages] = False
     self.releasing.put(pages, step)
 
@@ -296,5 +297,6 @@ def reset(self: CacheManager) -> None:
     "Forget every cached prefix; `RequestError` while anything runs"
     try: self._push(self.prefix.reset())
     except RuntimeError:
-        raise RequestError('flush_cache', 'the cache can be flushed only while nothing runs; '
-                           f'its pages are {self.figures}') from None
+        raise RequestError(
+            'flush_cache', 'the cache can be flushed only while nothing runs; '
+            f'its pages are {self.figures}') from None
