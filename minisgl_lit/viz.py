@@ -10,8 +10,8 @@ try:
     import ipywidgets as widgets
     from matplotlib.axes import Axes
 except ImportError:
-    raise ImportError('minisgl_lit.viz draws with ipywidgets and matplotlib, and one of them is '
-                      "missing: pip install 'minisgl_lit[viz]'") from None
+    raise ImportError('minisgl_lit.viz draws with ipywidgets and matplotlib, and '
+                      "one of them is missing: pip install 'minisgl_lit[viz]'") from None
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -44,7 +44,7 @@ class _Awaited:
 # %% ../nbs/60_viz.ipynb #f2a2a062
 @dataclass
 class Timed:
-    "An engine in front of an engine: notes when that was called, and when it was waited for."
+    "An engine in front of an engine: notes when it is called, and when one waits for it."
     engine: Engine                  # Does the work
     clock: Callable[[], float]      # Seconds
     steps: dict[int, Step] = field(default_factory=dict)   # In flight, by number
@@ -76,24 +76,28 @@ class Timed:
         self.engine.reset()
 
 # %% ../nbs/60_viz.ipynb #97e313f1
+def _numbers(ids: Sequence[int]) -> str:
+    "Tokens as they are, if nobody makes text of them"
+    return ' '.join(map(str, ids))
+
 class Recorder(Observer):
     """Writes down what a scheduler does, from `attach` to `detach` or for a `with` block.
 
-    It is the scheduler's observer, and puts a `Timed` engine in front of the one that is there.
-    Attach it between two steps.
+    It is the scheduler's observer, and puts a `Timed` engine in front of the one that is
+    there. Attach it between two steps.
     """
     def __init__(
         self,
-        scheduler: Scheduler,   # Who is watched
-        text: Callable[[Sequence[int]], str] = lambda ids: ' '.join(map(str, ids)),  # Shows tokens
-        clock: Callable[[], float] | None = None,   # Seconds; `None`: the scheduler's
-        keep: int = 500,        # Steps; the oldest are forgotten
+        scheduler: Scheduler,                             # Who is watched
+        text: Callable[[Sequence[int]], str] = _numbers,  # Shows tokens
+        clock: Callable[[], float] | None = None,         # Seconds; `None`: the scheduler's
+        keep: int = 500,                                  # Steps; the oldest are forgotten
     ):
         self.scheduler, self.clock, self.keep = scheduler, clock or scheduler.clock, keep
         self.recording, self.before, self.engine = Recording(text), scheduler.observer, None
-        self.listeners: list[Callable[[], None]] = []   # called when a batch has been processed
+        self.listeners: list[Callable[[], None]] = []   # called when a batch is done
         self._codes = {name: i for i, name in enumerate(self.recording.names)}
-        self._ended: list[PendingReq] = []      # may still have pages
+        self._ended: list[PendingReq] = []              # may still have pages
 
     def attach(self) -> 'Recorder':
         "Begin; a recorder that is there already makes way"
@@ -155,7 +159,7 @@ def launched(self: Recorder, batch: Batch) -> None:
 def completed(self: Recorder, batch: Batch, news: News) -> None:
     "It has been processed; those who listen are told"
     self.before.completed(batch, news)
-    if step := self.engine.steps.pop(batch.step, None):   # else it was launched before we came
+    if step := self.engine.steps.pop(batch.step, None):   # else launched before we came
         step.work.append(('process', step.done, self.clock()))
         step.rest = not self.scheduler.alive
     for listener in self.listeners: listener()
@@ -172,7 +176,7 @@ def ended(self: Recorder, pending: PendingReq) -> None:
 
 @patch
 def look(self: Recorder) -> None:
-    "One more step without a batch: how things stand now, between two steps of the scheduler"
+    "One more step without a batch: how things stand between two steps of the scheduler"
     self._see(Step(self.scheduler.launched))
     for listener in self.listeners: listener()
 
@@ -191,10 +195,12 @@ def plot_pages(
 ) -> None:
     "How many pages were whose, from batch to batch"
     steps = [o.stats['pages'] for o in recording.steps]
-    parts = {name: [o[name] for o in steps] for name in ('held', 'protected', 'evictable', 'free')}
-    ax.stackplot(range(len(steps)), *parts.values(), labels=parts, step='post',
-                 colors=['#3b82c4', '#777', '#ccc', '#fff'], edgecolor='#333', linewidth=.5)
-    ax.set(xlabel='step', ylabel='pages', xlim=(0, len(steps) - 1), ylim=(0, steps[0]['total']))
+    colors = dict(held='#3b82c4', protected='#777', evictable='#ccc', free='#fff')
+    parts = [[o[name] for o in steps] for name in colors]
+    ax.stackplot(range(len(steps)), *parts, labels=colors, step='post',
+                 colors=colors.values(), edgecolor='#333', linewidth=.5)
+    ax.set(xlabel='step', xlim=(0, len(steps) - 1),
+           ylabel='pages', ylim=(0, steps[0]['total']))
     ax.legend(loc='upper left', fontsize='small')
 
 # %% ../nbs/60_viz.ipynb #84e472ed
@@ -216,7 +222,8 @@ class View(widgets.HTML):
     def show(self) -> None:
         "Draw what there is; while batches run, not too often"
         began, recording = time.perf_counter(), self.recorder.recording
-        quiet = not recording.steps or recording.steps[-1].mode is None or recording.steps[-1].rest
+        last = recording.steps[-1] if recording.steps else None
+        quiet = last is None or last.mode is None or last.rest
         if not quiet and began < self._next: return
         self.value = player(recording.last(self.steps), self.pictures)
         now = time.perf_counter()
@@ -245,12 +252,13 @@ class Timeline(View):
 class ChatWidget(widgets.Box):
     """A conversation with a model, and beside it the scheduler at work on it.
 
-    It owns the recorder, until `close` or until another recorder comes; the model is the caller's."""
+    It owns the recorder, until `close` or until another recorder comes; the model is the
+    caller's."""
     def __init__(
         self,
-        llm: LLM,                                # Who answers
-        params: SamplingParams | None = None,    # For its answers
-        view: type[View] = Timeline,             # The picture beside the chat
+        llm: LLM,                              # Who answers
+        params: SamplingParams | None = None,  # For its answers
+        view: type[View] = Timeline,           # The picture beside the chat
     ):
         self.llm, self.params, self.messages, self.bills = llm, params, [], []
         self.recorder = record(llm).attach()
@@ -258,8 +266,10 @@ class ChatWidget(widgets.Box):
         self.line = widgets.Text(placeholder='Say something, then press Enter',
                                  continuous_update=False, layout=dict(width='auto'))
         self.line.observe(lambda change: self.ask(change.new), 'value')
-        chat = widgets.VBox([self.words, self.line], layout=dict(flex='1 1 18rem', min_width='0'))
-        super().__init__([chat, self.view], layout=dict(flex_flow='row wrap', grid_gap='1rem'))
+        chat = widgets.VBox([self.words, self.line],
+                            layout=dict(flex='1 1 18rem', min_width='0'))
+        super().__init__([chat, self.view],
+                         layout=dict(flex_flow='row wrap', grid_gap='1rem'))
 
     def close(self) -> None:
         "Watch no more; the model goes on"
@@ -282,7 +292,8 @@ def ask(
         with closing(self.llm.stream(prompt, self.params)) as pieces:
             for piece in pieces: self._write(said := said + piece.text)
         o = self.recorder.recording.ends[-1]
-        bill = f'{o.cached} of {o.prompt} prompt tokens were cached; {o.made} tokens, {o.reason}'
+        bill = (f'{o.cached} of {o.prompt} prompt tokens were cached; '
+                f'{o.made} tokens, {o.reason}')
     except RequestError as e: bill = str(e)
     finally:
         self.line.disabled = False
@@ -299,7 +310,9 @@ def _write(self: ChatWidget, said: str = '') -> None:
     lines, bills = [], iter(self.bills)
     for o in self.messages:
         if o['role'] == 'user': lines.append(one('You', o['content']))
-        else: lines.append(one('Model', o['content']) + f'<small>{escape(next(bills))}</small>')
+        else:
+            bill = f'<small>{escape(next(bills))}</small>'
+            lines.append(one('Model', o['content']) + bill)
     self.words.value = ''.join(lines) + (one('Model', said) if said else '')
 
 # %% ../nbs/60_viz.ipynb #4ec956b5
