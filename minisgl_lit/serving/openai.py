@@ -29,7 +29,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None  # One more event at the end, with the usage
 
 class ApiRequest(Wishes):
-    "What both of OpenAI's routes take beside their prompt. What they do not know they ignore."
+    "What both routes take beside their prompt. What they do not know they ignore."
     model: str | None = None     # Must be the model that is served, if given
     stream: bool | None = None   # Send the answer piece by piece
     stream_options: StreamOptions | None = None
@@ -86,7 +86,7 @@ class ChatMessage(Part):
     content: str | list[TextPart] | None = None  # What was said
     tool_calls: list[MessageCall] | None = None  # What an assistant called
     tool_call_id: str | None = None              # The call whose result this is
-    name: str | None = None                      # Of a speaker or a tool, for templates that ask
+    name: str | None = None                      # Of a speaker or tool; some templates ask
 
     @model_validator(mode='after')
     def _says_something(self) -> Self:
@@ -98,7 +98,8 @@ class ChatMessage(Part):
         "As chat templates want it"
         content = self.content or ''
         if isinstance(content, list): content = ''.join(p.text for p in content)
-        told = {'role': {'developer': 'system'}.get(self.role, self.role), 'content': content,
+        role = 'system' if self.role == 'developer' else self.role
+        told = {'role': role, 'content': content,
                 'tool_calls': [o.plain for o in self.tool_calls or []],
                 'tool_call_id': self.tool_call_id, 'name': self.name}
         return {k: v for k, v in told.items() if v or k in ('role', 'content')}
@@ -129,10 +130,12 @@ def call_schema(
 ) -> dict[str, object]:             # A JSON schema
     "What the JSON of such a call looks like"
     def one(f: Function) -> dict[str, object]:
-        fields = {'name': {'const': f.name}, 'arguments': f.parameters or {'type': 'object'}}
+        arguments = f.parameters or {'type': 'object'}
+        fields = {'name': {'const': f.name}, 'arguments': arguments}
         return {'type': 'object', 'properties': fields, 'required': list(fields),
                 'additionalProperties': False}
-    return one(functions[0]) if len(functions) == 1 else {'anyOf': [one(f) for f in functions]}
+    if len(functions) == 1: return one(functions[0])
+    return {'anyOf': [one(f) for f in functions]}
 
 # %% ../../nbs/54_serving.openai.ipynb #b0c71b18
 class NamedSchema(Part):
@@ -160,10 +163,10 @@ class ChatRequest(ApiRequest):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None  # The newer name of `max_tokens`
     logprobs: bool | None = None              # Tell how likely each token was
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)   # And so many of the likeliest
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)  # And how many alternatives
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None           # What the model may call
-    tool_choice: Literal['none', 'auto', 'required'] | NamedTool | None = None   # Whether it does
+    tool_choice: Literal['none', 'auto', 'required'] | NamedTool | None = None   # Must it?
     parallel_tool_calls: bool | None = None   # False: one call at most
 
     @property
@@ -175,7 +178,8 @@ class ChatRequest(ApiRequest):
         name = choice if choice == 'required' else choice.function.name
         if named := [f for f in all_ if f.name == name]: return named
         raise ApiError('tool_choice must be none, auto, required or one of tools, '
-                       f'not {name!r}, with tools {[f.name for f in all_]}', param='tool_choice')
+                       f'not {name!r}, with tools {[f.name for f in all_]}',
+                       param='tool_choice')
 
     @property
     def forced(self) -> bool:
@@ -188,9 +192,11 @@ class ChatRequest(ApiRequest):
         if len(limits) > 1:
             raise ApiError(f'max_tokens={self.max_tokens} and '
                            f'max_completion_tokens={self.max_completion_tokens} '
-                           'are the same limit; give one of them', param='max_completion_tokens')
+                           'are the same limit; give one of them',
+                           param='max_completion_tokens')
         if self.top_logprobs and not self.logprobs:
-            raise ApiError('top_logprobs must come with logprobs=true', param='top_logprobs')
+            what = 'top_logprobs must come with logprobs=true'
+            raise ApiError(what, param='top_logprobs')
         top = {'logprobs': self.top_logprobs or 0} if self.logprobs else {}
         return super().wishes() | {'max_tokens': n for n in limits} | top | self._form()
 
@@ -233,7 +239,8 @@ class CompletionRequest(ApiRequest):
         given = {'max_tokens': 16} | super().wishes()
         if not self.echo or 'logprobs' not in given: return given
         if self.stream:
-            raise ApiError('echo with logprobs cannot be streamed; leave out stream', param='echo')
+            what = 'echo with logprobs cannot be streamed; leave out stream'
+            raise ApiError(what, param='echo')
         return given | {'prompt_logprobs': given['logprobs']}
 
 # %% ../../nbs/54_serving.openai.ipynb #2f3cbb07
@@ -243,16 +250,18 @@ def usage(
 ) -> dict[str, object]:
     "What answers cost, in tokens"
     completion = sum(len(o.token_ids) for o in outputs)
-    prompt, cached = map(sum, zip(*[(o.prompt_tokens, o.cached_tokens) for o in outputs[::n]]))
+    each = [(o.prompt_tokens, o.cached_tokens) for o in outputs[::n]]
+    prompt, cached = map(sum, zip(*each))
     return {'prompt_tokens': prompt, 'completion_tokens': completion,
-            'total_tokens': prompt + completion, 'prompt_tokens_details': {'cached_tokens': cached}}
+            'total_tokens': prompt + completion,
+            'prompt_tokens_details': {'cached_tokens': cached}}
 
 # %% ../../nbs/54_serving.openai.ipynb #6523f72a
 @dataclass(frozen=True)
 class Answer:
     """Writes the JSON of one answer, with all its choices, whole or piece by piece.
 
-    `index` numbers its choices: `n` for the first prompt, then `n` for the second, and so on.
+    `index` numbers its choices: `n` for the first prompt, then `n` for the second.
     """
     id: str       # Name of the answer
     model: str    # The model that gives it
@@ -261,18 +270,19 @@ class Answer:
     spell: Callable[[int], str] = str   # The text of a token; by default its number
     n: int = 1    # Choices for each prompt
 
-    kinds: ClassVar[tuple[str, str]] = ('', '')  # `object` of a whole answer, and of an event
+    kinds: ClassVar[tuple[str, str]] = ('', '')  # `object` of a whole answer; of an event
 
     def parts(self, index: int, o: Piece | Output) -> list[str | ToolCall | MoreArguments]:
         "What a choice says: texts, and calls of tools or parts of them"
         return [o.text] * bool(o.text)
 
-    def said(self, index: int, parts: Sequence[str | ToolCall], whole: bool) -> dict[str, object]:
+    def said(self, index: int, parts: Sequence[str | ToolCall],
+             whole: bool) -> dict[str, object]:
         "The same in the words of the route; in an event, one part at most"
         raise NotImplementedError
 
     def likely(self, logprobs: Sequence[Logprob], start: int) -> dict[str, object]:
-        "How likely tokens were, of which the first begins `start` characters into the answer"
+        "How likely tokens were; the first begins `start` characters into the answer"
         raise NotImplementedError
 
     def told(self, index: int, o: Piece | Output, start: int) -> dict[str, object]:
@@ -289,9 +299,11 @@ class Answer:
         return {'id': self.id, 'object': self.kinds[not whole], 'created': self.created,
                 'model': self.model, 'choices': choices, **more}
 
-    def _piece(self, index: int, said: dict, reason: str | None = None) -> dict[str, object]:
+    def _piece(self, index: int, said: dict,
+               reason: str | None = None) -> dict[str, object]:
         choice = {'index': index, 'logprobs': None, **said, 'finish_reason': reason}
-        return self._body(False, [choice], **({'usage': None} if self.usage_in_stream else {}))
+        more = {'usage': None} if self.usage_in_stream else {}
+        return self._body(False, [choice], **more)
 
 # %% ../../nbs/54_serving.openai.ipynb #26486197
 @patch
@@ -310,8 +322,8 @@ def opening(self: Answer, n: int) -> list[dict]:
 def frame(self: Answer, index: int) -> tuple[str, str] | None:
     "JSON before and after the text in an event that brings text only; `None` if none may"
     mark = '\0'
-    around = json.dumps(self._piece(index, self.said(index, [mark], False)), ensure_ascii=False)
-    before, *after = around.split(json.dumps(mark))
+    event = self._piece(index, self.said(index, [mark], False))
+    before, *after = json.dumps(event, ensure_ascii=False).split(json.dumps(mark))
     return (before, *after) if len(after) == 1 else None
 
 @patch
@@ -323,12 +335,14 @@ def events(self: Answer, index: int, piece: Piece) -> list[dict]:
         said = [(said or [self.said(index, [], False)])[0] | told, *said[1:]]
     texts = [self._piece(index, o) for o in said]
     if piece.finish_reason is None: return texts
-    return [*texts, self._piece(index, self.said(index, [], False), self.reason(index, piece))]
+    end = self._piece(index, self.said(index, [], False), self.reason(index, piece))
+    return [*texts, end]
 
 @patch
 def closing(self: Answer, outputs: Sequence[Output]) -> list[dict]:
     "Events after the last piece"
-    return [self._body(False, [], usage=usage(outputs, self.n))] if self.usage_in_stream else []
+    if not self.usage_in_stream: return []
+    return [self._body(False, [], usage=usage(outputs, self.n))]
 
 # %% ../../nbs/54_serving.openai.ipynb #b220ccd1
 @dataclass(frozen=True)
@@ -346,7 +360,8 @@ class ChatAnswer(Answer):
         parser = self._parsers.setdefault(index, ToolParser(self.tools, self.most_calls))
         return parser.push(o.text) + (parser.finish() if o.finish_reason else [])
 
-    def said(self, index: int, parts: Sequence[str | ToolCall], whole: bool) -> dict[str, object]:
+    def said(self, index: int, parts: Sequence[str | ToolCall],
+             whole: bool) -> dict[str, object]:
         "A message, or what is new in it"
         if not whole: return {'delta': self._delta(index, *parts)}
         said = join_calls(parts)
@@ -364,7 +379,8 @@ class ChatAnswer(Answer):
 
     def opening(self, n: int) -> list[dict]:
         "Each choice says first who speaks"
-        return [self._piece(i, {'delta': {'role': 'assistant', 'content': ''}}) for i in range(n)]
+        first = {'delta': {'role': 'assistant', 'content': ''}}
+        return [self._piece(i, first) for i in range(n)]
 
     def frame(self, index: int) -> tuple[str, str] | None:
         "As everywhere; but with tools, a text may be a call"
@@ -396,7 +412,8 @@ def _token(self: ChatAnswer, token: int, logprob: float | None) -> dict[str, obj
 def likely(self: ChatAnswer, logprobs: Sequence[Logprob], start: int) -> dict[str, object]:
     "An entry for each token"
     def entry(o: Logprob) -> dict[str, object]:
-        return self._token(o.token, o.logprob) | {'top_logprobs': [self._token(*t) for t in o.top]}
+        top = [self._token(*t) for t in o.top]
+        return self._token(o.token, o.logprob) | {'top_logprobs': top}
     return {'content': [entry(o) for o in logprobs], 'refusal': None}
 
 # %% ../../nbs/54_serving.openai.ipynb #3e8ccf78
@@ -410,7 +427,8 @@ class TextAnswer(Answer):
         "What a choice repeats"
         return self.echo[index // self.n] if self.echo else ''
 
-    def said(self, index: int, parts: Sequence[str | ToolCall], whole: bool) -> dict[str, object]:
+    def said(self, index: int, parts: Sequence[str | ToolCall],
+             whole: bool) -> dict[str, object]:
         "Just the text"
         return {'text': self._prompt(index)*whole + ''.join(parts)}
 
@@ -426,7 +444,7 @@ class TextAnswer(Answer):
         return [self._piece(i, {'text': self._prompt(i)}) for i in range(n) if self.echo]
 
     def likely(self, logprobs: Sequence[Logprob], start: int) -> dict[str, object]:
-        "Four columns; the chosen token is listed with the likeliest, even if it was not one"
+        "Four columns; the chosen token stands among the likeliest, even if it was not one"
         texts = [self.spell(o.token) for o in logprobs]
         tops = [o.logprob and {self.spell(t): x for t, x in [*o.top, (o.token, o.logprob)]}
                 for o in logprobs]
