@@ -20,15 +20,15 @@ def page_bytes(
     return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
 # %% ../../nbs/10_kv.pool.ipynb #756f35f6
-layouts = {   # dimensions of `KVPool.buffer` (layer, key or value, slot, ...) as they lie in memory
+layouts = {   # how `KVPool.buffer`'s dimensions (layer, key or value, slot, ...) lie in memory
     'layer_first': (0, 1, 2, 3, 4), 'page_first': (2, 0, 1, 3, 4)}
 
 class KVPool:
-    """Keys and values of all tokens, in slots; page `p` is slots `p * page_size` to `(p+1) * page_size - 1`.
+    """Keys and values of all tokens, in slots; page `p` begins at slot `p * page_size`.
 
-    Pages 0 to `num_pages - 1` belong to whoever they are lent to; the pool does not ask. One more,
-    `dummy_page`, belongs to nobody: padding reads and writes there. A page is not cleared between
-    two owners.
+    Pages 0 to `num_pages - 1` belong to whoever they are lent to; the pool does not ask.
+    One more, `dummy_page`, belongs to nobody: padding reads and writes there.
+    A page is not cleared between two owners.
     """
     def __init__(
         self,
@@ -44,7 +44,8 @@ class KVPool:
         self.num_pages, self.page_size, self.dummy_page = num_pages, page_size, num_pages
         shape = num_layers, 2, (num_pages + 1) * page_size, num_kv_heads, head_dim
         self.buffer = torch.empty_permuted(shape, layouts[layout], dtype=dtype, device=device)
-        self.buffer[:, :, -page_size:] = 0   # padding reads here; what nobody has touched costs no memory yet
+        # padding reads here; all that nobody has touched costs no memory yet
+        self.buffer[:, :, -page_size:] = 0
 
     def k(self, layer: int) -> torch.Tensor:  # [slots, num_kv_heads, head_dim]
         "The keys of one layer: a view, by slot"
