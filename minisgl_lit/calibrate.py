@@ -23,7 +23,7 @@ class Step(NamedTuple):
     engine: float   # Seconds from `forward` until the results were there
 
 class Recorder:
-    """An `Engine` that passes everything on to another one, and notes how long each step takes.
+    """An `Engine` that passes everything on to another, and notes how long each step takes.
 
     It waits for each step, so the scheduler's loop must be the normal one, without overlap.
     """
@@ -61,9 +61,10 @@ class Recorder:
 def _factors(
     columns: Sequence[np.ndarray],   # A known quantity of each step, [n] each
     seconds: np.ndarray,             # How long each step took, [n]
-) -> np.ndarray:                     # Seconds for one of each quantity, none negative, [columns]
+) -> np.ndarray:                     # Seconds for one of each, none negative, [columns]
     "Least squares; a column whose factor would be negative is left out"
-    x, left, found = np.stack(columns, 1).astype(float), list(range(len(columns))), np.empty(0)
+    x = np.stack(columns, 1).astype(float)
+    left, found = list(range(len(columns))), np.empty(0)
     scale = np.maximum(x.max(0), 1e-300)
     while left:
         found = np.linalg.lstsq(x[:, left] / scale[left], seconds, rcond=None)[0]
@@ -80,13 +81,15 @@ def fit(
 ) -> CostModel:
     "The prices that explain best how long these steps took"
     tokens, reqs, new, read, done = np.array([o.work for o in steps], dtype=float).T
-    host, engine, one = [o.host for o in steps], np.array([o.engine for o in steps]), np.ones(len(steps))
+    host, engine = np.array([(o.host, o.engine) for o in steps]).T
+    one = np.ones(len(steps))
     reading, tried = tokens == reqs, []   # a first guess
     while tried.count(reading.tobytes()) == 0:
         tried.append(reading.tobytes())
-        step, token, byte, flop = _factors([one, tokens, read * reading, done * ~reading], engine)
+        columns = one, tokens, read * reading, done * ~reading
+        step, token, byte, flop = _factors(columns, engine)
         reading = byte * read >= flop * done
-    host_step, host_req, host_new = _factors([one, reqs, new], np.array(host))
+    host_step, host_req, host_new = _factors([one, reqs, new], host)
     return CostModel(costs=costs, byte=byte, flop=flop, step=step, token=token,
                      host_step=host_step, host_req=host_req, host_new=host_new)
 
