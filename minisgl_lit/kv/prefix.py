@@ -136,7 +136,7 @@ class RadixCache:
     of its path, so below an unlocked node nothing is locked, and while `evictable_size > 0` some
     leaf can go. Each unlocked leaf has one entry in a heap that counts, at its rank or a lower
     one: what a node is ranked by changes only under a lock, or by `_hide`, which offers it anew;
-    and its size only shrinks.
+    and a node only loses pages.
     """
     def __init__(
         self,
