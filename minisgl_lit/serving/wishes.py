@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 
+from fastcore.basics import patch
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from ..core import QueueFull, RequestError, SamplingParams
 
 # %% ../../nbs/48_serving.wishes.ipynb #7cb0c06f
 class ApiError(Exception):
-    "What a caller is told instead of an answer: one sentence, an HTTP status, and the field to change."
+    "What a caller is told instead of an answer: a sentence, a status, the field to change."
     def __init__(
         self,
         message: str,              # One sentence: the field, the value, what is allowed
@@ -35,19 +36,21 @@ class ApiError(Exception):
         param: str | None = None,  # The field's name in this request, if it is another
     ) -> 'ApiError':
         "The same refusal over HTTP: 503 if the queue is full, else 400"
-        full = isinstance(error, QueueFull)
-        return cls(str(error), 503 if full else 400, param or error.field, 'queue_full' if full else None)
+        status, code = (503, 'queue_full') if isinstance(error, QueueFull) else (400, None)
+        return cls(str(error), status, param or error.field, code)
 
     @property
     def headers(self) -> dict[str, str]:
         "HTTP headers on which clients act"
-        return {503: {'retry-after': '1'}, 401: {'www-authenticate': 'Bearer'}}.get(self.status, {})
+        known = {503: {'retry-after': '1'}, 401: {'www-authenticate': 'Bearer'}}
+        return known.get(self.status, {})
 
     @property
     def body(self) -> dict[str, dict]:
         "What is sent as JSON, in the shape of OpenAI's errors"
         kind = 'invalid_request_error' if self.status < 500 else 'server_error'
-        return {'error': {'message': str(self), 'type': kind, 'param': self.param, 'code': self.code}}
+        return {'error': {'message': str(self), 'type': kind,
+                          'param': self.param, 'code': self.code}}
 
 # %% ../../nbs/48_serving.wishes.ipynb #7ecb77f7
 def _path(loc: Sequence[str | int]) -> str:
@@ -56,7 +59,8 @@ def _path(loc: Sequence[str | int]) -> str:
     for o in loc:
         if isinstance(o, int): path += f'[{o}]'
         elif o in ('str', 'int', 'float', 'bool') or '[' in o: break   # a type, not a name
-        elif o != 'body' and o[:1].islower(): path += f'.{o}' if path else o   # models have capitals
+        elif o != 'body' and o[:1].islower():   # models have capitals
+            path += f'.{o}' if path else o
     return path
 
 # %% ../../nbs/48_serving.wishes.ipynb #0b4f5213
@@ -64,18 +68,19 @@ def explain(
     errors: Sequence[dict],  # As `ValidationError.errors()` gives them; not empty
 ) -> ApiError:
     "One sentence about the first field that is wrong"
-    path = _path(errors[0]['loc'])
-    here = [e for e in errors if _path(e['loc']) == path]
-    what = ' or '.join(dict.fromkeys(re.sub('^(Input should be|Value error,) ', '', e['msg']) for e in here))
-    if here[0]['type'] == 'missing': return ApiError(f'{path} is required', param=path)
-    if here[0]['type'] == 'json_invalid': return ApiError(f'the body must be JSON: {here[0]["ctx"]["error"]}')
-    value = f'{here[0]["input"]!r:.80}'
+    first, lead = errors[0], '^(Input should be|Value error,) '
+    path = _path(first['loc'])
+    if first['type'] == 'missing': return ApiError(f'{path} is required', param=path)
+    if first['type'] == 'json_invalid':
+        return ApiError(f'the body must be JSON: {first["ctx"]["error"]}')
+    allowed = [re.sub(lead, '', e['msg']) for e in errors if _path(e['loc']) == path]
+    what, value = ' or '.join(dict.fromkeys(allowed)), f'{first["input"]!r:.80}'
     return ApiError(f'{path or "the body"} must be {what}, not {value}', param=path or None)
 
 # %% ../../nbs/48_serving.wishes.ipynb #e60adfef
 _names = [f.name for f in fields(SamplingParams)]
-_not_served = dict(functions=([],), function_call=('none', 'auto'), modalities=(['text'],), audio=(), prediction=(),
-                   best_of=(1,), suffix=('',))
+_not_served = dict(functions=([],), function_call=('none', 'auto'), modalities=(['text'],),
+                   audio=(), prediction=(), best_of=(1,), suffix=('',))
 
 # %% ../../nbs/48_serving.wishes.ipynb #e8dcbad4
 def _ours(given: dict[str, object]) -> dict[str, object]:
@@ -83,12 +88,15 @@ def _ours(given: dict[str, object]) -> dict[str, object]:
     bias, asked = given.get('logit_bias'), given.get('logprobs')
     if asked is False: given['logprobs'] = None
     if isinstance(bias, Mapping):
-        given['logit_bias'] = {int(k) if str(k).isdecimal() else k: v for k, v in bias.items()}
+        given['logit_bias'] = {int(k) if str(k).isdecimal() else k: v
+                               for k, v in bias.items()}
     return given
 
 # %% ../../nbs/48_serving.wishes.ipynb #2606776b
 class Wishes(BaseModel):
-    """What to sample: the fields of `SamplingParams`, as they come in JSON; `None`: not given.
+    """What to sample: the fields of `SamplingParams`, as they come in JSON.
+
+    `None` means "not given".
 
     Types are checked here, values by `SamplingParams`. Unknown fields are ignored.
     """
@@ -130,7 +138,8 @@ class Wishes(BaseModel):
         for name, silent in _not_served.items():
             value = self.model_extra.get(name)
             if value is not None and value not in silent:
-                raise ApiError(f'{name}={value!r:.80} is not served; leave it out', param=name)
+                sentence = f'{name}={value!r:.80} is not served; leave it out'
+                raise ApiError(sentence, param=name)
         try: return SamplingParams(**self.wishes())
         except RequestError as e: raise ApiError.of(e) from None
 
@@ -139,7 +148,8 @@ def as_prompts(
     prompt: object,  # What came as a prompt
 ) -> list[str | list[int]]:
     "A list of prompts, each a text or token ids; `ValueError` for anything else"
-    items = prompt if isinstance(prompt, list) else [prompt] if isinstance(prompt, str) else []
+    items = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(items, list): items = []
     kinds = {type(o) for o in items}
     if kinds == {int}: return [prompt]
     if kinds == {list}: kinds = {type(o) for ids in items for o in ids} or {int}
@@ -154,9 +164,11 @@ class NativeWishes(Wishes):
     def wishes(self) -> dict[str, object]:
         "The same, but `ApiError` for a name that is unknown"
         if self.model_extra:
-            unknown = min(self.model_extra)
-            raise ApiError(f'sampling_params has no field {unknown!r}', param=f'sampling_params.{unknown}')
-        return super().wishes() | {'max_tokens': n for n in [self.max_new_tokens] if n is not None}
+            name = min(self.model_extra)
+            raise ApiError(f'sampling_params has no field {name!r}',
+                           param=f'sampling_params.{name}')
+        most = self.max_new_tokens
+        return super().wishes() | ({} if most is None else {'max_tokens': most})
 
 # %% ../../nbs/48_serving.wishes.ipynb #685442a0
 _kinds = {'text': (str, 'a text, or a list of texts'),
@@ -165,7 +177,7 @@ _kinds = {'text': (str, 'a text, or a list of texts'),
 def _one_kind(prompt: object, field: str) -> object:
     "The prompt as it came, if it is of the kind that this field takes; else `ValueError`"
     want, words = _kinds[field]
-    if prompt is None or prompt == [] and want is list: return prompt   # refused later, as empty
+    if prompt is None or prompt == [] and want is list: return prompt   # refused later
     with suppress(ValueError):   # its sentence speaks of both fields
         if all(isinstance(o, want) for o in as_prompts(prompt)): return prompt
     raise ValueError(words)
@@ -174,14 +186,14 @@ def _one_kind(prompt: object, field: str) -> object:
 class GenerateRequest(BaseModel):
     "The body of `/generate`: one prompt or many, in `text` or in `input_ids`, and wishes."
     model_config = ConfigDict(strict=True)
-    text: str | list[str] | None = None                    # The prompt, or several; either this
-    input_ids: list[int] | list[list[int]] | None = None   # or this
-    sampling_params: NativeWishes | list[NativeWishes] | None = None   # Fields of `SamplingParams`, for all or each
+    text: str | list[str] | None = None                   # The prompt, or several: this
+    input_ids: list[int] | list[list[int]] | None = None  # or this
+    sampling_params: NativeWishes | list[NativeWishes] | None = None   # For all, or for each
     stream: bool | None = None             # Whether to send the answer in pieces
     rid: str | None = None                 # A name for it, unique among those alive
     return_logprob: bool | None = None     # Whether to give each token's log-probability
     top_logprobs_num: int | None = None    # and those of so many of the likeliest
-    logprob_start_len: int | None = None   # and those of the prompt from this token on; -1: none of it
+    logprob_start_len: int | None = None   # and those of the prompt from here on; -1: none
 
     @field_validator('text', 'input_ids', mode='before')
     @classmethod
@@ -191,27 +203,35 @@ class GenerateRequest(BaseModel):
     @property
     def single(self) -> bool:
         "Whether there is one prompt, not in a list"
-        return self.prompts() != (self.input_ids if self.text is None else self.text)
+        return self.prompts() != self._given
+
+    @property
+    def _given(self) -> object:
+        "The prompt as it came"
+        return self.input_ids if self.text is None else self.text
 
     def prompts(self) -> list[str | list[int]]:
         "Those of `text` or of `input_ids`; `ApiError` unless just one of them is given"
         if (self.text is None) == (self.input_ids is None):
             raise ApiError('give the prompt either as text or as input_ids', param='text')
-        return [[]] if self.input_ids == [] else as_prompts(self.input_ids if self.text is None else self.text)
+        return [[]] if self.input_ids == [] else as_prompts(self._given)
 
-    def params(self) -> list[SamplingParams]:
-        "Checked wishes for each prompt; `ApiError` for what is wrong"
-        n, wishes = len(self.prompts()), self.sampling_params or NativeWishes()
-        each = wishes if isinstance(wishes, list) else [wishes]*n
-        if len(each) != n:
-            raise ApiError(f'sampling_params must be one map, or one for each of {n} prompts, '
-                           f'not {len(each)}', param='sampling_params')
-        try: return [replace(o.params(), **self._likely()) for o in each]
-        except RequestError as e: raise ApiError.of(e, 'top_logprobs_num') from None
+# %% ../../nbs/48_serving.wishes.ipynb #ffa19f9a
+@patch
+def params(self: GenerateRequest) -> list[SamplingParams]:
+    "Checked wishes for each prompt; `ApiError` for what is wrong"
+    n, wishes = len(self.prompts()), self.sampling_params or NativeWishes()
+    each = wishes if isinstance(wishes, list) else [wishes]*n
+    if len(each) != n:
+        raise ApiError(f'sampling_params must be one map, or one for each of {n} prompts, '
+                       f'not {len(each)}', param='sampling_params')
+    try: return [replace(o.params(), **self._likely()) for o in each]
+    except RequestError as e: raise ApiError.of(e, 'top_logprobs_num') from None
 
-    def _likely(self) -> dict[str, int]:
-        "The three fields of SGLang, as `SamplingParams` has them"
-        if not self.return_logprob: return {}
-        top, start = self.top_logprobs_num or 0, self.logprob_start_len
-        told = {} if start in (None, -1) else {'prompt_logprobs': top, 'logprob_start_len': start}
-        return {'logprobs': top, **told}
+@patch
+def _likely(self: GenerateRequest) -> dict[str, int]:
+    "The three fields of SGLang, as `SamplingParams` has them"
+    if not self.return_logprob: return {}
+    top, start = self.top_logprobs_num or 0, self.logprob_start_len
+    if start in (None, -1): return {'logprobs': top}
+    return {'logprobs': top, 'prompt_logprobs': top, 'logprob_start_len': start}
