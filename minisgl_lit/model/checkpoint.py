@@ -24,7 +24,7 @@ from .weights import read_json, shard_names
 def resolve_model(
     name: str | Path,  # A folder, or the name of a model on the Hugging Face hub
 ) -> Path:             # Its folder
-    "Find a checkpoint: a folder is returned as it is; a hub name is downloaded, or found in the cache"
+    "Find a checkpoint: a folder as it is; a hub name, downloaded or found in the cache"
     path = Path(name).expanduser()
     if path.is_dir(): return path
     if path.exists():
@@ -45,8 +45,9 @@ def resolve_model(
 def _reason(e: Exception) -> str:
     "What went wrong with the hub, in a few words"
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-    known = {LocalEntryNotFoundError: 'it cannot be reached, and its cache has no such model',
-             RepositoryNotFoundError: 'it has no such model, or not for everybody'}
+    known = {
+        LocalEntryNotFoundError: 'it cannot be reached, and its cache has no such model',
+        RepositoryNotFoundError: 'it has no such model, or not for everybody'}
     for kind, words in known.items():
         if isinstance(e, kind): return words
     return str(e).strip().split('\n')[0] or type(e).__name__
@@ -58,14 +59,15 @@ class Family:
     qkv_bias: bool | None = None   # See `ModelConfig`; `None`: `attention_bias` of the file
     o_bias: bool | None = None     # The same
     qk_norm: bool = False          # See `ModelConfig`
-    slides: Callable[[int, int], bool] | None = None   # (layer, max_window_layers): a window?
+    slides: Callable[[int, int], bool] | None = None   # (layer, max_window_layers): has one?
     asks: bool = True              # Windows are off unless `use_sliding_window` is true
     routed: bool = False           # Its MLPs are routed experts
     shared: bool = False           # and one more that every token uses
 
 families: dict[str, Family] = dict(
     LlamaForCausalLM=Family(),
-    MistralForCausalLM=Family(qkv_bias=False, o_bias=False, slides=lambda i, n: True, asks=False),
+    MistralForCausalLM=Family(qkv_bias=False, o_bias=False,
+                              slides=lambda i, n: True, asks=False),
     Qwen2ForCausalLM=Family(qkv_bias=True, o_bias=False, slides=lambda i, n: i >= n),
     Qwen3ForCausalLM=Family(qk_norm=True, slides=lambda i, n: i >= n),
     Qwen3MoeForCausalLM=Family(qk_norm=True, slides=lambda i, n: True, routed=True),
@@ -78,38 +80,41 @@ _words = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 
 _T = TypeVar('_T', bool, int, float, str, list, dict)
 
 def take(
-    raw: Mapping,     # An object of a JSON file
-    name: str,        # A field
-    kind: type[_T],    # What it must be
-    default: _T | None = None,    # For a file that leaves it out, or says `null`
-    low: float | None = None,     # Smallest number allowed; `None`: any
-    file: str = 'config.json',    # Name of the file, for errors
-) -> _T | None:        # Its value, or the default
-    "A field, checked; `ValueError` if it is of another kind, too small, or no finite number"
+    raw: Mapping,               # An object of a JSON file
+    name: str,                  # A field
+    kind: type[_T],             # What it must be
+    default: _T | None = None,  # For a file that leaves it out, or says `null`
+    low: float | None = None,   # Smallest number allowed; `None`: any
+    file: str = 'config.json',  # Name of the file, for errors
+) -> _T | None:                 # Its value, or the default
+    "A field, checked; `ValueError` if it is of another kind, too small, or not finite"
     value = raw.get(name)
     if value is None: return default
     fits = type(value) in ((int, float) if kind is float else (kind,))
-    if fits and kind in (int, float): fits = (-1e300 if low is None else low) <= value < 1e300
+    least = -1e300 if low is None else low
+    if fits and kind in (int, float): fits = least <= value < 1e300
     if fits: return kind(value)
     bound = '' if low is None else f' of at least {low}'
     raise ValueError(f'{name}={value!r} of {file} must be {_words[kind]}{bound}')
 
 def count(
-    raw: Mapping,   # A `config.json`
-    name: str,      # Of a field that counts something
-    default: int | None = None,   # For a file that leaves it out; `None`: it may not
+    raw: Mapping,                # A `config.json`
+    name: str,                   # Of a field that counts something
+    default: int | None = None,  # For a file that leaves it out; `None`: it may not
 ) -> int:
-    "A whole number of at least 1 and at most 2³¹, or 10,000 layers; `ValueError` if it is not"
-    value, most = take(raw, name, int, default, low=1), 10_000 if name == 'num_hidden_layers' else 2**31
+    "A whole number from 1 to 2³¹, or to 10,000 layers; `ValueError` if it is not"
+    value = take(raw, name, int, default, low=1)
+    most = 10_000 if name == 'num_hidden_layers' else 2**31
     if value is None: raise ValueError(f'config.json has no {name!r}')
-    if value > most: raise ValueError(f'{name}={value} of config.json must be at most {most}')
+    if value > most:
+        raise ValueError(f'{name}={value} of config.json must be at most {most}')
     return value
 
 # %% ../../nbs/38_model.checkpoint.ipynb #3739eaca
 def refuse(
     raw: Mapping,  # A `config.json`
 ) -> None:
-    "`ValueError` for a family, an activation or a quantization that this decoder does not compute"
+    "`ValueError` for a family, an activation or a quantization that we do not compute"
     name, *_ = take(raw, 'architectures', list) or [None]
     if not isinstance(name, str) or name not in families:
         raise ValueError(f'architecture {name!r} of config.json is not served; '
@@ -135,7 +140,8 @@ def read_rope(
     given = {name: value for name, value in rope.items() if value is not None}
     known = defaults | given | dict(max_position_embeddings=trained)
     if (part := take(known, 'partial_rotary_factor', float, 1.0)) != 1:
-        raise ValueError(f'partial_rotary_factor={part} of config.json is not served; only 1.0 is')
+        raise ValueError(f'partial_rotary_factor={part} of config.json is not served; '
+                         'only 1.0 is')
     settings = {}
     for f in fields(ropes[kind]):
         kind_of_number = (get_args(f.type) or [f.type])[0]
@@ -147,11 +153,12 @@ def read_rope(
 
 # %% ../../nbs/38_model.checkpoint.ipynb #cd2763ed
 def read_windows(
-    raw: Mapping,  # A `config.json` that passed `refuse`
-) -> tuple[int | None, ...]:   # `windows` of `ModelConfig`
+    raw: Mapping,             # A `config.json` that passed `refuse`
+) -> tuple[int | None, ...]:  # `windows` of `ModelConfig`
     "How far back each layer sees"
     family, n = families[raw['architectures'][0]], count(raw, 'num_hidden_layers')
-    off = family.slides is None or family.asks and not take(raw, 'use_sliding_window', bool, False)
+    off = family.slides is None
+    if family.asks and not off: off = not take(raw, 'use_sliding_window', bool, False)
     if off or raw.get('sliding_window', 4096) is None: return ()
     kinds = dict(full_attention=None, sliding_attention=count(raw, 'sliding_window', 4096))
     first = take(raw, 'max_window_layers', int, 28)
@@ -164,20 +171,22 @@ def read_windows(
 
 # %% ../../nbs/38_model.checkpoint.ipynb #01c065ef
 def read_mlps(
-    raw: Mapping,  # A `config.json` that passed `refuse`
-) -> tuple[Mlp, ...]:   # `mlps` of `ModelConfig`
+    raw: Mapping,      # A `config.json` that passed `refuse`
+) -> tuple[Mlp, ...]:  # `mlps` of `ModelConfig`
     "What stands behind the attention of each layer"
     family = families[raw['architectures'][0]]
     if not family.routed: return ()
     n = count(raw, 'num_experts', take(raw, 'num_local_experts', int))
     k = count(raw, 'num_experts_per_tok')
     if k > n:
-        raise ValueError(f'num_experts_per_tok={k} of config.json must be at most num_experts={n}')
+        raise ValueError(f'num_experts_per_tok={k} of config.json must be at most '
+                         f'num_experts={n}')
     experts = MoeMlp(
         n, k, count(raw, 'moe_intermediate_size'), take(raw, 'norm_topk_prob', bool, False),
         count(raw, 'shared_expert_intermediate_size') if family.shared else 0)
     dense = DenseMlp(count(raw, 'intermediate_size'))
-    step, only = count(raw, 'decoder_sparse_step', 1), take(raw, 'mlp_only_layers', list, [])
+    step = count(raw, 'decoder_sparse_step', 1)
+    only = take(raw, 'mlp_only_layers', list, [])
     return tuple(dense if i in only or (i + 1) % step else experts
                  for i in range(count(raw, 'num_hidden_layers')))
 
@@ -196,9 +205,10 @@ def read_shape(
     if head_dim % 2: raise ValueError(f'head_dim={head_dim} of config.json must be even')
     family, bias = families[name], take(raw, 'attention_bias', bool, False)
     return dict(
-        architecture=name, vocab_size=count(raw, 'vocab_size'), hidden_size=hidden,
-        intermediate_size=count(raw, 'intermediate_size'), num_heads=heads, num_kv_heads=kv_heads,
-        num_layers=count(raw, 'num_hidden_layers'), head_dim=head_dim, qk_norm=family.qk_norm,
+        architecture=name, vocab_size=count(raw, 'vocab_size'),
+        hidden_size=hidden, intermediate_size=count(raw, 'intermediate_size'),
+        num_layers=count(raw, 'num_hidden_layers'),
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, qk_norm=family.qk_norm,
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=bias if family.o_bias is None else family.o_bias,
         mlp_bias=take(raw, 'mlp_bias', bool, False), mlps=read_mlps(raw),
@@ -213,15 +223,18 @@ def _read_advice(
     "Tokens that end an answer, and defaults for the sampler"
     file = path/'generation_config.json'
     advice = read_json(file) if file.exists() else {}
-    eos = raw.get('eos_token_id') if advice.get('eos_token_id') is None else advice['eos_token_id']
     names = ('temperature', 'top_k', 'top_p', 'min_p', 'repetition_penalty')
     generation = {o: advice[o] for o in names if advice.get(o) is not None}
-    if take(advice, 'do_sample', bool, file=file.name) is False: generation['temperature'] = 0.0
+    greedy = take(advice, 'do_sample', bool, file=file.name) is False
+    if greedy: generation['temperature'] = 0.0
     try: SamplingParams(**generation)
     except RequestError as e: raise ValueError(f'{e}, as {file.name} has it') from None
+    eos = advice.get('eos_token_id')
+    if eos is None: eos = raw.get('eos_token_id')
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(o) is int and o >= 0 for o in ids):
-        raise ValueError(f'eos_token_id={eos!r} of the checkpoint must be a token id or a list of such')
+        raise ValueError(f'eos_token_id={eos!r} of the checkpoint must be a token id '
+                         'or a list of such')
     return dict(eos_token_ids=tuple(ids), generation=generation)
 
 # %% ../../nbs/38_model.checkpoint.ipynb #95b1f569
@@ -249,4 +262,5 @@ def _check_rope(config: ModelConfig) -> None:
     ends = torch.tensor([0, config.max_position_embeddings - 1])
     try: finite = rope.at(ends, rope.speed(head_dim)).isfinite().all()
     except (ArithmeticError, ValueError, RuntimeError): finite = False
-    if not finite: raise ValueError(f'{rope} of config.json makes no sense for head_dim={head_dim}')
+    if not finite:
+        raise ValueError(f'{rope} of config.json makes no sense for head_dim={head_dim}')
