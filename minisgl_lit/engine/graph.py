@@ -57,19 +57,20 @@ def padded(
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
 
 class CudaCapture:
-    "Records what some work launches; all recordings of one `CudaCapture` share a pool of memory."
+    "Records what some work launches; all that one object records shares a pool of memory."
     def __init__(self):
         self._pool: tuple[int, int] | None = None
 
     def __call__(
         self,
         work: Callable[[], torch.Tensor],   # Launches kernels, on the current stream
-    ) -> tuple[Callable[[], None], torch.Tensor]:   # Launches them all again; and their result
+    ) -> tuple[Callable[[], None], torch.Tensor]:   # Launches them again; their result
         "Do it once, then record it; other threads may use the GPU meanwhile"
         work()
         torch.cuda.current_stream().synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        with torch.cuda.graph(graph, self._pool, stream, capture_error_mode='thread_local'): out = work()
+        with torch.cuda.graph(graph, self._pool, stream, capture_error_mode='thread_local'):
+            out = work()
         self._pool = graph.pool()
         return graph.replay, out
 
@@ -85,14 +86,14 @@ class Recording:
 class Graphs:
     """Decode steps recorded for some batch sizes.
 
-    A batch is padded to the next size, its numbers are copied into the recording's tensors, and
-    one launch does the rest. The result stands in memory that the next replay overwrites.
+    A batch is padded to the next size, its numbers are copied into the recording's tensors,
+    and one launch does the rest. The result stands in memory that the next replay overwrites.
     """
     def __init__(
         self,
         model: Decoder,                  # Computes
         attention: FlashInferAttention,  # Can decode from tensors that never move
-        token_pool: torch.Tensor,        # Tokens of rows, on the device, [n_rows, max_seq_len]
+        token_pool: torch.Tensor,        # Tokens, on the device, [n_rows, max_seq_len]
         idle: Batch,                     # One token of the dummy row, see `idle_batch`
         sizes: Iterable[int],            # Batch sizes to record
         capture: Capture,                # How to record
@@ -154,7 +155,7 @@ def hidden(
 
 # %% ../../nbs/42_engine.graph.ipynb #fc57d089
 class GraphEngine(Engine):
-    "An engine that replays recorded decode steps, and launches everything else kernel by kernel."
+    "An engine that replays recorded decode steps; all else it launches kernel by kernel."
     def __init__(
         self,
         model: Decoder,               # Computes logits
