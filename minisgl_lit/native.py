@@ -116,7 +116,7 @@ def tell(
 def load(
     source: str,  # C
 ) -> ctypes.CDLL | None:
-    "The functions of a text, ready to be called with tensors; `None` if nothing can compile it"
+    "A text's functions, ready to be called with tensors; `None` if nothing can compile it"
     try: lib = ctypes.CDLL(str(compile_c(source)))
     except (RuntimeError, OSError) as e:
         tell(f'Without native kernels, in plain torch: {e}')
@@ -185,5 +185,6 @@ def large_pages(
     if tensor.device.type != 'cpu' or not hasattr(mmap, 'MADV_HUGEPAGE'): return tensor
     size, first = 1 << 21, tensor.data_ptr()
     begin, end = -(-first // size) * size, (first + tensor.nbytes) // size * size
-    if begin < end: ctypes.CDLL(None).madvise(*map(ctypes.c_size_t, (begin, end - begin)), mmap.MADV_HUGEPAGE)
+    whole = ctypes.c_size_t(begin), ctypes.c_size_t(end - begin)   # large pages only
+    if begin < end: ctypes.CDLL(None).madvise(*whole, mmap.MADV_HUGEPAGE)
     return tensor
