@@ -15,8 +15,8 @@ from fastcore.basics import patch
 
 from ..config import EngineConfig
 from ..core import (
-    Batch, FinishReason, ForwardOutput, Grammar, Lengths, Logprob, PendingReq, QueueFull, RequestError,
-    SamplingParams, Scores, TextStop)
+    Batch, FinishReason, ForwardOutput, Grammar, Lengths, Logprob, PendingReq, QueueFull,
+    RequestError, SamplingParams, Scores, TextStop)
 from ..kv.cache import CacheManager, ReleaseList
 from ..news import News, Reply, last_reply
 from .decode import DecodeManager, NewTokenRatio
@@ -49,7 +49,8 @@ def may_end(
     is_eos: np.ndarray,     # For each token of the vocabulary: is it an end token?
 ) -> np.ndarray:            # bool, [n]
     "Which of these need a closer look; the others surely end nothing"
-    return is_eos[tokens] | lengths.watched[rows] | (n_tokens >= lengths.max_device_len[rows])
+    is_full = n_tokens >= lengths.max_device_len[rows]
+    return is_eos[tokens] | lengths.watched[rows] | is_full
 
 # %% ../../nbs/23_scheduler.finish.ipynb #ba02e136
 class Deadlines:
@@ -84,7 +85,7 @@ class Observer:
     def launched(self, batch: Batch) -> None:
         "A batch has been launched"
     def completed(self, batch: Batch, news: News) -> None:
-        "It has been processed; `news` is all since the last step. Not called if the engine failed"
+        "It has been processed; `news`: all since the last step. Not called if the engine failed"
     def ended(self, pending: PendingReq) -> None:
         "A request has ended: see its `finish_reason`, and what it made in `output_ids`"
 
@@ -93,8 +94,8 @@ class Lifecycle:
     """Requests from arrival to end: who is alive, and what each has been lent.
 
     A request belongs to `alive` from `add` to its one terminal `Reply`. Its row and pages
-    go back before the next batch is made, and are lent again when the last batch with it has
-    completed. `launched` and `completed` are the numbers of the newest batches that have been.
+    go back before the next batch is made, and are lent again when the last batch with it
+    has completed. `launched` and `completed` are batch numbers: the newest of each kind.
     """
     def __init__(
         self,
@@ -136,7 +137,8 @@ class Lifecycle:
         self._wait_limit = Deadlines(self.config.queue_timeout)
         self._run_limit = Deadlines(self.config.run_timeout)
         self._timed = (self.config.queue_timeout, self.config.run_timeout) != (None, None)
-        self._rows_waiting, self._rng = ReleaseList(), np.random.default_rng(self.config.seed)
+        self._rows_waiting = ReleaseList()
+        self._rng = np.random.default_rng(self.config.seed)
 
 # %% ../../nbs/23_scheduler.finish.ipynb #1904a660
 @patch
@@ -169,14 +171,17 @@ def check(
     params: SamplingParams,    # Its wishes
 ) -> tuple[np.ndarray, int]:   # The prompt, [n], and how long the request may become
     "Raise `RequestError` if this could never be served, however long it waited"
-    needs = {'stop': self.text_stop, 'stop_regex': self.text_stop, **dict.fromkeys(params.grammars, self.grammar)}
+    needs = dict.fromkeys(params.grammars, self.grammar)
+    needs |= {'stop': self.text_stop, 'stop_regex': self.text_stop}
     for name, there in needs.items():
         if getattr(params, name) and not there:
             raise RequestError(name, f'{name} needs a tokenizer, and there is none here')
-    if params.n > 1: raise RequestError('n', f'n={params.n} answers are as many requests, see choices()')
+    if params.n > 1:
+        raise RequestError('n', f'n={params.n} answers are as many requests, see choices()')
     if params.min_tokens and len(self._ending(params)) == self.door.vocab_size:
-        raise RequestError('min_tokens', 'min_tokens needs a token that does not end the answer, '
-                                         'but stop_token_ids has them all')
+        raise RequestError(
+            'min_tokens', 'min_tokens needs a token that does not end the answer, '
+            'but stop_token_ids has them all')
     return self.door.check(input_ids, params)
 
 @patch
@@ -199,12 +204,12 @@ def _check_queue(self: Lifecycle, priority: int) -> None:
 @patch
 def end(
     self: Lifecycle,
-    pending: PendingReq,       # Alive; in flight at most in batches whose results for it will be dropped
-    reason: FinishReason,      # Why
-    error: str | None = None,          # What went wrong
-    token_ids: Sequence[int] = (),     # Its last token
-    matched: str | int | None = None,  # The stop token or string
-    logprobs: list[Logprob] | None = None,   # Of that token
+    pending: PendingReq,                    # Alive; what is in flight of it will be dropped
+    reason: FinishReason,                   # Why
+    error: str | None = None,               # What went wrong
+    token_ids: Sequence[int] = (),          # Its last token
+    matched: str | int | None = None,       # The stop token or string
+    logprobs: list[Logprob] | None = None,  # Of that token
 ) -> None:
     "Let a request end: one terminal reply now, its row and pages at the next step"
     pending.finish_reason = reason
@@ -230,14 +235,16 @@ def doom(
     self.prefill.remove(pending)
     self.decode.remove_req(pending.rid)
     row, lengths = pending.table_idx, self.table.lengths
-    if row is not None and lengths.launched[row] > self.completed: lengths.watched[row] = True
+    in_flight = row is not None and lengths.launched[row] > self.completed
+    if in_flight: lengths.watched[row] = True
     else: self.end(pending, *pending.doom)
 
 # %% ../../nbs/23_scheduler.finish.ipynb #de8adc47
 @patch
 def _expire(self: Lifecycle) -> None:
     "Doom those who have waited or run for too long"
-    for name, limit in dict(queue_timeout=self._wait_limit, run_timeout=self._run_limit).items():
+    limits = dict(queue_timeout=self._wait_limit, run_timeout=self._run_limit)
+    for name, limit in limits.items():
         if limit.seconds is None: continue
         late = [o for o in limit.due(self.clock()) if o.finish_reason is None]
         error = f'this request took longer than {name}={limit.seconds:g} seconds'
@@ -344,7 +351,8 @@ def _mislead(self: Lifecycle, pending: PendingReq) -> None:
 def _begin_anew(self: Lifecycle) -> None:
     "Send back those who were misled, as soon as nothing of them is in flight"
     if not self._misled: return
-    lengths, still = self.table.lengths, [o for o in self._misled if o.finish_reason is None]
+    lengths = self.table.lengths
+    still = [o for o in self._misled if o.finish_reason is None]
     home = [o for o in still if lengths.launched[o.table_idx] <= self.completed]
     self._misled = [o for o in still if o not in home]
     for pending in home:
@@ -369,11 +377,12 @@ def _hear(self: Lifecycle, batch: Batch, output: ForwardOutput) -> None:
     "Note how likely the tokens of prompts were"
     scores, reports, n = output.scores, batch.reports, len(batch.reports.sampled)
     for i in np.unique(reports.owners).tolist():
-        pending, mine = batch.reqs[i].pending, np.flatnonzero(reports.owners == i)
+        pending = batch.reqs[i].pending
+        mine = np.flatnonzero(reports.owners == i).tolist()
         if pending.finish_reason or pending.doom or pending.bad: continue
-        if np.isfinite(scores.logprobs[n + mine]).all():
+        if np.isfinite(scores.logprobs[[n + k for k in mine]]).all():
             width, targets = pending.params.prompt_logprobs, reports.targets.tolist()
-            pending.scores.told += [_told(scores, n + k, targets[k], width) for k in mine.tolist()]
+            pending.scores.told += [_told(scores, n + k, targets[k], width) for k in mine]
         else: self._closer_look(pending, -1, finite=False)
 
 @patch
@@ -385,6 +394,7 @@ def _after_prompts(self: Lifecycle, batch: Batch, output: ForwardOutput) -> None
         if isinstance(req, ChunkedReq): self._after_chunk(req.pending, computed)
         else: req.pending.times.setdefault('first_token', now)
 
+# %% ../../nbs/23_scheduler.finish.ipynb #43cf30c9
 @patch
 def _after_tokens(self: Lifecycle, batch: Batch, output: ForwardOutput) -> None:
     "What new tokens mean for their requests"
