@@ -12,9 +12,9 @@ import numpy as np
 from fastcore.basics import patch
 
 from ..config import EngineConfig
-from minisgl_lit.core import (
-    Batch, Engine, FinishReason, ForwardMode, ForwardOutput, Grammar, PendingReq, Req, RequestError,
-    TextStop)
+from ..core import (
+    Batch, Engine, FinishReason, ForwardMode, ForwardOutput, Grammar, PendingReq, Req,
+    RequestError, TextStop)
 from ..kv.cache import CacheManager
 from .decode import retract_order
 from ..news import News
@@ -26,7 +26,7 @@ from .prepare import Plan, idle_batch, make_batch
 class Scheduler(Lifecycle):
     """Decides who runs next, and tells everyone what came of it; one `step` is one turn.
 
-    All that a request owns is the `Lifecycle`'s; here are the engine, and what is in flight.
+    All that a request owns is the `Lifecycle`'s; here are the engine and what is in flight.
     While `paused`, nothing is launched; `beats` counts steps, for a watchdog.
     """
     def __init__(
@@ -42,8 +42,8 @@ class Scheduler(Lifecycle):
         observer: Observer | None = None,   # Sees every batch
         grammar: Callable[[PendingReq], Grammar] | None = None,  # Gives an answer its form
     ):
-        super().__init__(cache, vocab_size, clock, config, eos_token_ids, defaults, text_stop,
-                         observer, grammar)
+        super().__init__(cache, vocab_size, clock, config, eos_token_ids, defaults,
+                         text_stop, observer, grammar)
         self.engine = engine
         self.paused, self.beats = False, 0
         self._streak = 0   # prefill steps in a row while others wait to decode
@@ -106,7 +106,8 @@ def _make_room(self: Scheduler, reqs: list[Req], mode: ForwardMode) -> Plan:
         plan = Plan([o for o in reqs if o.pending.table_idx is not None], self.cache)
         if plan.new_pages <= self.cache.ready_size: return plan
         victims = self._victims(plan.reqs, mode)
-        if not victims: raise RuntimeError(f'no page is left, and nobody has any: {self.stats()}')
+        if not victims:
+            raise RuntimeError(f'no page is left, and nobody has any: {self.stats()}')
         if len(victims) > 1 or mode is not ForwardMode.DECODE: self.retract(victims[0])
         else: self._end_for_want_of_pages(victims[0])
         running = [o.pending for o in self.decode.schedule()]
@@ -118,13 +119,16 @@ def _victims(self: Scheduler, reqs: list[Req], mode: ForwardMode) -> list[Pendin
     "Who may be sent back to make room for this batch, first to last"
     begun = [o.pending for o in self.decode.schedule()]
     if self.prefill.chunked: begun.append(self.prefill.chunked)
-    new = [] if mode is ForwardMode.DECODE else [o.rid for o in reqs if o.rid not in self.decode.running]
-    return retract_order(o for o in begun if o.rid not in new)
+    if mode is not ForwardMode.DECODE:   # whoever prefills in this batch stays
+        new = [o.rid for o in reqs if o.rid not in self.decode.running]
+        begun = [o for o in begun if o.rid not in new]
+    return retract_order(begun)
 
 @patch
 def _end_for_want_of_pages(self: Scheduler, pending: PendingReq) -> None:
     "The last one that runs, and still no room: it never will be"
-    error = (f'the KV cache of {self.cache.num_pages} pages of {self.cache.page_size} tokens '
+    cache = self.cache
+    error = (f'the KV cache of {cache.num_pages} pages of {cache.page_size} tokens '
              f'has no room for this request at {pending.n_tokens} tokens')
     self.end(pending, FinishReason.ERROR, error=error)
     self._settle()
@@ -132,7 +136,7 @@ def _end_for_want_of_pages(self: Scheduler, pending: PendingReq) -> None:
 # %% ../../nbs/25_scheduler.loop.ipynb #8d1d085d
 @patch
 def _preempt(self: Scheduler) -> bool:
-    "Retract less important requests for the one at the head of the line; whether that was done"
+    "Retract less important requests for the one at the head of the line; whether any were"
     head = self.prefill.refused
     if head is None or not self._lesser(head): return False
     self.quiesce()
@@ -155,7 +159,8 @@ def _would_fit(self: Scheduler, head: PendingReq, gone: list[PendingReq]) -> boo
     "Whether this request could start if those had given everything back"
     cache, handle = self.cache, self.cache.match(head)
     cache.lock(handle)
-    needed = cache.pages_for(kv_len(head, self.ratio.clip)) - cache.pages_for(handle.cached_len)
+    n_pages = cache.pages_for(kv_len(head, self.ratio.clip))
+    needed = n_pages - cache.pages_for(handle.cached_len)
     kept = np.setdiff1d(self.decode.rows, [o.table_idx for o in gone])
     room = cache.available_size + cache.freed_by(gone)
     cache.unlock(handle)
@@ -209,7 +214,7 @@ def _fail(self: Scheduler, error: BaseException) -> None:
 # %% ../../nbs/25_scheduler.loop.ipynb #29adb402
 @patch
 def _mask(self: Scheduler, batch: Batch) -> np.ndarray | None:
-    "What grammars allow the sampled, packed bits, [n_sampled, vocab_size / 32]; `None`: everything"
+    "What grammars allow, packed bits, [n_sampled, vocab_size / 32]; `None`: everything"
     if not self.table.lengths.watched[batch.rows].any(): return None
     asked = [(i, o.pending) for i, o in enumerate(batch.sampled_reqs)
              if o.pending.grammar and not o.pending.finish_reason]
