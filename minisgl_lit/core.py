@@ -40,7 +40,8 @@ class QueueFull(RequestError):
 # %% ../nbs/00_core.ipynb #01bf1cfa
 def _real(low: float, high: float, kinds: tuple = (int, float), word: str = 'finite') -> tuple:
     "A rule: a finite number between two bounds, both allowed"
-    def ok(v) -> bool: return isinstance(v, kinds) and not isinstance(v, bool) and low <= v <= high
+    def ok(v) -> bool:
+        return isinstance(v, kinds) and not isinstance(v, bool) and low <= v <= high
     if high < 1e9: return ok, f'a {word} number from {low:g} to {high:g}'
     return ok, f'a {word} number of at least {low:g}'
 
@@ -106,7 +107,7 @@ class SamplingParams:
     top_k: int | None = None          # Sample among this many likeliest; 0 or -1: among all
     min_p: float | None = None        # Leave out those below this share of the likeliest
     max_tokens: int | None = None     # Longest answer; `None`: up to `max_seq_len`; 0: none
-    min_tokens: int = 0               # Nothing but `max_tokens` ends it before so many tokens
+    min_tokens: int = 0               # Nothing but `max_tokens` ends it before so many
     stop: tuple[str, ...] = ()        # Texts that end the answer; one may come as a string
     stop_token_ids: tuple[int, ...] = ()  # Tokens that end it, beside the model's own
     stop_regex: str | None = None     # A pattern that ends it
@@ -119,7 +120,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None  # Added to the scores of these tokens
     logprobs: int | None = None           # Tell how likely each token was, and the n likeliest
     prompt_logprobs: int | None = None    # The same for the prompt, at the end
-    logprob_start_len: int | None = None  # Token of the prompt to begin with; `None`: its first
+    logprob_start_len: int | None = None  # Prompt token to begin with; `None`: the first
     n: int = 1                        # Answers to one prompt
     skip_special_tokens: bool = True  # Leave special tokens out of the text
     json_schema: str | None = None    # The answer must be JSON of this schema
@@ -157,16 +158,17 @@ class SamplingParams:
     @property
     def special(self) -> bool:
         "Whether it asks for more than a choice: for changed scores, or to be told them"
-        changed = self.repetition_penalty not in (None, 1) or self.logit_bias or self.min_tokens
+        repeated = self.repetition_penalty not in (None, 1)
+        penalty = repeated or self.presence_penalty or self.frequency_penalty
         told = (self.logprobs, self.prompt_logprobs) != (None, None)
-        return bool(changed or told or self.presence_penalty or self.frequency_penalty)
+        return bool(penalty or self.logit_bias or self.min_tokens or told)
 
 # %% ../nbs/00_core.ipynb #a3326305
 class Lengths:
     """How far each running request has come: arrays, indexed by table row.
 
-    `cached_len`, `device_len` and `max_device_len` count tokens. `launched` is the number of the
-    last batch with that row; `watched`, whether each of its tokens needs a second look.
+    `cached_len`, `device_len` and `max_device_len` count tokens. `launched` is the number of
+    the last batch with that row; `watched`, whether each of its tokens needs a second look.
     """
     def __init__(
         self,
@@ -229,7 +231,7 @@ class SamplingArrays:
 class Logprob:
     "How likely one token was."
     token: int              # Which
-    logprob: float | None   # Natural logarithm of its probability; `None`: nothing stood before it
+    logprob: float | None   # Natural logarithm of its probability; `None`: it was the first
     top: list[tuple[int, float]]   # The same of the likeliest in its place, likeliest first
 
 class PromptScores:
@@ -249,7 +251,7 @@ class PromptScores:
         return self.start + len(self.told)
 
     def matchable(self, n_tokens: int) -> int:
-        "Of `n_tokens`, those that may come from a cache: one is left to compute, and whoever predicts `next`"
+        "How many of `n_tokens` may be cached: the last is computed, and all from `next - 1` on"
         return max((n_tokens if self.next >= self.end else self.next) - 1, 0)
 
 # %% ../nbs/00_core.ipynb #cde1aaaf
@@ -264,7 +266,7 @@ class CacheHandle(Protocol):
 class Grammar(Protocol):
     "What one answer may go on with; knows all of its tokens that the host knows."
     def mask(self, out: np.ndarray) -> None:
-        "Write the tokens that may be next, as packed bits, int32, [vocab_size / 32, rounded up]"
+        "Write which tokens may be next, as packed bits, int32, [vocab_size / 32, rounded up]"
     def accept(self, token: int) -> bool:
         "Learn of a token; whether it completes the answer"
 
@@ -291,7 +293,7 @@ class PendingReq:
         self.cached_tokens = 0                  # prompt tokens that need no computing
         self.bad = False                        # its keys and values cannot be trusted
         self.trusting = True                    # it may build on others' and share its own
-        self.doom: Doom | None = None           # how it will end, once nothing of it is in flight
+        self.doom: Doom | None = None           # how it will end, once none of it is in flight
         self.finish_reason: FinishReason | None = None
         self.text_stop: TextStop | None = None  # finds its stop strings, if it has any
         self.grammar: Grammar | None = None     # the form of its answer, if it must have one
@@ -456,7 +458,8 @@ class Engine(Protocol):
     "Computes batches, in the order in which they are given."
     def forward(self, batch: Batch) -> object:
         "Enqueue the model's part; what comes back is for `sample` and for nobody else"
-    def sample(self, batch: Batch, launched: object, mask: np.ndarray | None = None) -> ForwardOutput:
-        "Enqueue the choice of next tokens, among those in a mask for each sampled, and their way home"
+    def sample(self, batch: Batch, launched: object,
+               mask: np.ndarray | None = None) -> ForwardOutput:
+        "Enqueue the choice of next tokens, from those in each one's mask, and their way home"
     def reset(self) -> None:
         "Be ready again after a failure; what was enqueued is lost"
