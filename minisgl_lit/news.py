@@ -17,7 +17,7 @@ class Reply:
     "News of one request: new tokens, and once, at the end, a finish reason."
     rid: str              # Whose it is
     token_ids: list[int]  # New tokens; none if it ended without one
-    finish_reason: FinishReason | None = None   # Set on the last reply only, like all below
+    finish_reason: FinishReason | None = None   # On the last reply only, like most below
     matched: str | int | None = None  # The stop token or string that ended it
     error: str | None = None          # One sentence, if the reason is 'error'
     prompt_tokens: int = 0            # Length of its prompt
