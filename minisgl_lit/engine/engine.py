@@ -24,14 +24,15 @@ from ..model.decoder import Decoder
 class Launched:
     "What `forward` leaves for `sample`, filled when its work is done."
     logits: torch.Tensor | None = None   # Of the sampled, float32, [n_sampled, vocab_size]
-    prompts: list[torch.Tensor] = field(default_factory=list)   # `logprobs` of prompt tokens
+    prompts: list[torch.Tensor] = field(default_factory=list)   # `logprobs` of the prompts
 
 # %% ../../nbs/41_engine.engine.ipynb #b1b3118e
 class Engine:
     """Runs a model over batches, in order, on one stream: the `Engine` protocol of the core.
 
-    Calls enqueue and return. What they enqueue uses the batch, which never changes, and what lives
-    on the device: page table, KV pool and `token_pool`, into which it writes keys, values, tokens.
+    Calls enqueue and return. What they enqueue uses the batch, which never changes, and what
+    lives on the device: page table, KV pool and `token_pool`, into which keys, values and
+    tokens are written.
     """
     def __init__(
         self,
@@ -40,8 +41,8 @@ class Engine:
         token_pool: torch.Tensor,     # Tokens of rows, on the device, [n_rows, max_seq_len]
         stream: Stream,               # Where all the work is done
     ):
-        self.model, self.attention, self.stream = model, attention, stream
-        self.token_pool, self.device, self.group = token_pool, token_pool.device, model.group
+        self.model, self.attention, self.group = model, attention, model.group
+        self.token_pool, self.device, self.stream = token_pool, token_pool.device, stream
 
     def forward(
         self,
@@ -110,7 +111,7 @@ def _read_prompts(self: Engine, x: torch.Tensor, reports: Reports) -> list[torch
 @torch.inference_mode()
 def _sample(self: Engine, batch: Batch, launched: Launched, mask: np.ndarray | None,
             chosen: list[torch.Tensor]) -> None:
-    "On the stream: choose tokens, write them to `token_pool`; what the host is told goes to `chosen`"
+    "On the stream: choose tokens for `token_pool`; what to tell the host goes to `chosen`"
     places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
     logits, reports = launched.logits, batch.reports
     if reports:
@@ -125,13 +126,14 @@ def _sample(self: Engine, batch: Batch, launched: Launched, mask: np.ndarray | N
         results += tuple(torch.cat(o) for o in zip(told, launched.prompts)) or tuple(told)
     chosen.extend(results)
 
+# %% ../../nbs/41_engine.engine.ipynb #42b9f088
 @patch
 @torch.inference_mode()
 def _put(self: Engine, batch: Batch, tokens: torch.Tensor | None) -> None:
     "On the stream: write the tokens that rank 0 has chosen to `token_pool`, in every rank"
     places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
     rows, positions = to_device(places, self.device)
-    if tokens is None: tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+    if tokens is None: tokens = torch.empty_like(rows, dtype=torch.int64)
     self.token_pool[rows, positions] = self.group.broadcast(tokens).int()
 
 # %% ../../nbs/41_engine.engine.ipynb #d03efe24
