@@ -74,7 +74,9 @@ def _column(kind: type) -> Callable:
 
 def _each(items: list[Callable]) -> Callable:
     "Reads a tuple of so many things, each of its own kind"
-    return lambda value: tuple(read(v) for read, v in zip(items, _exactly(list)(value), strict=True))
+    def read(value):
+        return tuple(item(v) for item, v in zip(items, _exactly(list)(value), strict=True))
+    return read
 
 def _pairs(key: Callable, item: Callable) -> Callable:
     "Reads a map"
@@ -116,16 +118,18 @@ def _record(cls: type, values: object) -> object:
     "A dataclass from the list of its fields"
     schema = _schema(cls)
     if type(values) is not list or len(values) != len(schema):
-        raise MessageError(f'{cls.__name__} has the fields {", ".join(schema) or "(none)"}; '
-                           f'this is {values!r:.80}')
-    read = []
+        names = ', '.join(schema) or '(none)'
+        raise MessageError(f'{cls.__name__} has the fields {names}; this is {values!r:.80}')
+    read = {}
     try:
-        for value, (name, (hint, take)) in zip(values, schema.items()): read.append(take(value))
+        for value, (name, (hint, take)) in zip(values, schema.items()):
+            read[name] = take(value)
     except MessageError: raise
     except (TypeError, ValueError):
         want = hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint
-        raise MessageError(f'{cls.__name__}.{name} must be {want}, not {value!r:.80}') from None
-    try: return cls(**dict(zip(schema, read)))
+        sentence = f'{cls.__name__}.{name} must be {want}, not {value!r:.80}'
+        raise MessageError(sentence) from None
+    try: return cls(**read)
     except ValueError as e: raise MessageError(f'{cls.__name__}: {e}') from None
 
 # %% ../../nbs/50_serving.messages.ipynb #f4c30deb
@@ -210,5 +214,6 @@ def decode(
     except (ValueError, TypeError, msgpack.UnpackException) as e:
         raise MessageError(f'not a message: {e or data[:20]}') from None
     if not isinstance(name, str) or name not in _types:
-        raise MessageError(f'no message is called {name!r:.80}; there are {", ".join(_types)}')
+        known = ', '.join(_types)
+        raise MessageError(f'no message is called {name!r:.80}; there are {known}')
     return _record(_types[name], values)
