@@ -41,7 +41,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f'; did you mean {near[0]}?' if near else ''
 
 class Parser(ArgumentParser):
-    "A parser whose errors are one sentence; `fill`, if set, adds its arguments when it is used."
+    "A parser whose errors are one sentence; `fill`, if set, adds its arguments on first use."
     fill: Callable[['Parser'], None] | None = None
 
     def __init__(self, *args: object, **kwargs: object):
@@ -60,7 +60,8 @@ class Parser(ArgumentParser):
         if fill: fill(self)
         first = next(iter(args), '-')
         if self.names and not first.startswith('-') and first not in self.names:
-            self.error(f'{first} is none of {", ".join(self.names)}{_nearest(first, self.names)}')
+            hint = _nearest(first, self.names)
+            self.error(f'{first} is none of {", ".join(self.names)}{hint}')
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -107,7 +108,7 @@ def _interruptible() -> None:
 def serve(
     args: Namespace,  # With the fields of `ServerConfig`
 ) -> int:
-    """Serve a model over HTTP, until Ctrl-C. Clients made for OpenAI's API can use it, under /v1.
+    """Serve a model over HTTP, until Ctrl-C. Clients of OpenAI's API can use it, under /v1.
 
     When it is ready, one line on standard output ends in the URL."""
     config, start = from_args(ServerConfig, args), minisgl_lit.serve
@@ -118,7 +119,8 @@ def serve(
         server = start(**asdict(config))
         try: server.wait()
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
             server.stop()
     except KeyboardInterrupt: return 0
     except RuntimeError as e: print(f'minisgl-lit serve: {e}', file=sys.stderr)
@@ -156,7 +158,8 @@ def remote(
                 for line in response:
                     if line.rstrip() == b'data: [DONE]': return
                     if line.startswith(b'data:'): yield read_event(line[5:])[0] or ''
-        except (OSError, HTTPException) as e: raise ValueError(f'{url} broke off: {e!r}') from None
+        except (OSError, HTTPException) as e:
+            raise ValueError(f'{url} broke off: {e!r}') from None
         raise ValueError(f'{url} broke off')
     return ask
 
@@ -204,10 +207,12 @@ keys = 'Ctrl-C stops an answer, /reset begins anew, Ctrl-D leaves'
 class ChatConfig(EngineConfig):
     "Whom to talk with: a model in this process, or a server."
     url: str | None = setting(
-        None, 'Server to talk with, with an API like that of OpenAI; model is then a name there',
+        None,
+        'Server to talk with, with an API like that of OpenAI; model is then a name there',
         form=r'https?://[^/\s]+\S*', words='an address such as http://127.0.0.1:1919')
     api_key: str | None = setting(
-        None, 'What that server wants as a bearer token; None takes the variable OPENAI_API_KEY')
+        None,
+        'What that server wants as a bearer token; None takes the variable OPENAI_API_KEY')
 
 def _engine(config: EngineConfig) -> dict[str, object]:
     "Those settings of a config that are the engine's, by name"
@@ -218,8 +223,8 @@ def _chat_with(config: ChatConfig, params: 'SamplingParams', system: str | None)
     from minisgl_lit.load import first_model, refuse_settings
     refuse_settings(replace(config, model=EngineConfig.model))
     _interruptible()
-    key = config.api_key or os.environ.get('OPENAI_API_KEY')
-    model = first_model(config.url, key) if config.model == EngineConfig.model else config.model
+    key, model = config.api_key or os.environ.get('OPENAI_API_KEY'), config.model
+    if model == EngineConfig.model: model = first_model(config.url, key)
     print(f'{model} at {config.url}: {keys}', file=sys.stderr)
     talk(remote(config.url, key, model, params), system)
     return 0
@@ -256,9 +261,11 @@ def _lines(args: Namespace, stdin: Iterable[str]) -> dict[int, str]:
 # %% ../nbs/63_cli.ipynb #28f38e2c
 _kinds: dict[str, tuple[str, Callable[[object], bool]]] = dict(
     prompt=('a text', lambda o: isinstance(o, str)),
-    input_ids=('a list of token ids', lambda o: isinstance(o, list) and {*map(type, o)} == {int}),
-    messages=('a list of objects with role and content', lambda o: o and isinstance(o, list) and all(
-        isinstance(m, dict) and {'role', 'content'} <= m.keys() for m in o)))
+    input_ids=('a list of token ids',
+               lambda o: isinstance(o, list) and {*map(type, o)} == {int}),
+    messages=('a list of objects with role and content',
+              lambda o: o and isinstance(o, list) and all(
+                  isinstance(m, dict) and {'role', 'content'} <= m.keys() for m in o)))
 
 def question(
     text: str,                  # A line of JSON
@@ -270,15 +277,18 @@ def question(
     if isinstance(told, str): told = dict(prompt=told)
     kinds = [k for k in _kinds if isinstance(told, dict) and k in told]
     if len(kinds) != 1:
-        raise ValueError(f'a line must be a text, or an object with one of {", ".join(_kinds)}')
+        names = ', '.join(_kinds)
+        raise ValueError(f'a line must be a text, or an object with one of {names}')
     (kind,), (words, fits) = kinds, _kinds[kinds[0]]
     asked = {k: told.pop(k) for k in ('id', kind) if k in told}
     if not fits(o := asked[kind]): raise ValueError(f'{kind} must be {words}, not {o!r:.60}')
     check_names(type(params), told)
     return asked, replace(params, **told)
 
-def _questions(lines: dict[int, str], params: 'SamplingParams', jsonl: bool) -> Iterator[tuple]:
-    "Understand all lines, as JSON or text; `ValueError` with the number of the first wrong one"
+def _questions(
+    lines: dict[int, str], params: 'SamplingParams', jsonl: bool
+) -> Iterator[tuple]:
+    "Understand all lines, as JSON or text; `ValueError` with the number of the first wrong"
     for number, line in lines.items():
         try: yield question(line, params) if jsonl else (dict(prompt=line), params)
         except ValueError as e: raise ValueError(f'line {number}: {e}') from None
@@ -325,7 +335,7 @@ benchmarks = dict(
 def settings_of(
     function: Callable[..., object],  # Its parameters have defaults and comments
 ) -> type:
-    "A config with a field for each parameter; one named `config` stands for all of the engine's"
+    "A config with a field for each parameter; `config` stands for all those of the engine"
     from fastcore.docments import docments
     params, about = signature(function).parameters, docments(function)
     own = [(k, o.annotation, setting(o.default, about[k]))
@@ -379,10 +389,16 @@ def bench(
 
 # %% ../nbs/63_cli.ipynb #9b4b4ba2
 examples = dict(
-    serve=['--port 8000', '--model path/to/checkpoint --num-pages 4096'],
-    chat=['', '--temperature 0 --system "Answer in one sentence."', '--url http://127.0.0.1:1919'],
-    generate=['"Once upon a time" --max-tokens 50', '--file questions.jsonl > answers.jsonl'],
-    bench=['offline --workload bench256', 'serving --rate 4 --first-limit 200', 'start --json'])
+    serve=['--port 8000',
+           '--model path/to/checkpoint --num-pages 4096'],
+    chat=['',
+          '--temperature 0 --system "Answer in one sentence."',
+          '--url http://127.0.0.1:1919'],
+    generate=['"Once upon a time" --max-tokens 50',
+              '--file questions.jsonl > answers.jsonl'],
+    bench=['offline --workload bench256',
+           'serving --rate 4 --first-limit 200',
+           'start --json'])
 
 def _add_command(
     parent: Parser, run: Callable[[Namespace], int], config: type[EngineConfig] | None,
@@ -407,12 +423,14 @@ def make_parser() -> Parser:
     parser.add_commands(title='commands', dest='command', metavar='COMMAND')
     _add_command(parser, serve, ServerConfig)
     talking = _add_command(parser, chat, ChatConfig)
+    talking.add_argument('--system', metavar='TEXT',
+                         help='what the model should know about itself')
     completing = _add_command(parser, generate, EngineConfig)
-    talking.add_argument('--system', metavar='TEXT', help='what the model should know about itself')
-    completing.add_argument('prompts', nargs='*', metavar='PROMPT', help='text to continue')
-    completing.add_argument('--file', help='prompts, one a line; JSON if its name ends in .jsonl')
-    completing.add_argument('--jsonl', action='store_true', help='read and print lines of JSON')
-    completing.add_argument('--json', action='store_true', help='print JSON, one object a line')
+    add = completing.add_argument
+    add('prompts', nargs='*', metavar='PROMPT', help='text to continue')
+    add('--file', help='prompts, one a line; JSON if its name ends in .jsonl')
+    add('--jsonl', action='store_true', help='read and print lines of JSON')
+    add('--json', action='store_true', help='print JSON, one object a line')
     for o in (talking, completing): add_wishes(o)
     measuring = _add_command(parser, bench, None)
     measuring.add_commands(title='benchmarks', dest='name', metavar='NAME', required=True)
@@ -423,8 +441,8 @@ def make_parser() -> Parser:
 # %% ../nbs/63_cli.ipynb #fcf27cee
 def _run(argv: list[str]) -> int:
     "Do what the arguments say; a `ValueError` is one sentence for whoever wrote them"
-    first = argv[0] if argv else '-'
-    if first.startswith('-') and first not in ('-h', '--help', '--version'): argv = ['serve', *argv]
+    first, own = argv[0] if argv else '-', ('-h', '--help', '--version')
+    if first.startswith('-') and first not in own: argv = ['serve', *argv]
     args, unknown = make_parser().parse_known_args(argv)
     if unknown: args.parser.refuse(unknown[0])
     try: return args.run(args)
