@@ -36,8 +36,9 @@ class Plan:
         rows: np.ndarray | None = None,  # Their rows, if somebody has them at hand, [n]
     ):
         self.reqs, self.cache, lengths = reqs, cache, cache.table.lengths
-        self.rows = np.array([o.table_idx for o in reqs], dtype=np.int64) if rows is None else rows
-        self.cached_lens, self.device_lens = lengths.cached_len[self.rows], lengths.device_len[self.rows]
+        if rows is None: rows = np.array([o.table_idx for o in reqs], dtype=np.int64)
+        self.rows = rows
+        self.cached_lens, self.device_lens = lengths.cached_len[rows], lengths.device_len[rows]
         self.first_pages = cache.pages_for(self.cached_lens)   # the first that each needs
         self.end_pages = cache.pages_for(self.device_lens)     # and one past the last
         self.new_pages = int((self.end_pages - self.first_pages).sum())   # to allocate
@@ -60,11 +61,13 @@ def edits_of(
     who = np.flatnonzero((penalties.T != [1, 0, 0]).any(-1))
     reqs = [plan.reqs[i] for i in sampled]
     input_lens = np.array([o.pending.input_len for o in reqs], dtype=np.int64)
-    n_made, special = plan.device_lens[sampled] - input_lens, np.flatnonzero(s.special[rows])
+    n_made = plan.device_lens[sampled] - input_lens
+    special = np.flatnonzero(s.special[rows])
     added = [(i, *o) for i in special for o in _added(reqs[i], n_made[i])]
     if not (len(who) or added): return None
     places = np.array([o[:2] for o in added], dtype=np.int64).reshape(-1, 2).T
-    return Edits(who, input_lens[who], penalties[:, who], places, np.float32([o[2] for o in added]))
+    amounts = np.float32([o[2] for o in added])
+    return Edits(who, input_lens[who], penalties[:, who], places, amounts)
 
 # %% ../../nbs/24_scheduler.prepare.ipynb #b8224ad3
 def reports_of(
@@ -72,7 +75,8 @@ def reports_of(
     sampled: np.ndarray,  # Which of them get a token, as indices, [n_sampled]
 ) -> Reports | None:      # `None`: nothing
     "Which log-probabilities they want to be told"
-    pendings, start, end = [o.pending for o in plan.reqs], plan.cached_lens, plan.device_lens
+    pendings = [o.pending for o in plan.reqs]
+    start, end = plan.cached_lens, plan.device_lens
     chosen = [i for i, j in enumerate(sampled) if pendings[j].params.logprobs is not None]
     curious = [i for i, o in enumerate(pendings) if o.scores.next < o.input_len]
     if not (chosen or curious): return None
@@ -85,8 +89,8 @@ def reports_of(
     targets = [pendings[i].tokens[p + 1] for i, p in zip(owners, positions)]
     tokens = ((end - start).cumsum() - end)[owners] + positions
     widths = [max(o.params.logprobs or 0, o.params.prompt_logprobs or 0) for o in pendings]
-    return Reports(np.array(chosen, dtype=np.int64), tokens, np.array(targets, dtype=np.int64),
-                   owners, max(widths))
+    chosen, targets = (np.array(o, dtype=np.int64) for o in (chosen, targets))
+    return Reports(chosen, tokens, targets, owners, max(widths))
 
 # %% ../../nbs/24_scheduler.prepare.ipynb #3574e4d6
 def _add_pages(plan: Plan) -> None:
@@ -96,7 +100,7 @@ def _add_pages(plan: Plan) -> None:
 
 # %% ../../nbs/24_scheduler.prepare.ipynb #8a5cee05
 def _tokens(plan: Plan, mode: ForwardMode) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    "Of each token its request's number and its position, [n_tokens]; and who is sampled, [n_sampled]"
+    "Of each token its request's number and position, [n_tokens]; and who is sampled"
     if mode is ForwardMode.DECODE:   # one of each
         everybody = np.arange(len(plan.rows))
         return everybody, plan.cached_lens, everybody
@@ -116,9 +120,9 @@ def make_batch(
     owner, positions, sampled = _tokens(plan, mode)
     token_rows, special = rows[owner], table.sampling.special[rows].any()
     extras = (edits_of(plan, sampled), reports_of(plan, sampled)) if special else ()
-    return Batch(plan.reqs, mode, step, rows, plan.cached_lens, plan.device_lens, token_rows,
-                 positions, table.slots(token_rows, positions), sampled,
-                 table.sampling.at(rows[sampled]), *extras)
+    return Batch(plan.reqs, mode, step, rows, plan.cached_lens, plan.device_lens,
+                 token_rows, positions, table.slots(token_rows, positions),
+                 sampled, table.sampling.at(rows[sampled]), *extras)
 
 # %% ../../nbs/24_scheduler.prepare.ipynb #a2790b94
 def idle_batch(
@@ -127,5 +131,5 @@ def idle_batch(
 ) -> Batch:
     "A step that computes one token for nobody"
     row, zero, one = np.array([table.dummy_row]), np.array([0]), np.array([1])
-    return Batch([], ForwardMode.IDLE, step, row, zero, one, row, zero, table.slots(row, zero),
-                 sampled=zero)
+    return Batch([], ForwardMode.IDLE, step, row, zero, one, row, zero,
+                 table.slots(row, zero), sampled=zero)
