@@ -37,9 +37,8 @@ from .model.checkpoint import read_config, resolve_model
 from .model.decoder import ModelConfig
 from .model.embedded import embedded_path
 from .news import News, Reply
-from minisgl_lit.scheduler.cost import (
-    admission_times, eviction_time, grouping_time, loaded, order_time, overlap_share, parts,
-    step_times)
+from .scheduler.cost import admission_times, eviction_time, grouping_time, loaded
+from .scheduler.cost import order_time, overlap_share, parts, step_times
 from .scheduler.finish import Observer
 from .scheduler.loop import Scheduler
 from .serving.messages import encode

@@ -76,6 +76,11 @@ def test_no_module_imports_a_later_one():
     texts = [(m, mods[dotted(m)], (root/m).read_text(), dotted(m)) for m in modules(root) if dotted(m) in mods]
     assert not (bad := [*reads_ahead(mods, texts)]), "\n".join(bad)
 
+def test_modules_import_each_other_relatively():
+    "The export turns `from minisgl_lit.x` into `from .x`, but misses some that begin with a bracket"
+    tops = [(m, o) for m in modules(root) for o in ast.parse((root/m).read_text()).body if isinstance(o, ast.ImportFrom)]
+    assert not (bad := [f"{m}:{o.lineno}" for m, o in tops if not o.level and o.module.startswith(pkg + ".")]), bad
+
 def test_every_import_is_required():
     "What the package imports is the standard library, itself, or in a list of settings.ini."
     dist = {"flashinfer": "flashinfer-python", "zmq": "pyzmq", "IPython": "ipywidgets", "prometheus_client": "prometheus-client"}

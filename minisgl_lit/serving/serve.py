@@ -337,9 +337,8 @@ class Server:
         self._loop, self._ready = asyncio.new_event_loop(), Future()
         self._stopping, self._draining, self._error = asyncio.Event(), asyncio.Event(), None
         self._process: EngineProcess | None = None   # the last that was started
-        self._thread = threading.Thread(
-            target=self._run, name=f'minisgl_lit {self.url}', daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()   # a `join` that Ctrl-C breaks never waits again
+        threading.Thread(target=self._run, name=f'minisgl_lit {self.url}', daemon=True).start()
         atexit.register(self.stop)
         try: self._ready.result()
         except BaseException:
@@ -356,13 +355,13 @@ class Server:
     def stop(self) -> None:
         "End open requests; leave no process and no file. To call it again does nothing"
         self._set(self._stopping)
-        self._thread.join()
+        self._ended.wait()
         atexit.unregister(self.stop)
 
     def wait(self) -> None:
         "Block until the end; `RuntimeError` if it failed. SIGTERM drains, a second stops"
         with on_sigterm(self.drain, lambda: self._set(self._stopping)):
-            self._thread.join()
+            self._ended.wait()
             if self._error: raise RuntimeError(f'the server failed: {self._error}')
 
     def __enter__(self) -> 'Server': return self
@@ -370,11 +369,13 @@ class Server:
     def __repr__(self) -> str: return f'Server({self.model!r}, {self.url})'
 
     def _run(self) -> None:
-        with self._listener, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            try: runner.run(self._serve())
-            except BaseException as e:
-                if self._ready.done(): self._error = e
-                else: self._ready.set_exception(e)
+        try:
+            with self._listener, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+        except BaseException as e:
+            if self._ready.done(): self._error = e
+            else: self._ready.set_exception(e)
+        finally: self._ended.set()
 
 # %% ../../nbs/56_serving.serve.ipynb #17622bb1
 @patch
