@@ -53,9 +53,9 @@ void norms(void *y, const void *x, const void *w, i64 tokens, i64 heads, i64 str
            float eps, i64 bf16, i64 threads) {
     #pragma omp parallel for num_threads(threads) if(tokens * heads * n > 16384)
     for (i64 t = 0; t < tokens; t++) for (i64 h = 0; h < heads; h++) {
-        const char *to = at(y, (t * heads + h) * n, bf16), *from = at(x, t * stride + h * n, bf16);
-        if (bf16) norm((void *)to, from, w, n, eps, 1);
-        else norm((void *)to, from, w, n, eps, 0);
+        void *to = (void *)at(y, (t * heads + h) * n, bf16);
+        const void *from = at(x, t * stride + h * n, bf16);
+        if (bf16) norm(to, from, w, n, eps, 1); else norm(to, from, w, n, eps, 0);
     }
 }
 """
@@ -74,7 +74,7 @@ def rms_norm(
     weight: torch.Tensor,  # A learned factor for each place, [n]
     eps: float,            # Keeps a vector of zeros from dividing by zero
 ) -> torch.Tensor:         # Shape and dtype of `x`
-    "Bring each vector to mean square 1, in float32; round; then scale each place by its factor"
+    "Bring each vector to mean square 1, in float32; round; then scale each place"
     lies = _by_heads(x)
     if lies and (gpu := gpu_kernels(x, weight)): return gpu.rmsnorm(x, weight, eps)
     lib = kernels(layers_c, x, weight)
@@ -120,17 +120,18 @@ def add_norm(
 
 # %% ../../nbs/30_model.layers.ipynb #5ea074c8
 def silu_mul(
-    wide: torch.Tensor,  # Gate on the left, up on the right, [n_tokens, 2 * intermediate_size]
+    wide: torch.Tensor,  # Gate left of up, [n_tokens, 2 * intermediate_size]
 ) -> torch.Tensor:       # [n_tokens, intermediate_size]
     "`silu` of the gate, times up"
-    whole = wide.shape[-1] * wide.dtype.itemsize % 32 == 0   # FlashInfer reads a half by 16 bytes
-    if whole and wide.is_contiguous() and (gpu := gpu_kernels(wide)): return gpu.silu_and_mul(wide)
+    n_bytes = wide.shape[-1] * wide.dtype.itemsize
+    if n_bytes % 32 == 0 and wide.is_contiguous():   # FlashInfer reads a half by 16 bytes
+        if gpu := gpu_kernels(wide): return gpu.silu_and_mul(wide)
     gate, up = wide.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 def _plain_mlp(
     x: torch.Tensor,        # [n_tokens, hidden_size]
-    gate_up: torch.Tensor | Packed,     # Gate above, up below, [2 * intermediate_size, hidden_size]
+    gate_up: torch.Tensor | Packed,     # Gate above up, [2 * intermediate_size, hidden_size]
     down: torch.Tensor | Packed,        # [hidden_size, intermediate_size]
     gate_up_bias: torch.Tensor | None,  # [2 * intermediate_size]
     down_bias: torch.Tensor | None,     # [hidden_size]
@@ -146,7 +147,8 @@ INLINE vf power(vf x) {
     x = (vf)((dead & (vu)low) | (~dead & (vu)x));
     vf t = x * 1.44269504f + 12582912.f, n = t - 12582912.f;
     vf f = x - n * .693145752f - n * 1.42860677e-6f;
-    vf y = 1 + f * (1 + f * (1/2.f + f * (1/6.f + f * (1/24.f + f * (1/120.f + f * (1/720.f))))));
+    vf y = 1/24.f + f * (1/120.f + f * (1/720.f));
+    y = 1 + f * (1 + f * (1/2.f + f * (1/6.f + f * y)));
     return (vf)(~dead & ((vu)y + ((vu)t << 23)));
 }
 """
@@ -168,7 +170,8 @@ INLINE void gate(void *y, const void *x, i64 n, int bf16) {
     i64 i = 0, S = chunk(bf16);
     for (; i + S <= n; i += S) {
         vu g = raw(at(x, i, bf16)), u = raw(at(x, n + i, bf16));
-        vu v = bf16 ? open(even(g), even(u)) >> 16 | open(odd(g), odd(u)) : (vu)(silu((vf)g) * (vf)u);
+        vu v = bf16 ? open(even(g), even(u)) >> 16 | open(odd(g), odd(u))
+                    : (vu)(silu((vf)g) * (vf)u);
         memcpy((void *)at(y, i, bf16), &v, sizeof v);
     }
     for (; i < n; i++) {
@@ -181,8 +184,9 @@ INLINE void gate(void *y, const void *x, i64 n, int bf16) {
 
 # %% ../../nbs/30_model.layers.ipynb #db6c9208
 layers_c += r"""
-void gated(void *y, const void *x, const void *gate_up, const void *gate_up_bias, const void *down,
-           const void *down_bias, i64 tokens, i64 hidden, i64 n, i64 bf16, i64 threads) {
+void gated(void *y, const void *x, const void *gate_up, const void *gate_up_bias,
+           const void *down, const void *down_bias,
+           i64 tokens, i64 hidden, i64 n, i64 bf16, i64 threads) {
     i64 most = lesser(tokens, MOST);
     float *wide = malloc(most * 3 * n * sizeof(float)), *narrow = wide + most * 2 * n;
     for (i64 from = 0, some; from < tokens; from += some) {
@@ -214,7 +218,7 @@ def fused(
 
 def gated_mlp(
     x: torch.Tensor,        # [n_tokens, hidden_size]
-    gate_up: torch.Tensor | Packed,     # Gate above, up below, [2 * intermediate_size, hidden_size]
+    gate_up: torch.Tensor | Packed,     # Gate above up, [2 * intermediate_size, hidden_size]
     down: torch.Tensor | Packed,        # [hidden_size, intermediate_size]
     gate_up_bias: torch.Tensor | None = None,  # [2 * intermediate_size]
     down_bias: torch.Tensor | None = None,     # [hidden_size]
@@ -260,7 +264,7 @@ class Angles:
 def rotary(
     positions: torch.Tensor,  # Place of each token in its sequence, [n_tokens]
     speed: torch.Tensor,      # From `inverse_frequencies`, [head_dim / 2]
-    like: torch.Tensor,       # Has the device and precision of what will be turned, [n_tokens, ...]
+    like: torch.Tensor,       # Has device and precision of what will be turned, [n_tokens, ...]
     scale: float = 1.0,       # Queries and keys get longer by this factor
 ) -> Angles:
     "The angles of all tokens"
@@ -274,7 +278,8 @@ def _plain_rotate(
     angles: Angles,   # From `rotary`
 ) -> torch.Tensor:    # Shape of `x`
     "Turn one tensor, in torch"
-    (a, b), (cos, sin) = x.chunk(2, dim=-1), angles.table.to(x.dtype)[:, None].chunk(2, dim=-1)
+    table = angles.table.to(x.dtype)[:, None]   # the same for all heads
+    (a, b), (cos, sin) = x.chunk(2, dim=-1), table.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 # %% ../../nbs/30_model.layers.ipynb #825431f0
@@ -288,12 +293,13 @@ INLINE void turn(void *y, const void *x, const void *line, i64 n, int bf16) {
         put(y, n + i, b * c + a * s, bf16);
     }
 }
-void turns(void *y, const void *x, const void *table, i64 tokens, i64 heads, i64 stride, i64 dim,
-           i64 bf16, i64 threads) {
+void turns(void *y, const void *x, const void *table,
+           i64 tokens, i64 heads, i64 stride, i64 dim, i64 bf16, i64 threads) {
     #pragma omp parallel for num_threads(threads) if(tokens * heads * dim > 16384)
     for (i64 t = 0; t < tokens; t++) for (i64 h = 0; h < heads; h++) {
         void *to = (void *)at(y, (t * heads + h) * dim, bf16);
-        const void *from = at(x, t * stride + h * dim, bf16), *line = at(table, t * dim, bf16);
+        const void *from = at(x, t * stride + h * dim, bf16);
+        const void *line = at(table, t * dim, bf16);
         if (bf16) turn(to, from, line, dim / 2, 1); else turn(to, from, line, dim / 2, 0);
     }
 }
@@ -317,18 +323,21 @@ def rotate(
     head_dim = q.shape[-1]
     if head_dim in (64, 128, 256) and (gpu := gpu_kernels(q, k)):
         flat = (o.view(len(o), -1) for o in (q, k))
-        gpu.apply_rope_with_cos_sin_cache_inplace(angles.lines, *flat, head_dim, angles.table)
+        turn = gpu.apply_rope_with_cos_sin_cache_inplace
+        turn(angles.lines, *flat, head_dim, angles.table)
         return q, k
     return _rotate(q, angles), _rotate(k, angles)
 
 # %% ../../nbs/30_model.layers.ipynb #69ba8697
 layers_c += r"""
-INLINE void place(void *head, const void *factor, const void *line, i64 dim, float eps, int bf16) {
+INLINE void place(void *head, const void *factor, const void *line,
+                  i64 dim, float eps, int bf16) {
     if (factor) norm(head, head, factor, dim, eps, bf16);
     turn(head, head, line, dim / 2, bf16);
 }
-void heads(void *qkv, const void *x, const void *w, const void *bias, const void *q_norm,
-           const void *k_norm, const void *table, i64 tokens, i64 n_in, i64 n_q, i64 n_kv, i64 dim,
+void heads(void *qkv, const void *x, const void *w, const void *bias,
+           const void *q_norm, const void *k_norm, const void *table,
+           i64 tokens, i64 n_in, i64 n_q, i64 n_kv, i64 dim,
            float eps, i64 bf16, i64 threads) {
     i64 all = n_q + 2 * n_kv;
     linear(qkv, x, w, bias, tokens, all * dim, n_in, bf16, threads);
@@ -336,7 +345,8 @@ void heads(void *qkv, const void *x, const void *w, const void *bias, const void
     for (i64 t = 0; t < tokens; t++) for (i64 h = 0; h < n_q + n_kv; h++) {
         void *head = (void *)at(qkv, (t * all + h) * dim, bf16);
         const void *factor = h < n_q ? q_norm : k_norm, *line = at(table, t * dim, bf16);
-        if (bf16) place(head, factor, line, dim, eps, 1); else place(head, factor, line, dim, eps, 0);
+        if (bf16) place(head, factor, line, dim, eps, 1);
+        else place(head, factor, line, dim, eps, 0);
     }
 }
 """
@@ -346,8 +356,8 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]   # Queries, keys, value
 
 def _plain_heads(
     x: torch.Tensor,        # [n_tokens, hidden_size]
-    weight: torch.Tensor | Packed,   # Of queries, keys, values, [(n_q + 2*n_kv) * head_dim, hidden_size]
-    bias: torch.Tensor | None,   # A constant for each of these rows; `None`: none
+    weight: torch.Tensor | Packed,  # For all heads, [(n_q + 2*n_kv) * head_dim, hidden_size]
+    bias: torch.Tensor | None,  # A constant for each of these rows; `None`: none
     norms: tuple[torch.Tensor, torch.Tensor] | None,  # Of queries, of keys, each [head_dim]
     eps: float,             # See `rms_norm`
     angles: Angles,         # From `rotary`
@@ -362,8 +372,8 @@ def _plain_heads(
 # %% ../../nbs/30_model.layers.ipynb #6b8c4e8f
 def heads(
     x: torch.Tensor,        # [n_tokens, hidden_size]
-    weight: torch.Tensor | Packed,   # Of queries, keys, values, [(n_q + 2*n_kv) * head_dim, hidden_size]
-    bias: torch.Tensor | None,   # A constant for each of these rows; `None`: none
+    weight: torch.Tensor | Packed,  # For all heads, [(n_q + 2*n_kv) * head_dim, hidden_size]
+    bias: torch.Tensor | None,  # A constant for each of these rows; `None`: none
     norms: tuple[torch.Tensor, torch.Tensor] | None,  # Of queries, of keys, each [head_dim]
     eps: float,             # See `rms_norm`
     angles: Angles,         # From `rotary`
@@ -375,6 +385,7 @@ def heads(
     dim, (tokens, n_in) = angles.table.shape[-1], x.shape
     n_q = weight.shape[0] // dim - 2 * n_kv
     qkv = x.new_empty(tokens, n_q + 2 * n_kv, dim)
-    lib.heads(qkv, x, weight.data, bias, *(norms or (None, None)), angles.table, tokens, n_in,
-              n_q, n_kv, dim, eps, x.dtype == torch.bfloat16, torch.get_num_threads())
+    lib.heads(qkv, x, weight.data, bias, *(norms or (None, None)), angles.table,
+              tokens, n_in, n_q, n_kv, dim,
+              eps, x.dtype == torch.bfloat16, torch.get_num_threads())
     return torch.split_with_sizes(qkv, [n_q, n_kv, n_kv], dim=1)
