@@ -14,11 +14,12 @@ from ..core import Lengths, SamplingArrays
 
 # %% ../../nbs/11_kv.table.ipynb #95bc9dd6
 class TableManager:
-    """Rows of `pages`, `page_table`, `token_pool`, `lengths` and `sampling`, lent to running requests.
+    """Rows of five tables, lent to running requests.
 
-    `pages` (numpy, `[max_running_req + 1, max_pages]`) is the truth. `page_table`, its copy on the
-    device, is right after each `flush` (on a CPU at once: the two are one memory).
-    `dummy_row`, the last, is never lent: padding points there. A returned row is not cleared.
+    `pages` (numpy, `[max_running_req + 1, max_pages]`) is the truth. `page_table`, its copy
+    on the device, is right after each `flush` (on a CPU at once: the two are one memory).
+    Beside them lie `token_pool` (on the device), `lengths` and `sampling`. `dummy_row`, the
+    last, is never lent: padding points there. A returned row is not cleared.
     """
     def __init__(
         self,
@@ -32,8 +33,9 @@ class TableManager:
         n_rows, max_pages = max_running_req + 1, -(-max_seq_len // page_size)
         self.pages = np.full((n_rows, max_pages), dummy_page, dtype=np.int32)
         self.page_table = torch.from_numpy(self.pages).to(device)
-        self._shared = self.page_table.data_ptr() == self.pages.ctypes.data   # one memory, two names
-        self.token_pool = torch.zeros((n_rows, max_seq_len), dtype=torch.int32, device=device)
+        self._shared = self.page_table.data_ptr() == self.pages.ctypes.data   # one memory
+        shape = n_rows, max_seq_len
+        self.token_pool = torch.zeros(shape, dtype=torch.int32, device=device)
         self.lengths, self.sampling = Lengths(n_rows), SamplingArrays.empty(n_rows)
         self._free, self._lent = list(reversed(range(max_running_req))), set()
         self._changed: list[tuple[np.ndarray, np.ndarray]] = []  # rows and columns to send
@@ -52,7 +54,8 @@ class TableManager:
 
     def free(self, row: int) -> None:
         "Take back a row; `RuntimeError` if it is not lent: freed twice, or never yours"
-        if row not in self._lent: raise RuntimeError(f'row {row} is not lent, so it cannot be freed')
+        if row not in self._lent:
+            raise RuntimeError(f'row {row} is not lent, so it cannot be freed')
         self._lent.remove(row)
         self._free.append(row)
 
@@ -61,7 +64,7 @@ def to_device(
     array: np.ndarray,             # Anything numpy holds; not written any more
     device: torch.device | str,    # Where it is needed
 ) -> torch.Tensor:                 # A copy; on a CPU the same memory
-    "Send an array without waiting for it to arrive; later work on the device finds it there"
+    "Send an array without waiting for it; later work on the device finds it there"
     tensor = torch.from_numpy(array)
     if torch.device(device).type != 'cuda': return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
