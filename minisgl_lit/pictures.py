@@ -35,12 +35,12 @@ Work = tuple[str, float, float]   # call, wait, look or process; from, to, in se
 class Step:
     "One batch, and how everything stood when it was launched."
     number: int             # Of the launch
-    mode: ForwardMode | None = None   # What was computed; `None`: no batch, somebody looked
-    tokens: dict[str, int] = field(default_factory=dict)   # Tokens that each request computed
-    work: list[Work] = field(default_factory=list)         # Of the host, in order of its end
-    owners: np.ndarray | None = None  # Owner of each page, as places in `names`, [num_pages]
-    tree: list[Branch] = field(default_factory=list)       # Parents first
-    stats: dict = field(default_factory=dict)              # As the scheduler has them
+    mode: ForwardMode | None = None  # What was computed; `None`: no batch, somebody looked
+    tokens: dict[str, int] = field(default_factory=dict)  # How many each request computed
+    work: list[Work] = field(default_factory=list)        # Of the host, in order of its end
+    owners: np.ndarray | None = None  # Of each page, as places in `names`, [num_pages]
+    tree: list[Branch] = field(default_factory=list)      # Parents first
+    stats: dict = field(default_factory=dict)             # As the scheduler has them
     rest: bool = False      # Whether nobody was left when it had been processed
 
     @property
@@ -50,11 +50,12 @@ class Step:
 
     @property
     def done(self) -> float:
-        "When the host knew that it was computed, in seconds; until then, when it last did anything"
-        return next((end for what, _, end in self.work if what == 'wait'), self.work[-1][2])
+        "When the host knew that it was computed, in seconds; until then, its last doing"
+        waits = (end for what, _, end in self.work if what == 'wait')
+        return next(waits, self.work[-1][2])
 
 # %% ../nbs/19_pictures.ipynb #62d73b02
-FREE, TREE, LOCKED, WAITING = range(4)   # places of those owners in `names` who are no requests
+FREE, TREE, LOCKED, WAITING = range(4)   # places in `names` of owners who are no requests
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -87,12 +88,14 @@ class Recording:
 # %% ../nbs/19_pictures.ipynb #087dfdff
 def _tag(name: str, *inside: str, **attrs: object) -> str:
     "An element; underscores in names of attributes are dashes"
-    given = ''.join(f' {k.strip("_").replace("_", "-")}="{_number(v)}"' for k, v in attrs.items())
+    names = (k.strip('_').replace('_', '-') for k in attrs)
+    given = ''.join(f' {k}="{_number(v)}"' for k, v in zip(names, attrs.values()))
     return f'<{name}{given}>{"".join(inside)}</{name}>'
 
 def _number(value: object) -> str:
     "A value of an attribute; a tenth of a pixel is enough"
-    return f'{value:.1f}'.removesuffix('.0') if isinstance(value, float) else escape(str(value))
+    if isinstance(value, float): return f'{value:.1f}'.removesuffix('.0')
+    return escape(str(value))
 
 
 def shown(
@@ -113,8 +116,8 @@ WIDTH = 640   # of all pictures, in units of an SVG
 def _svg(height: float, title: str, *inside: str) -> str:
     "A picture"
     box = f'0 0 {WIDTH} {_number(height)}'
-    return _tag('svg', *inside, viewBox=box, role='img', aria_label=title, fill='currentColor',
-                font_size=12, font_family='system-ui, sans-serif')
+    return _tag('svg', *inside, viewBox=box, role='img', aria_label=title,
+                fill='currentColor', font_size=12, font_family='system-ui, sans-serif')
 
 # %% ../nbs/19_pictures.ipynb #a0ac6f20
 def evicted(
@@ -170,8 +173,10 @@ def _node(o: Branch, y: int, said: str, gone: bool, most: int = 14) -> str:
     about = [f'+{len(o.pages) - n} pages'] * (len(o.pages) > n)
     about += ['evicted' if gone else f'locks: {o.locks}' if o.locks else 'may be evicted']
     about += [f'found {o.hits}×'] * (o.hits > 0)
-    squares = [_tag('rect', x=x + 30*k, y=y + 3, width=27, height=18, rx=3) for k in range(n)]
-    numbers = [_text(x + 30*k + 13, y + 16, str(p)) for k, p in enumerate(o.pages[:n].tolist())]
+    squares = [_tag('rect', x=x + 30*k, y=y + 3, width=27, height=18, rx=3)
+               for k in range(n)]
+    numbers = [_text(x + 30*k + 13, y + 16, str(p))
+               for k, p in enumerate(o.pages[:n].tolist())]
     return ''.join([
         _tag('g', *squares, **look), _tag('g', *numbers, text_anchor='middle'),
         _text(x + 30*n + 6, y + 16, ' · '.join(about), fill_opacity=.75),
@@ -189,12 +194,14 @@ def leases(
             row = codes[:, page]
             cuts = [0, *np.flatnonzero(np.diff(row)) + 1, len(row)]
             spans = [(int(row[a]), range(a, b)) for a, b in pairwise(cuts)]
-        done += [(*key, range(first, page)) for key, first in still.items() if key not in spans]
+        done += [(*key, range(first, page)) for key, first in still.items()
+                 if key not in spans]
         still = {key: still.get(key, page) for key in spans}
     return done
 
 # %% ../nbs/19_pictures.ipynb #5a4cad02
-COLOURS = '#3b82c4 #d9822b #2f9e6e #c25b9b #8a6fd1 #c94f4f #8f8a2a #2aa3b0'.split()   # of requests
+COLOURS = (   # of requests
+    '#3b82c4', '#d9822b', '#2f9e6e', '#c25b9b', '#8a6fd1', '#c94f4f', '#8f8a2a', '#2aa3b0')
 
 def draw_pages(
     recording: Recording,  # What happened
@@ -204,15 +211,17 @@ def draw_pages(
     codes = np.stack([o.owners for o in recording.steps])
     used = np.flatnonzero((codes != FREE).any(0))
     pages, left = used[:most], 44
-    dx, dy = (WIDTH - left - 4) / max(len(codes), 8), max(min(240 / max(len(pages), 1), 16.), 4.)
+    dx = (WIDTH - left - 4) / max(len(codes), 8)
+    dy = max(min(240 / max(len(pages), 1), 16.), 4.)
     top, height = 26, dy*len(pages)
     every = -(-12 // int(dy))   # lines of which one has its number
     rows = [_text(left - 6, top + dy*k + dy/2 + 4, str(p), text_anchor='end')
             for k, p in list(enumerate(pages.tolist()))[::every]]
-    blocks = [_lease(recording.names[code], code, left + dx*steps.start, top + dy*rows_.start,
-                     dx*len(steps), dy*len(rows_))
-              for code, steps, rows_ in leases(codes[:, pages]) if code != FREE]
-    columns = [_at(k, len(codes), left + dx*k, top - 4, dx, height + 8) for k in range(len(codes))]
+    blocks = [_lease(recording.names[code], code,
+                     left + dx*steps.start, top + dy*lines.start, dx*len(steps), dy*len(lines))
+              for code, steps, lines in leases(codes[:, pages]) if code != FREE]
+    columns = [_at(k, len(codes), left + dx*k, top - 4, dx, height + 8)
+               for k in range(len(codes))]
     more = f'; {len(used) - most} more pages are not shown' if len(used) > most else ''
     title = f'pages, and who has them at each step{more}'
     return _svg(top + height + 6, title, _text(0, 14, title), *rows, *blocks, *columns)
@@ -233,8 +242,8 @@ def _lease(name: str, code: int, x: float, y: float, width: float, height: float
 def _at(step: int, steps: int, x: float, y: float, width: float, height: float) -> str:
     "What shows that a step is the chosen one; to begin with, the last of `steps` is"
     kind = 'at now' if step == steps - 1 else 'at'
-    return _tag('rect', data_step=step, class_=kind, x=x, y=y, width=max(width, 1.), height=height,
-                rx=3, fill_opacity=0)
+    return _tag('rect', data_step=step, class_=kind,
+                x=x, y=y, width=max(width, 1.), height=height, rx=3, fill_opacity=0)
 
 # %% ../nbs/19_pictures.ipynb #ac33d89e
 def _stretches(
@@ -269,13 +278,14 @@ def _extent(
 def engine_share(
     recording: Recording,  # What happened
 ) -> float:
-    "The share of the time with something to do in which the engine did it; 0 if there was nothing"
+    "The share of the time with something to do in which the engine did it; 0 if there is none"
     spans = [(_extent(o), _busy(o)) for o in _stretches(recording)]
     whole = sum(end - start for (start, end), _ in spans)
     return sum(end - start for _, o in spans for start, end in o) / (whole or 1)
 
 # %% ../nbs/19_pictures.ipynb #fc8ccac4
-LANES = dict(call='host calls it', wait='waits for it', process='tells results', look='recorder')
+LANES = dict(
+    call='host calls it', wait='waits for it', process='tells results', look='recorder')
 
 def draw_timeline(
     recording: Recording,  # What happened
@@ -294,8 +304,8 @@ def draw_timeline(
     words += [_text(left - 8, lanes[what] + 10, LANES[what]) for what in LANES]
     title = (f'{seconds*1e3:,.0f} ms with something to do; '
              f'the engine did it for {engine_share(recording):.0%} of that')
-    return _svg(128, title, _text(0, 14, title), _tag('g', *words, text_anchor='end'), *bars,
-                _tag('g', *works, fill_opacity=.55))
+    return _svg(128, title, _text(0, 14, title), _tag('g', *words, text_anchor='end'),
+                *bars, _tag('g', *works, fill_opacity=.55))
 
 # %% ../nbs/19_pictures.ipynb #48306334
 def _axis(
@@ -354,7 +364,8 @@ def _frames(
     "All of them in one place, of which one is seen; equal neighbours are one"
     groups = [(piece, [k for k, _ in same])
               for piece, same in groupby(enumerate(pieces), lambda o: o[1])]
-    divs = [_tag('div', piece, data_step=' '.join(map(str, steps))) for piece, steps in groups]
+    divs = [_tag('div', piece, data_step=' '.join(map(str, steps)))
+            for piece, steps in groups]
     divs[-1] = divs[-1].replace('<div', '<div class="now"', 1)
     return _tag('div', *divs, class_='frames')
 
