@@ -39,7 +39,7 @@ def _backend(
 ) -> Backend:
     "What sends; on a CPU between processes of this machine only"
     if device.type == 'cuda':
-        from torch.distributed import ProcessGroupNCCL as kind   # not in every build of torch
+        from torch.distributed import ProcessGroupNCCL as kind   # some builds have none
         options = kind.Options()
     else:
         kind, options = ProcessGroupGloo, ProcessGroupGloo._Options()
@@ -50,7 +50,7 @@ def _backend(
 # %% ../../nbs/43_engine.parallel.ipynb #c8c09b20
 @dataclass(frozen=True)
 class TorchGroup(Group):
-    "Ranks that talk through torch. Everybody calls the same, in the same order, or all wait."
+    "Ranks that talk through torch. All call the same, in the same order, or all wait."
     backend: Backend = field(kw_only=True)   # Torch's part, that sends and adds
     gone: Callable[[], str | None] = field(kw_only=True)   # Who has ended, if that is known
 
@@ -112,10 +112,11 @@ def rehearse(
 def pack(
     arrays: Iterable[Sequence[int] | np.ndarray],  # Whole numbers, each [n]
 ) -> bytes:
-    "One message of several arrays: their number, their lengths, their content; int64 throughout"
+    "One message of several arrays: their number, lengths and content; int64 throughout"
     arrays = list(arrays)
     head = len(arrays), *map(len, arrays)
-    return np.concatenate([np.asarray(o, dtype=np.int64) for o in (head, *arrays)]).tobytes()
+    parts = [np.asarray(o, dtype=np.int64) for o in (head, *arrays)]
+    return np.concatenate(parts).tobytes()
 
 def unpack(
     message: bytes,     # From `pack`
@@ -126,7 +127,8 @@ def unpack(
     return np.split(flat[n + 1:], flat[1:n].cumsum())
 
 # %% ../../nbs/43_engine.parallel.ipynb #b4d4a9d6
-_fields = ('rows', 'cached_lens', 'device_lens', 'token_rows', 'positions', 'out_loc', 'sampled')
+_fields = ('rows', 'cached_lens', 'device_lens', 'token_rows', 'positions', 'out_loc',
+           'sampled')
 _modes = list(ForwardMode)
 
 def batch_arrays(
@@ -135,7 +137,8 @@ def batch_arrays(
     "What other ranks need of it, for `pack`"
     r = batch.reports
     told = (r.tokens, r.targets, [r.width]) if r else ([], [], [])
-    return [[_modes.index(batch.mode), batch.step], *(getattr(batch, o) for o in _fields), *told]
+    head = [_modes.index(batch.mode), batch.step]
+    return [head, *(getattr(batch, o) for o in _fields), *told]
 
 def read_batch(
     arrays: Sequence[np.ndarray],  # From `batch_arrays`
@@ -171,8 +174,8 @@ class LeadTable(TableManager):
         super().write_tokens(row, start, ids)
         self._prompts.append((row, start, np.array(ids)))
 
-    def take(self) -> list[Sequence[int] | np.ndarray]:  # Rows, columns, pages, heads, tokens
-        "What `catch_up` needs, since the last time; a head is a prompt's row, start and length"
+    def take(self) -> list[Sequence[int] | np.ndarray]:  # Rows, columns, pages, heads, ids
+        "What is new since the last time; a head is a prompt's row, start and length"
         none = np.zeros(0, dtype=np.int64)
         rows, cols = (np.concatenate(o) for o in zip((none, none), *self._places))
         heads = [n for row, start, ids in self._prompts for n in (row, start, len(ids))]
@@ -213,16 +216,18 @@ def follow(
     for number, message in enumerate(messages, 1):
         (sent, seen), *arrays = unpack(message)
         batch = read_batch(arrays[:-5])
-        if sent != number: raise RuntimeError(f'message {number} of rank 0 has number {sent}')
+        if sent != number:
+            raise RuntimeError(f'message {number} of rank 0 has number {sent}')
         catch_up(table, arrays[-5:], engine.stream)
         if seen and seen != digest(batch, table.pages):
             raise RuntimeError(f'message {number}: this rank would compute something else')
         behind.append(engine.follow(batch))
-        while behind and (behind[0].query() or len(behind) > 1): behind.popleft().synchronize()
+        while behind and (behind[0].query() or len(behind) > 1):
+            behind.popleft().synchronize()
 
 # %% ../../nbs/43_engine.parallel.ipynb #f8f06d0d
 class LeadEngine:
-    "The engines of all ranks behind the `Engine` protocol of the core: it sends, then computes."
+    "All ranks behind the `Engine` protocol of the core: it sends, then computes."
     def __init__(
         self,
         engine: Engine,       # Computes rank 0's part
@@ -262,7 +267,8 @@ class Ranks:
     ):
         self.size, self.ended, pipe = size, '', subprocess.PIPE
         code = 'import sys; sys.path.append(sys.argv[1]); ' + code
-        command = [sys.executable, '-P', '-c', code, str(Path(minisgl_lit.__file__).parents[1])]
+        folder = Path(minisgl_lit.__file__).parents[1]
+        command = [sys.executable, '-P', '-c', code, str(folder)]
         self.processes = [
             subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
             for _ in range(1, size)]
@@ -279,7 +285,8 @@ class Ranks:
             pipe.write(len(message).to_bytes(8, 'little') + message)
             pipe.flush()
         except OSError as e:
-            raise ConnectionError(self.gone(wait=.5) or f'rank {rank} does not listen') from e
+            why = self.gone(wait=.5) or f'rank {rank} does not listen'
+            raise ConnectionError(why) from e
 
     def end(self, why: str) -> None:
         "Kill them; if one had ended before, that stays the reason"
@@ -293,9 +300,10 @@ class Ranks:
 # %% ../../nbs/43_engine.parallel.ipynb #c9ad03d5
 @patch
 def hear(self: Ranks) -> list[object]:
-    "One line of each, in order of rank; `ValueError` with the reason of one that cannot start"
+    "One line of each, in order of rank; `ValueError` with the reason if one cannot start"
     lines = [p.stdout.readline() for p in self.processes]
-    if not all(lines): raise ConnectionError(self.gone(wait=5) or 'a rank has closed its output')
+    if not all(lines):
+        raise ConnectionError(self.gone(wait=5) or 'a rank has closed its output')
     told = [json.loads(o) for o in lines]
     for o in told:
         if isinstance(o, dict) and 'error' in o: raise ValueError(o['error'])
@@ -303,7 +311,7 @@ def hear(self: Ranks) -> list[object]:
 
 @patch
 def gone(self: Ranks, wait: float = 0) -> str | None:
-    "Who has ended and how, in a sentence; `None` if nobody does within `wait` seconds a rank"
+    "Who has ended and how; `None` if nobody does within `wait` seconds a rank"
     def ended() -> list[tuple[bool, int, int]]:
         codes = {rank: p.poll() for rank, p in enumerate(self.processes, 1)}
         return [(code >= 0, rank, code) for rank, code in codes.items() if code is not None]
