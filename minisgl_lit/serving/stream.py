@@ -27,7 +27,7 @@ async def unless_gone(
     request: Request,    # Whose caller may leave
     work: Awaitable[T],  # What makes the answer
 ) -> T:
-    "The result of the work; it is cancelled, and `CallerGone` raised, if the caller leaves first"
+    "The result of the work; if the caller leaves first, it is cancelled: `CallerGone`"
     async def leaving() -> None:
         while (await request.receive())['type'] != 'http.disconnect': pass
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(leaving())]
@@ -40,8 +40,7 @@ async def unless_gone(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 # %% ../../nbs/47_serving.stream.ipynb #4c3bd73d
-_to_json = json.JSONEncoder(ensure_ascii=False).encode   # `json.dumps` would make one each time
-_quoted = json.encoder.encode_basestring                 # a text as JSON, and nothing else
+_to_json = json.JSONEncoder(ensure_ascii=False).encode   # `json.dumps` makes one each time
 
 def sse(
     data: dict[str, object] | str,  # One event, or the word that ends the stream
@@ -50,7 +49,7 @@ def sse(
     return f'data: {data if isinstance(data, str) else _to_json(data)}\n\n'
 
 DONE = sse('[DONE]')
-DIRECT = 'minisgl_lit.direct'   # in `scope['extensions']`: a `send` for all but the beginning
+DIRECT = 'minisgl_lit.direct'   # in `scope['extensions']`: a `send` for all that follows
 
 # %% ../../nbs/47_serving.stream.ipynb #20ec4635
 class EventStream(Response):
@@ -71,8 +70,10 @@ class EventStream(Response):
     async def _send_all(self, send: Callable, direct: Callable) -> None:
         "The beginning by `send`, and all events by `direct`"
         def part(text: str, more: bool = True) -> Awaitable[None]:
-            return direct({'type': 'http.response.body', 'body': text.encode(), 'more_body': more})
-        await send({'type': 'http.response.start', 'status': 200, 'headers': self.raw_headers})
+            return direct({'type': 'http.response.body',
+                           'body': text.encode(), 'more_body': more})
+        await send({'type': 'http.response.start',
+                    'status': 200, 'headers': self.raw_headers})
         await part(self.first)
         async for event in self.rest:
             await asyncio.sleep(0)   # until all have made their events
@@ -97,10 +98,10 @@ def _joined(old: Reply, new: Reply) -> Reply:
 
 # %% ../../nbs/47_serving.stream.ipynb #2f557972
 class Mailbox:
-    """Replies on their way to one reader, who may have several requests; what waits is joined.
+    """Replies on their way to one reader, of several requests perhaps; what waits is joined.
 
-    A reply that was put here belongs to the mailbox, which may change it, until `get` gives it out.
-    All calls come from one event loop. After an error there is nothing else to get.
+    A reply that was put here belongs to the mailbox, which may change it, until `get` gives
+    it out. All calls come from one event loop. After an error there is nothing else to get.
     """
     def __init__(self):
         self._waiting: dict[str, Reply] = {}   # by rid
@@ -113,8 +114,9 @@ class Mailbox:
     ) -> None:
         "Leave news for the reader, and wake it"
         if isinstance(news, RequestError): self._error = news
-        elif old := self._waiting.get(news.rid): self._waiting[news.rid] = _joined(old, news)
-        else: self._waiting[news.rid] = news
+        else:
+            old = self._waiting.get(news.rid)
+            self._waiting[news.rid] = _joined(old, news) if old else news
         self._wake()
 
     def put_token(
@@ -131,10 +133,8 @@ class Mailbox:
     def _wake(self) -> None:
         if self._reader and not self._reader.done(): self._reader.set_result(None)
 
-
-
     async def get(self) -> list[Reply]:
-        "Wait until there is news; one reply for each request that has some. An error is raised"
+        "Wait for news: one reply for each request that has some; an error is raised"
         while not self._waiting and not self._error:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
