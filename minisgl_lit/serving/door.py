@@ -43,7 +43,8 @@ def access_line(
     "One call, in one line, whatever its path contains"
     ms = round(seconds * 1e3, 1)
     if not as_json: return f'{method} {path!r} {status} {ms:.1f} ms {request_id}'
-    return json.dumps(dict(method=method, path=path, status=status, ms=ms, request_id=request_id))
+    return json.dumps(dict(
+        method=method, path=path, status=status, ms=ms, request_id=request_id))
 
 def failure_line(
     request_id: str, # Name of the call
@@ -51,7 +52,8 @@ def failure_line(
 ) -> str:
     "The exception that is being handled, with its traceback"
     what, trace = f'request {request_id} failed', traceback.format_exc()
-    return json.dumps(dict(message=what, traceback=trace)) if as_json else f'{what}\n{trace}'
+    if not as_json: return f'{what}\n{trace}'
+    return json.dumps(dict(message=what, traceback=trace))
 
 def log_to_stderr() -> None:
     "Send the log to standard error, unless the program has configured where it goes"
@@ -75,8 +77,10 @@ async def read_body(
         if message['type'] != 'http.request': return message
         parts.append(message.get('body', b''))
         size, more = size + len(parts[-1]), message.get('more_body', False)
-    if max(size, declared) <= limit: return {'type': 'http.request', 'body': b''.join(parts)}
-    raise ApiError(f'the body must be at most {limit:,} bytes long', 413, code='body_too_large')
+    if max(size, declared) <= limit:
+        return {'type': 'http.request', 'body': b''.join(parts)}
+    sentence = f'the body must be at most {limit:,} bytes long'
+    raise ApiError(sentence, 413, code='body_too_large')
 
 # %% ../../nbs/49_serving.door.ipynb #1d7a137b
 class Door:
@@ -89,11 +93,12 @@ class Door:
         self,
         app: Callable,                   # The application
         max_body: int = 32 << 20,        # Longest body, in bytes
-        api_key: str | None = None,      # The bearer token that callers must send; `None`: nothing
+        api_key: str | None = None,      # The bearer token that callers must send, if any
         unlocked: Collection[str] = (),  # Paths for which no key is asked
         log_json: bool = False,          # Whether lines in the log are JSON
     ):
-        self.app, self.max_body, self.log_json, self.unlocked = app, max_body, log_json, unlocked
+        self.app, self.max_body = app, max_body
+        self.unlocked, self.log_json = unlocked, log_json
         self._bearer = None if api_key is None else f'Bearer {api_key}'.encode()
 
     async def __call__(self, scope: MutableMapping, receive: Receive, send: Send) -> None:
@@ -106,7 +111,8 @@ class Door:
             nonlocal status
             if message['type'] == 'http.response.start':
                 status = message['status']
-                message['headers'] = [*message['headers'], (b'x-request-id', request_id.encode())]
+                name = b'x-request-id', request_id.encode()
+                message['headers'] = [*message['headers'], name]
             return send(message)
         try: await self._let_in(scope, headers, receive, told)
         except ApiError as e: await self._refuse(e, told)
@@ -149,7 +155,7 @@ async def _refuse(self: Door, e: ApiError, send: Send) -> None:
 def token_usage(
     stats: Mapping,  # What `Scheduler.stats()` says
 ) -> float:
-    "Share of the KV cache that requests use, 0 to 1; pages that are only cached do not count"
+    "Share of the KV cache that requests use, 0 to 1; what is only cached does not count"
     p = stats['pages']
     return 1 - (p['free'] + p['evictable']) / p['total']
 
@@ -157,22 +163,24 @@ _known = {   # name: what it says, and how the scheduler's stats give it
     'num_running_reqs': ('Requests that run', lambda s: s['running']),
     'num_queue_reqs': ('Requests that wait', lambda s: s['waiting']),
     'token_usage': ('Share of the KV cache in use', token_usage),
-    'cache_hit_rate': ('Share of all prompt tokens found in the cache', lambda s: s['hit_rate']),
+    'cache_hit_rate':
+        ('Share of all prompt tokens found in the cache', lambda s: s['hit_rate']),
     'prompt_tokens_total': ('Tokens of prompts', lambda s: s['prompt_tokens']),
     'cached_tokens_total': ('Of these, found in the cache', lambda s: s['cached_tokens']),
     'generation_tokens_total': ('Tokens made', lambda s: s['generated_tokens']),
-    'num_retracted_reqs_total': ('Times a request had to make way', lambda s: s['retracted'])}
+    'num_retracted_reqs_total':
+        ('Times a request had to make way', lambda s: s['retracted'])}
 
 # %% ../../nbs/49_serving.door.ipynb #90596847
 class Times:
     "A histogram of seconds. For one thread: nothing is locked."
     def __init__(
         self,
-        shortest: float,  # Upper end of the first bucket, in seconds; the last: 10,000 × that
+        shortest: float,  # Upper end of the first bucket, in seconds; of the last: × 10,000
     ):
         ends = 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 10000
         self.bounds = [round(shortest * o, 6) for o in ends]   # Upper ends, in seconds
-        self.counts = [0] * (len(ends) + 1)   # In each bucket; one more for what is longer than all
+        self.counts = [0] * (len(ends) + 1)   # In each bucket; in the last, what is longer
         self.total = 0.                       # Sum of all, in seconds
 
     def add(
@@ -187,7 +195,8 @@ class Times:
     def family(self, name: str, about: str, model: str) -> HistogramMetricFamily:
         "As Prometheus reads it: each bucket also counts what is in the shorter ones"
         ends = [*map(str, self.bounds), '+Inf']
-        metric = HistogramMetricFamily(f'minisgl:{name}_seconds', about, labels=['model_name'])
+        name = f'minisgl:{name}_seconds'
+        metric = HistogramMetricFamily(name, about, labels=['model_name'])
         metric.add_metric([model], [*zip(ends, accumulate(self.counts))], self.total)
         return metric
 
@@ -195,48 +204,55 @@ class Times:
 class Metrics:
     """Figures of one server, as Prometheus reads them.
 
-    It owns the histograms and a registry of its own, so two servers in one program do not mix.
+    It owns the histograms and a registry, so two servers in one program do not mix.
     """
     def __init__(
         self,
         model: str,  # What callers call the model; every figure carries it
     ):
         self.model, self.stats, self.registry = model, {}, CollectorRegistry()
-        self._mark = perf_counter(), 0   # when throughput was last told, and the tokens until then
+        self._mark = perf_counter(), 0   # when throughput was last told; tokens until then
         self._rate = 0.                  # what was told, in tokens a second
         self.first, self.between = Times(.01), Times(.001)
         self.whole, self.queue = Times(.05), Times(.001)
-        name, about = 'minisgl:num_aborted_requests', 'Requests whose callers left or changed their minds'
-        self.aborted = Counter(name, about, ['model_name'], registry=self.registry).labels(model)
+        self.aborted = Counter(
+            'minisgl:num_aborted_requests',
+            'Requests whose callers left or changed their minds',
+            ['model_name'], registry=self.registry).labels(model)
         self.registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        "All figures; called by the registry"
-        model, stats = self.model, self.stats
-        yield self.first.family('time_to_first_token', 'From the request to its first token', model)
-        yield self.between.family('inter_token_latency', 'From one token to the next', model)
-        yield self.whole.family('e2e_request_latency', 'From the request to its end', model)
-        yield self.queue.family('queue_time', 'From the request to its first step', model)
-        if not stats: return   # `register` calls this as well, to learn the names
-        figures = {name: (about, value(stats)) for name, (about, value) in _known.items()}
-        rate = self._throughput(stats['generated_tokens'])
-        figures['gen_throughput'] = 'Tokens made in a second', rate
-        for name, (about, value) in figures.items():
-            family = CounterMetricFamily if name.endswith('_total') else GaugeMetricFamily
-            metric = family(f'minisgl:{name}', about, labels=['model_name'])
-            metric.add_metric([model], value)
-            yield metric
-
-    def _throughput(self, tokens: int) -> float:
-        "Tokens a second since this was last called, or the same as then within a second"
-        (then, before), now = self._mark, perf_counter()
-        if now - then >= 1: self._mark, self._rate = (now, tokens), (tokens - before) / (now - then)
-        return self._rate
 
     def page(self, stats: Mapping[str, object]) -> bytes:
         "All figures as text, with what the scheduler says now"
         self.stats = stats
         return generate_latest(self.registry)
+
+# %% ../../nbs/49_serving.door.ipynb #37261cdd
+@patch
+def collect(self: Metrics) -> Iterator[Metric]:
+    "All figures; called by the registry"
+    for times, name, about in (
+        (self.first, 'time_to_first_token', 'From the request to its first token'),
+        (self.between, 'inter_token_latency', 'From one token to the next'),
+        (self.whole, 'e2e_request_latency', 'From the request to its end'),
+        (self.queue, 'queue_time', 'From the request to its first step'),
+    ): yield times.family(name, about, self.model)
+    if not self.stats: return
+    figures = {name: (about, value(self.stats)) for name, (about, value) in _known.items()}
+    rate = self._throughput(self.stats['generated_tokens'])
+    figures['gen_throughput'] = 'Tokens made in a second', rate
+    for name, (about, value) in figures.items():
+        family = CounterMetricFamily if name.endswith('_total') else GaugeMetricFamily
+        metric = family(f'minisgl:{name}', about, labels=['model_name'])
+        metric.add_metric([self.model], value)
+        yield metric
+
+@patch
+def _throughput(self: Metrics, tokens: int) -> float:
+    "Tokens a second since this was last called, or the same as then within a second"
+    (then, before), now = self._mark, perf_counter()
+    if now - then >= 1:
+        self._mark, self._rate = (now, tokens), (tokens - before) / (now - then)
+    return self._rate
 
 # %% ../../nbs/49_serving.door.ipynb #95652dbe
 class Watch:
@@ -259,7 +275,7 @@ class Watch:
 
     def end(
         self,
-        times: tuple[float, float, float] | None,  # Seconds to first step, first token and end
+        times: tuple[float, float, float] | None,  # Seconds to first step, first token, end
     ) -> None:
         "The answer has ended"
         self._metrics.whole.add(perf_counter() - self._started)
@@ -269,15 +285,15 @@ class Watch:
 class Live:
     """What the scheduler is doing, a few times a second, for all who look.
 
-    It owns at most one question at a time; a viewer who leaves does not cancel it for the others.
+    It owns at most one question at a time; a viewer who leaves does not cancel it for others.
     """
     def __init__(
         self,
-        ask: Callable[[], Awaitable[dict]],  # Gives what is to be told, or raises `ApiError`
+        ask: Callable[[], Awaitable[dict]],  # Gives what to tell, or raises `ApiError`
         seconds: float = .2,                 # Between two events
     ):
         self.ask, self.seconds = ask, seconds
-        self._tick, self._told = -1, None   # the last one asked about, and what is told of it
+        self._tick, self._told = -1, None   # the last tick asked about, and its event
 
     async def _tell(self) -> str:
         "Ask, and make an event of the answer"
