@@ -36,7 +36,7 @@ class Node:
     "A run of whole pages, from where two prompts parted to where the next ones do."
     key: np.ndarray          # Tokens, [n_pages * page_size]
     pages: np.ndarray        # Pages with their keys and values, [n_pages]
-    name: Name               # Under which its parent has it: namespace, bytes of its first page
+    name: Name               # By which its parent has it: namespace, bytes of its first page
     parent: 'Node | None' = field(repr=False)   # None: this is the root, or it was evicted
     children: 'dict[Name, Node]' = field(default_factory=dict, repr=False)
     locks: int = 0           # Locks of all handles that end here or below
@@ -70,9 +70,11 @@ class Handle:
         path = [self.node]
         while parent := path[-1].parent: path.append(parent)
         if len(path[-1].key) or sum(len(node.key) for node in path) != self.cached_len:
-            raise RuntimeError(f'the match of {self.cached_len} tokens was evicted: lock it first')
+            raise RuntimeError(
+                f'the match of {self.cached_len} tokens was evicted: lock it first')
         if self.removed and not self.locks:
-            raise RuntimeError(f'the match of {self.cached_len} tokens was removed: match again')
+            raise RuntimeError(
+                f'the match of {self.cached_len} tokens was removed: match again')
         return path[::-1]
 
     @property
@@ -129,14 +131,14 @@ evictions: dict[str, Callable[[Node], tuple[int, ...]]] = {
 
 # %% ../../nbs/12_kv.prefix.ipynb #7ad65da8
 class RadixCache:
-    """A tree of token runs, after the RadixAttention of Zheng et al. (2024), *SGLang: Efficient
-    Execution of Structured Language Model Programs*.
+    """A tree of token runs, after the RadixAttention of Zheng et al. (2024), *SGLang:
+    Efficient Execution of Structured Language Model Programs*.
 
-    It owns the pages of its nodes. A prefix is a path from the root. A lock counts on each node
-    of its path, so below an unlocked node nothing is locked, and while `evictable_size > 0` some
-    leaf can go. Each unlocked leaf has one entry in a heap that counts, at its rank or a lower
-    one: what a node is ranked by changes only under a lock, or by `_hide`, which offers it anew;
-    and a node only loses pages.
+    It owns the pages of its nodes. A prefix is a path from the root. A lock counts on each
+    node of its path, so below an unlocked node nothing is locked, and while
+    `evictable_size > 0` some leaf can go. Each unlocked leaf has one entry in a heap that
+    counts, at its rank or a lower one: what a node is ranked by changes only under a lock,
+    or by `_hide`, which offers it anew; and a node only loses pages.
     """
     def __init__(
         self,
@@ -186,7 +188,7 @@ def _walk(self: RadixCache, node: Node, ids: np.ndarray, extra_key: str | None) 
 # %% ../../nbs/12_kv.prefix.ipynb #5f26b0f6
 @patch
 def _split(self: RadixCache, node: Node, n_pages: int) -> Node:
-    "A new parent takes the first `n_pages` pages of `node`, which keeps the rest and its handles"
+    "A new parent takes the first `n_pages` of `node`, which keeps the rest and its handles"
     if n_pages == len(node.pages): return node
     n = n_pages * self.page_size
     head = replace(node, key=node.key[:n].copy(), pages=node.pages[:n_pages].copy(),
@@ -208,7 +210,8 @@ def lock(self: RadixCache, handle: Handle) -> None:
 def unlock(self: RadixCache, handle: Handle) -> None:
     "Give back one lock of this handle; `RuntimeError` if it has none"
     if not handle.locks:
-        raise RuntimeError(f'the match of {handle.cached_len} tokens is not locked (unlocked twice?)')
+        raise RuntimeError(
+            f'the match of {handle.cached_len} tokens is not locked (unlocked twice?)')
     self._hold(handle.path, -1, handle.priority)
     handle.locks -= 1
     self._offer(handle.node)
@@ -216,7 +219,7 @@ def unlock(self: RadixCache, handle: Handle) -> None:
 # %% ../../nbs/12_kv.prefix.ipynb #c752b09f
 @patch
 def _hold(self: RadixCache, nodes: list[Node], n: int, priority: int) -> None:
-    "Add `n` locks to each of these nodes, which are used now; their entries count no longer"
+    "Add `n` locks to these nodes, which are used now; their entries count no longer"
     self._step += 1
     for node in nodes:
         before, node.locks = node.locks, node.locks + n
@@ -247,9 +250,11 @@ def extend(
 ) -> np.ndarray:        # The tree's pages for them, [n_pages]; none if nothing is kept
     "Add what is missing as one leaf, whose pages the tree owns from now on"
     if len(ids) != len(pages) * self.page_size:
-        raise ValueError(f'{len(ids)} tokens do not fill {len(pages)} pages of {self.page_size}')
+        raise ValueError(
+            f'{len(ids)} tokens do not fill {len(pages)} pages of {self.page_size}')
     if not handle.locks:
-        raise RuntimeError(f'the match of {handle.cached_len} tokens must be locked to go on from it')
+        raise RuntimeError(
+            f'the match of {handle.cached_len} tokens must be locked to go on from it')
     if handle.removed: return self.root.pages
     way = self._walk(handle.node, np.asarray(ids, dtype=np.int32), handle.extra_key)
     for node in way if handle.found is not None else handle.path + way: node.hits += 1
@@ -292,7 +297,7 @@ def evict(
     self: RadixCache,
     n_pages: int,  # Pages wanted
 ) -> np.ndarray:   # So many pages, or all that are evictable, [n]
-    "Give up pages from the ends of unlocked leaves, lowest rank first; each gives all it can"
+    "Give up pages from ends of unlocked leaves, lowest rank first; each gives all it can"
     freed, n_pages = [self.root.pages], min(n_pages, self.evictable_size)
     while n_pages > 0:
         freed.append(self._trim(self._next_leaf(), n_pages))
@@ -328,7 +333,8 @@ def _trim(self: RadixCache, leaf: Node, n_pages: int) -> np.ndarray:
 def reset(self: RadixCache) -> np.ndarray:
     "Give up all pages; `RuntimeError` while anything is locked"
     if self.root.locks:
-        raise RuntimeError(f'cannot empty the prefix cache: locks are held, {self.root.locks} of them')
+        raise RuntimeError(
+            f'cannot empty the prefix cache: locks are held, {self.root.locks} of them')
     return self.evict(self.evictable_size)
 
 # %% ../../nbs/12_kv.prefix.ipynb #6c476a9e
@@ -339,7 +345,8 @@ def remove(
 ) -> None:
     "Hide what it has added and all behind: nobody finds it, it goes first, nothing joins it"
     if not handle.locks:
-        raise RuntimeError(f'the match of {handle.cached_len} tokens must be locked to be removed')
+        raise RuntimeError(
+            f'the match of {handle.cached_len} tokens must be locked to be removed')
     n = 0
     for node in handle.path[1:]:
         if n == handle.found: return self._hide(node)
@@ -359,7 +366,7 @@ def _hide(self: RadixCache, top: Node) -> None:
 
 # %% ../../nbs/12_kv.prefix.ipynb #cbd18042
 class NaiveCache(RadixCache):
-    "The cache without a memory: no prefix is ever found, and all pages stay with their request."
+    "The cache without a memory: no prefix is found, and all pages stay with their request."
     def extend(self, handle: Handle, ids: np.ndarray, pages: np.ndarray) -> np.ndarray:
         "Keep nothing"
         return self.root.pages
@@ -404,23 +411,29 @@ def _claims(self: RadixCache) -> Iterator[tuple[str, bool]]:
         it, below = f'node of pages {node.pages.tolist()}', node.children.values()
         may_go = not (node is self.root or node.locks or node.children)
         yield f'{it} has their tokens', len(node.key) == len(node.pages) * self.page_size
-        yield f'{it} has pages, or is the root', (len(node.pages) > 0) == (node is not self.root)
+        yield f'{it} has pages, or is the root', bool(len(node.pages)) != (node is self.root)
         first, hidden = self._name(node.key, None)[1], type(node.name[0]) is int
         yield f'{it} is called by its first page', hidden or node.name[1] == first
-        yield f'{it} is in one namespace with its children', node is self.root or hidden or all(
+        free = node is self.root or hidden
+        yield f'{it} is in one namespace with its children', free or all(
             o.name[0] == node.name[0] or type(o.name[0]) is int for o in below)
         yield f'{it} is removed if it is hidden', node.removed or not hidden
-        yield f'{it} is removed with all below', not node.removed or all(o.removed for o in below)
+        yield f'{it} is removed with all below', not node.removed or all(
+            o.removed for o in below)
         yield f'{it} is the parent of its children', all(o.parent is node for o in below)
-        yield f'{it} has its children by name', all(o.name == k for k, o in node.children.items())
+        yield f'{it} has its children by name', all(
+            o.name == name for name, o in node.children.items())
         yield f'{it} has the locks of its children', node.locks >= sum(o.locks for o in below)
-        yield f'{it} was used when they were', node.locks or all(node.last_used >= o.last_used for o in below)
+        yield f'{it} was used when they were', node.locks or all(
+            node.last_used >= o.last_used for o in below)
         yield f'{it} has an entry if it may go', (node.entry_no in ranks) == may_go
-        yield f'{it} does not go too late', not may_go or ranks[node.entry_no] <= self._rank(node)
+        on_time = not may_go or ranks[node.entry_no] <= self._rank(node)
+        yield f'{it} does not go too late', on_time
         sizes[node.locks > 0] += len(node.pages)
         seen.update(node.pages.tolist())
-    yield f'evictable_size {self.evictable_size} is {sizes[0]}', self.evictable_size == sizes[0]
-    yield f'protected_size {self.protected_size} is {sizes[1]}', self.protected_size == sizes[1]
+    evictable, protected = self.evictable_size, self.protected_size
+    yield f'evictable_size {evictable} is {sizes[0]}', evictable == sizes[0]
+    yield f'protected_size {protected} is {sizes[1]}', protected == sizes[1]
     for page, n in seen.items(): yield f'page {page} is in one place', n == 1
 
 # %% ../../nbs/12_kv.prefix.ipynb #9415b168
