@@ -234,7 +234,7 @@ def chat(
 ) -> int:
     "Talk with a model in the terminal. Ctrl-C stops an answer, /reset begins anew, Ctrl-D leaves."
     params, config = read_wishes(args), from_args(ChatConfig, args)
-    with suppress(ImportError): import readline   # arrow keys, where there are any
+    with suppress(ImportError): import readline   # noqa: F401  (arrow keys, where there are any)
     if config.url: return _chat_with(config, params, args.system)
     LLM = minisgl_lit.LLM
     _interruptible()

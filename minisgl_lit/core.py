@@ -8,7 +8,6 @@ __all__ = ['TextStop', 'Doom', 'FinishReason', 'RequestError', 'QueueFull', 'Sam
            'Batch', 'Event', 'Scores', 'ForwardOutput', 'Engine']
 
 # %% ../nbs/00_core.ipynb #a29a3ccb
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum, StrEnum

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import fields
 from statistics import median
 from typing import get_args
-import warnings
 
 from hypothesis import HealthCheck, Phase, seed, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
-from minisgl_lit.config import EngineConfig
 from minisgl_lit.core import RequestError, SamplingParams
 from minisgl_lit.llm import LLM
 from minisgl_lit.model.checkpoint import families, read_config

@@ -6,7 +6,7 @@
 __all__ = ['Form', 'packed', 'OneOf', 'Matcher', 'GrammarCompiler']
 
 # %% ../../nbs/45_engine.grammar.ipynb #e8f99a3a
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from threading import Lock

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count
 
 import numpy as np
 

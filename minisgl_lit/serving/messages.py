@@ -18,7 +18,7 @@ import msgpack
 import numpy as np
 
 from ..core import QueueFull, RequestError, SamplingParams
-from ..news import News, Reply
+from ..news import News
 
 # %% ../../nbs/50_serving.messages.ipynb #643999ac
 class MessageError(ValueError):

@@ -27,7 +27,7 @@ from .door import log_to_stderr
 from .http import create_app
 from .messages import (
     AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, ReadyMsg, RefusedMsg,
-    StopMsg, ToScheduler, UserMsg, decode, encode)
+    StopMsg, UserMsg, decode, encode)
 from .stream import Mailbox
 from .tokenizer import Tokenizer
 

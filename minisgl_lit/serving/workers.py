@@ -29,7 +29,7 @@ import zmq
 from fastcore.basics import patch
 from torch.profiler import profile
 
-from ..config import EngineConfig, ServerConfig
+from ..config import ServerConfig
 from ..core import Batch, FinishReason, PendingReq, RequestError, SamplingParams
 from ..engine.build import Runtime, build
 from ..engine.grammar import GrammarCompiler
