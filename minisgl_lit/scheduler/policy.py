@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..core import CacheHandle, PendingReq, SamplingParams
+from ..core import CacheHandle, PendingReq
 from ..kv.cache import CacheManager
 from ..kv.prefix import Handle, NaiveCache, Node
 
@@ -52,7 +52,7 @@ class Fcfs:
         return self.overtaken[pending] >= self.patience
 
     def _equal(self, waiting: Sequence[PendingReq], keys: Sequence[Key]) -> bool:
-        "Whether nothing but arrival can decide: seen in a third of the time that a sort takes"
+        "Whether nothing but arrival can decide, which is seen sooner than sorted"
         priorities = {o.params.priority for o in waiting}
         return len(priorities) == len(set(keys)) == 1 and not any(self.overtaken.values())
 
@@ -101,12 +101,13 @@ class Matches:
     def of(
         self,
         waiting: Sequence[PendingReq],  # Who may be looked at; all others are forgotten
-    ) -> Iterator[Handle]:              # One for each, not locked, looked up when it is asked for
+    ) -> Iterator[Handle]:              # One for each, not locked, looked up when asked for
         "The longest cached prefix of one after the other"
         known, self._known = self._known, {}
         for pending in waiting:
             handle = known.get(pending)
-            if not handle or not self._holds(pending, handle): handle = self.cache.match(pending)
+            if not handle or not self._holds(pending, handle):
+                handle = self.cache.match(pending)
             self._known[pending] = handle
             yield handle
 
@@ -138,8 +139,8 @@ def one_of_each(
 
 # %% ../../nbs/20_scheduler.policy.ipynb #62580497
 class OneOfEach:
-    "Another order, in which only one goes first of those who share tokens that are not cached yet."
-    most, at_least = 128, 32   # waiting requests that are looked at; tokens worth waiting for
+    "Another order, in which only one of those who share uncached tokens goes first."
+    most, at_least = 128, 32   # requests that are looked at; tokens worth waiting for
 
     def __init__(
         self,
@@ -151,8 +152,8 @@ class OneOfEach:
         "As the inner order says, looked at as they are asked for; followers are left out"
         ordered, inner = self.inner.order(waiting), self.inner
         head = ordered[:self.most] if len(ordered) > 1 else []
-        yield from one_of_each(head, self.matches.of(head), inner.cache.page_size, self.at_least,
-                               inner.impatient)
+        yield from one_of_each(head, self.matches.of(head), inner.cache.page_size,
+                               self.at_least, inner.impatient)
         yield from ordered[len(head):]
 
 # %% ../../nbs/20_scheduler.policy.ipynb #d91f3cd5
@@ -164,8 +165,8 @@ class CacheAware(Fcfs):
         return Matches(self.cache)
 
 class Lpm(CacheAware):
-    """Longest prefix match first, after the scheduling of Zheng et al. (2024), *SGLang: Efficient
-    Execution of Structured Language Model Programs*."""
+    """Longest prefix match first, after the scheduling of Zheng et al. (2024), *SGLang:
+    Efficient Execution of Structured Language Model Programs*."""
     most = 128   # waiting requests; with more, this pass is first come, first served
 
     def keys(self, waiting: Sequence[PendingReq]) -> Sequence[Key]:
