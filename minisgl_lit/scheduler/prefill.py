@@ -133,7 +133,8 @@ class PrefillAdder:
 
     def _pages_left(self, pending: PendingReq, start: int) -> int:
         "Pages that a request will still need, if its first `start` tokens have theirs"
-        return self.cache.pages_for(kv_len(pending, self.clip)) - self.cache.pages_for(start)
+        end = kv_len(pending, self.clip)
+        return self.cache.pages_for(end) - self.cache.pages_for(start)
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #56d3e404
 @patch
@@ -160,7 +161,8 @@ def _fill_row(self: PrefillAdder, pending: PendingReq) -> None:
     self.lengths.cached_len[row] = pending.handle.cached_len
     self.lengths.max_device_len[row] = pending.max_len
     self.table.sampling.put(row, pending.params)
-    self.lengths.watched[row] = bool(pending.params.stop_token_ids or pending.text_stop or pending.grammar)
+    ends = pending.params.stop_token_ids, pending.text_stop, pending.grammar
+    self.lengths.watched[row] = any(map(bool, ends))
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #1cf9a34f
 class PrefillManager:
@@ -191,7 +193,7 @@ class PrefillManager:
         self.waiting[pending.rid], self.refused = pending, None
 
     def put_back(self, pending: PendingReq, at_head: bool) -> None:
-        "Let a request wait again that has lost its row: at the head, or where it once stood"
+        "Let a request that has lost its row wait again: at the head, or where it once stood"
         line, self.refused = self.retracted if at_head else self.waiting, None
         line[pending.rid] = pending
         ordered = sorted(line.values(), key=lambda o: o.arrival)
@@ -215,8 +217,8 @@ def schedule(
     "Choose who is computed in this step"
     room = self.cache.table.available_size, self.cache.available_size - reserved_pages
     if self.refused and all(map(le, room, self._too_small)): return []
-    adder = PrefillAdder(self.max_prefill_tokens, self.chunk_size, reserved_pages, self.cache,
-                         self.clip, other_tokens)
+    adder = PrefillAdder(self.max_prefill_tokens, self.chunk_size, reserved_pages,
+                         self.cache, self.clip, other_tokens)
     self.refused, reqs = None, []
     for pending in self.candidates():
         req = adder.try_add(pending)
