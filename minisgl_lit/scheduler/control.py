@@ -37,7 +37,8 @@ class Control:
         beginning: str = '',  # Of their names
     ) -> int:                 # How many
         "Abort everyone, or all whose names begin so"
-        return sum(self.abort(rid) for rid in list(self.scheduler.alive) if rid.startswith(beginning))
+        rids = [o for o in self.scheduler.alive if o.startswith(beginning)]
+        return sum(map(self.abort, rids))
 
     def self_check(self) -> None:
         "`RuntimeError` unless nothing is left to do and every page and row is at home"
@@ -87,7 +88,7 @@ def flush_cache(self: Control) -> None:
 
 # %% ../../nbs/26_scheduler.control.ipynb #fc314b83
 class Watchdog:
-    "Tells whether a scheduler has work and does not do it; for another thread to ask now and then."
+    "Tells whether a scheduler has work and does not do it; another thread asks now and then."
     def __init__(
         self,
         scheduler: Scheduler,        # Who is watched
