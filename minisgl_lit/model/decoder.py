@@ -16,14 +16,15 @@ import torch
 from fastcore.basics import patch
 
 from ..device import Group
-from .layers import (
-    Angles, Llama3Scaling, add_norm, embed, gated_mlp, heads, inverse_frequencies, linear, rms_norm, rotary)
+from minisgl_lit.model.layers import (
+    Angles, Llama3Scaling, add_norm, embed, gated_mlp, heads, inverse_frequencies, linear,
+    rms_norm, rotary)
 from ..products import Packed
 
 # %% ../../nbs/34_model.decoder.ipynb #7df841db
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """How positions are told: as trained. Fields, here and below, are named as in `config.json`.
+    """How positions are told: as trained. Fields here and below are named as in `config.json`.
 
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
@@ -120,7 +121,8 @@ class YarnRope(Rope):
         "A ramp from `beta_fast` to `beta_slow`"
         speed, old = super().speed(head_dim), self.original_max_position_embeddings
         def plane(turns: float) -> float:   # that turns so often within the old context
-            return head_dim * math.log(old / (turns * 2*math.pi)) / (2 * math.log(self.rope_theta))
+            slower = math.log(old / (turns * 2*math.pi))   # than the first plane, as a power of e
+            return head_dim * slower / (2 * math.log(self.rope_theta))
         low, high = plane(self.beta_fast), plane(self.beta_slow)
         if self.truncate: low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
@@ -227,7 +229,7 @@ class ModelConfig:
     rope: Rope = Rope()        # How positions are told
     windows: tuple[int | None, ...] = ()   # Tokens that a layer sees back; `None`: all
     mlps: tuple[Mlp, ...] = () # Of each layer; none given: dense ones
-    tie_word_embeddings: bool = False  # Whether the embedding table also scores the next token
+    tie_word_embeddings: bool = False  # Whether the embedding also scores the next token
     qkv_bias: bool = False     # Constants in the query, key and value projections
     o_bias: bool = False       # and in the output projection
     mlp_bias: bool = False     # and in dense MLPs
@@ -239,7 +241,8 @@ class ModelConfig:
 
     def mlp(self, layer: int) -> Mlp:
         "What stands behind the attention of a layer"
-        return self.mlps[layer] if self.mlps else DenseMlp(self.intermediate_size, self.mlp_bias)
+        if self.mlps: return self.mlps[layer]
+        return DenseMlp(self.intermediate_size, self.mlp_bias)
 
 dtypes = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
 
@@ -250,9 +253,13 @@ def layer_shapes(
 ) -> dict[str, tuple[int, ...]]:
     "The weights of one layer, by name"
     hidden, head_dim = config.hidden_size, config.head_dim
-    q, qkv = config.num_heads * head_dim, (config.num_heads + 2 * config.num_kv_heads) * head_dim
-    shapes = {'input_layernorm.weight': (hidden,), 'post_attention_layernorm.weight': (hidden,),
-              'self_attn.qkv_proj.weight': (qkv, hidden), 'self_attn.o_proj.weight': (hidden, q)}
+    q, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    qkv = q + 2 * kv
+    shapes = {
+        'input_layernorm.weight': (hidden,),
+        'post_attention_layernorm.weight': (hidden,),
+        'self_attn.qkv_proj.weight': (qkv, hidden),
+        'self_attn.o_proj.weight': (hidden, q)}
     if config.qkv_bias: shapes['self_attn.qkv_proj.bias'] = (qkv,)
     if config.o_bias: shapes['self_attn.o_proj.bias'] = (hidden,)
     if config.qk_norm: shapes |= {f'self_attn.{o}_norm.weight': (head_dim,) for o in 'qk'}
@@ -262,8 +269,9 @@ def weight_shapes(
     config: ModelConfig,  # The model
 ) -> dict[str, tuple[int, ...]]:
     "Every weight of the model, by name: what a `Decoder` is made of"
-    table = (config.vocab_size, config.hidden_size)
-    shapes = {'model.embed_tokens.weight': table, 'model.norm.weight': (config.hidden_size,)}
+    hidden = config.hidden_size
+    table = (config.vocab_size, hidden)
+    shapes = {'model.embed_tokens.weight': table, 'model.norm.weight': (hidden,)}
     for i in range(config.num_layers):
         layer = layer_shapes(config, i).items()
         shapes |= {f'model.layers.{i}.{name}': shape for name, shape in layer}
@@ -292,7 +300,8 @@ def share(
     return replace(
         config, num_heads=n // size, num_kv_heads=len(kv_heads(config, Group(0, size))),
         intermediate_size=block(config.intermediate_size, size),
-        vocab_size=block(config.vocab_size, size), mlps=tuple(o.share(size) for o in config.mlps))
+        vocab_size=block(config.vocab_size, size),
+        mlps=tuple(o.share(size) for o in config.mlps))
 
 # %% ../../nbs/34_model.decoder.ipynb #886c82dc
 Attend = Callable[   # (q, k, v, layer) -> o
@@ -302,8 +311,8 @@ class Decoder:
     """The model: token ids and positions in, scores of the next token out.
 
     It keeps nothing between two calls: keys and values belong to the `attend` it is given.
-    In a group each rank computes its part, and results are added up after attention and after
-    each MLP. Weights are never changed, so several decoders may share them.
+    In a group each rank computes its part, and results are added up after attention and
+    after each MLP. Weights are never changed, so several decoders may share them.
     """
     def __init__(
         self,
@@ -314,9 +323,11 @@ class Decoder:
         self.config, self.group, self.mine = config, group, share(config, group.size)
         self.embedding = weights['model.embed_tokens.weight']
         self.norm = weights['model.norm.weight']
-        self.head = self.embedding if config.tie_word_embeddings else weights['lm_head.weight']
+        tied = config.tie_word_embeddings
+        self.head = self.embedding if tied else weights['lm_head.weight']
         def layer(i: int) -> Weights:
-            return {name: weights[f'model.layers.{i}.{name}'] for name in layer_shapes(config, i)}
+            names = layer_shapes(config, i)
+            return {name: weights[f'model.layers.{i}.{name}'] for name in names}
         self.layers = [layer(i) for i in range(config.num_layers)]
         self.mlps = [self.mine.mlp(i) for i in range(config.num_layers)]
         self.speed = config.rope.speed(config.head_dim).to(self.norm.device)
