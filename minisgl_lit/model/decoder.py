@@ -16,9 +16,8 @@ import torch
 from fastcore.basics import patch
 
 from ..device import Group
-from minisgl_lit.model.layers import (
-    Angles, Llama3Scaling, add_norm, embed, gated_mlp, heads, inverse_frequencies, linear,
-    rms_norm, rotary)
+from .layers import Angles, Llama3Scaling, inverse_frequencies, rotary
+from .layers import add_norm, embed, gated_mlp, heads, linear, rms_norm
 from ..products import Packed
 
 # %% ../../nbs/34_model.decoder.ipynb #7df841db
