@@ -76,6 +76,16 @@ def test_no_module_imports_a_later_one():
     texts = [(m, mods[dotted(m)], (root/m).read_text(), dotted(m)) for m in modules(root) if dotted(m) in mods]
     assert not (bad := [*reads_ahead(mods, texts)]), "\n".join(bad)
 
+def test_every_mutant_has_its_line():
+    from mutants import mutants
+    assert not (bad := [o for o in mutants if (root/pkg/f"{o[1]}.py").read_text().count(o[2]) != 1]), bad
+
+def test_lines_fit_the_page():
+    "Code that is shown or exported has at most 100 letters in a line"
+    code = [(nb.name, s) for nb in notebooks() for s in sources(nb) if not s.startswith("#| hide\n")]
+    long = [f"{name}: {o}" for name, s in code for o in s.splitlines() if len(o) > 100]
+    assert not long, "\n".join(long)
+
 def test_modules_import_each_other_relatively():
     "The export turns `from minisgl_lit.x` into `from .x`, but misses some that begin with a bracket"
     tops = [(m, o) for m in modules(root) for o in ast.parse((root/m).read_text()).body if isinstance(o, ast.ImportFrom)]
