@@ -208,7 +208,8 @@ def test_first_chat(command, shared):
 @pytest.mark.skipif(not (root/".venv"/".core").exists(), reason="needs .venv, which make installs")
 def test_make_serve():
     "The first command, as people type it: it serves, and Ctrl-C ends all of it"
-    p = subprocess.Popen(["make", "serve", "PORT=0"], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}   # as if no other make had started us
+    p = subprocess.Popen(["make", "serve", "PORT=0"], cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
     with p:
         url = p.stdout.readline().split()[-1]
         assert json.load(urlopen(url + "/v1/models"))["data"][0]["id"] == "embedded" and "<title>" in urlopen(url).read().decode()

@@ -40,6 +40,28 @@ def test_nothing_sticks_out(visit, path, width, height):
     page.size(width, height, mobile=width < 500)
     page.until(lambda: page.js("document.documentElement.scrollWidth") <= width)
 
+BEYOND = """
+const article = document.querySelector('article'), found = new Set();
+function scrolls(e) {
+    for (let o = e; o !== article; o = o.parentElement) if (getComputedStyle(o).overflowX !== 'visible') return true;
+    return e.closest('svg, mjx-container');
+}
+for (const e of article.querySelectorAll('*'))
+    if (e.getBoundingClientRect().right > arguments[0] + 2 && !scrolls(e)) found.add(e.tagName + ' ' + e.className);
+for (const o of article.querySelectorAll('img')) if (!o.naturalWidth) found.add('no picture ' + o.src);
+return [...found]"""
+
+@pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desk"])
+def test_every_page_fits(visit, site, width):
+    "Nothing reaches beyond the page, but in a box of its own that can be scrolled"
+    page, bad = visit("index.html"), {}
+    page.size(width, 820, mobile=width < 500)
+    for path in sorted(o.relative_to(BUILT).as_posix() for o in BUILT.rglob("*.html") if "_static" not in o.parts):
+        page.driver.get(site + path)
+        page.until(lambda: page.js("document.readyState") == "complete")
+        if found := page.driver.execute_script(BEYOND, width): bad[path] = found
+    assert not bad
+
 def test_a_chapter_goes_on_to_the_next(visit):
     page = visit("nbs/11_kv.table.html")
     assert "Rows for running requests" in text(page)
