@@ -89,3 +89,12 @@ def test_a_film_moves_without_a_kernel(visit):
     slider, before = page.all(".lit-run input[type=range]")[0], page.js(LOOK)
     page.driver.execute_script("const o = arguments[0]; o.value = o.min; o.dispatchEvent(new Event('input', {bubbles: true}))", slider)
     page.until(lambda: page.js(LOOK) != before)
+
+@pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desk"])
+def test_diagrams_can_be_read(visit, width):
+    "One that is too wide from left to right is drawn from top to bottom"
+    page = visit("index.html")
+    page.size(width, 820, mobile=width < 500)
+    page.driver.refresh()
+    scale = "(() => { const o = document.querySelector('.mermaid svg'); return o && o.getBoundingClientRect().width / o.viewBox.baseVal.width })()"
+    page.until(lambda: (page.js(scale) or 0) > .65)
