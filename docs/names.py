@@ -5,7 +5,7 @@ Reads source text only, as `chapters.py` does.
 import ast, builtins, keyword, re
 from typing import NamedTuple
 
-DEF, MEMBER, CONST, PARAM, LOCAL = range(5)   # what prose more likely means goes first
+DEF, FIELD, METHOD, CONST, PARAM, LOCAL = range(6)   # what prose more likely means goes first
 _pythons = {*keyword.kwlist, *vars(builtins)}
 _funs = ast.FunctionDef, ast.AsyncFunctionDef
 _c_type = r"(?:const |unsigned )*(?:i64|int|float|char|void|int8_t|int32_t|uint16_t|uint32_t|vf|vu|vi)\b[ *]*"
@@ -17,10 +17,10 @@ def compound(name):
     return "_" in name or name != name.lower()
 
 class Place(NamedTuple):
-    "A definition: of which kind, in which cell, and whether the package has it"
+    "A definition: whether it is only in the chapter, of which kind, in which cell. What is less goes before."
+    private: bool
     kind: int
     cell: str
-    exported: bool
 
 def targets(node):
     "Names that an assignment, a loop or a `with` gives a value"
@@ -41,7 +41,7 @@ def _function(node):
     for o in [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]:
         if o and o.arg not in ("self", "cls"): yield PARAM, o.arg
     for n in ast.walk(node):
-        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and isinstance(n.value, ast.Name) and n.value.id == "self": yield MEMBER, n.attr
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and isinstance(n.value, ast.Name) and n.value.id == "self": yield FIELD, n.attr
         elif isinstance(n, _funs) and n is not node: yield LOCAL, n.name
     yield from ((LOCAL, o) for o in targets(node))
 
@@ -55,22 +55,22 @@ def py_names(tree):
             yield DEF, node.name
             for n in node.body:
                 if isinstance(n, _funs):
-                    yield MEMBER, n.name
+                    yield METHOD, n.name
                     yield from _function(n)
-                else: yield from ((MEMBER, o) for o in targets(n))
-        else: yield from ((CONST, o) for o in targets(node))
+                else: yield from ((FIELD, o) for o in targets(n))
+        elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)): yield from ((CONST, o) for o in targets(node))
     for n in c_sources(tree): yield from c_names(n)
 
 def members(node):
     "(owner, name) of what belongs to something else: a class's members, a patched method, the C of a constant"
     if isinstance(node, ast.ClassDef):
-        for n in node.body: yield from ((node.name, o) for o in ([n.name, *(o for kind, o in _function(n) if kind == MEMBER)] if isinstance(n, _funs) else targets(n)))
+        for n in node.body: yield from ((node.name, o) for o in ([n.name, *(o for kind, o in _function(n) if kind == FIELD)] if isinstance(n, _funs) else targets(n)))
     elif isinstance(node, _funs):
         if any(ast.unparse(d).startswith("patch") for d in node.decorator_list): yield ast.unparse(node.args.args[0].annotation), node.name
     else: yield from ((owner, o) for owner in targets(node) for text in c_sources(node) for _, o in c_names(text))
 
 class Names:
-    """`here[chapter]`: the best place of each name that its visible cells define; `members[thing]`: the cell of each member
+    """`here[chapter]`: all places of each name that its visible cells define; `members[thing]`: the cell of each member
     of a module, an exported class or C source, by its full name; `known`: the first cell that defines an exported name.
     Members of the classes in `everywhere` need not be imported to be meant: they are what users set."""
     def __init__(self, *everywhere):
@@ -80,8 +80,7 @@ class Names:
         "Read one cell; `full` is the module it goes to, or nothing"
         here = self.here.setdefault(chapter, {})
         for kind, name in py_names(tree):
-            place = Place(kind, cell, bool(full))
-            if name not in here or (kind, not full) < (here[name].kind, not here[name].exported): here[name] = place
+            if full or kind < PARAM: here.setdefault(name, []).append(Place(not full, kind, cell))
         for node in tree.body if full else ():
             for name in [node.name] if isinstance(node, (*_funs, ast.ClassDef)) else targets(node):
                 self.known.setdefault(name, cell)
@@ -94,11 +93,13 @@ class Names:
         "The cell that defines what a chapter calls so; '' if nobody does, or another may be meant. A compound name is looked for in the whole book."
         head, _, name = name.rpartition(".")
         if head and head != "self": return self.members.get(imported.get(head), {}).get(name, "")
-        place = self.here.get(chapter, {}).get(name)
-        if len(name) < 2 and not name.isupper() or name in _pythons and not (place and place.kind <= MEMBER): return ""
-        if place: return place.cell
+        places = self.here.get(chapter, {}).get(name, [])
+        place = min(places, key=lambda o: o[:2], default=None)
+        if len(name) < 2 and not name.isupper() or name in _pythons and not (place and place.kind < CONST): return ""
+        if place and place.kind < PARAM: return place.cell
         for full in [imported.get(name, "").rpartition(".")[0], *imported.values(), *self.everywhere]:
             if name in self.members.get(full, {}): return self.members[full][name]
+        if place: return place.cell if len({o.cell for o in places}) == 1 else ""   # a parameter of several may be any
         return self.known.get(name, "") if compound(name) else ""
 
 class Terms:

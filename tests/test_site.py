@@ -63,13 +63,15 @@ def named(name, chapter="high", imported=()):
     return names.find(chapter, name, {o: f"m.low.{o}" for o in imported})
 
 @pytest.mark.parametrize("name, imported, cell", [
-    ("wait", (), "b1"), ("limit", (), "b1"), ("here", (), "b1"), ("seen", (), "b2"),     # this chapter's own, whatever it is
+    ("wait", (), "b1"), ("seen", (), "b2"), ("limit", (), ""), ("here", (), ""),         # this chapter's own, but not what is inside of its tests
     ("table_idx", ("Req",), "a1"), ("done", ("Req",), "a1"), ("Req.run", ("Req",), "a1"), # members of what it imports
     ("ahead", ("row_c",), "a2"), ("WIDE", ("row_c",), "a2"), ("turn", ("row_c",), "a2"),  # and names of its C
     ("page", (), "z1"),                                                                   # what users set
     ("row_c", ("row_c",), "a2"), ("wait_for", (), "a3"), ("Req", (), "a1"),                                            # a compound name may come from anywhere
     ("run", (), ""), ("turn", (), ""), ("n_steps", (), ""), ("len", (), ""), ("x", (), ""), ("free.x", (), "")])
 def test_where_a_name_is_defined(name, imported, cell): assert named(name, imported=imported) == cell
+
+def test_parameters_of_the_package_are_defined_where_they_stand(): assert named("n_steps", chapter="low") == "a3"
 
 def test_the_first_use_of_a_term_is_a_link():
     terms, seen = Terms("```{glossary}\nKV cache\n    A.\n\nrow\n    B.\n\ntoken\n    C.\n```"), set()
