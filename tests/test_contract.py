@@ -378,3 +378,8 @@ def test_malformed_requests_are_never_our_fault(tokenizer):
                 assert 400 <= (await web.request(method, path)).status_code < 500
     asyncio.run(all_())
     assert codes[400] > 150 and codes[200] > 10, codes
+
+@pytest.mark.parametrize("how", [dict(), dict(content=b'{"prompt": "x"}')], ids=["nothing", "no content type"])
+def test_a_body_that_is_no_json_is_told_what_to_be(url, how):
+    answer = httpx.post(url + "/v1/completions", **how)
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == "the body must be a JSON object, sent as Content-Type: application/json"

@@ -70,6 +70,8 @@ def explain(
     "One sentence about the first field that is wrong"
     first, lead = errors[0], '^(Input should be|Value error,) '
     path = _path(first['loc'])
+    if not path and (first['type'] == 'missing' or isinstance(first['input'], bytes)):
+        return ApiError('the body must be a JSON object, sent as Content-Type: application/json')
     if first['type'] == 'missing': return ApiError(f'{path} is required', param=path)
     if first['type'] == 'json_invalid':
         return ApiError(f'the body must be JSON: {first["ctx"]["error"]}')
