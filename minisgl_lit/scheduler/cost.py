@@ -161,7 +161,7 @@ def order_time(
     n: int,                 # Requests that wait, with prompts of 1,000 tokens
     beginnings: int = 50,   # Different beginnings that they share
 ) -> float:                 # Seconds
-    "What one pass of a policy over the waiting queue takes, when it sees them for the first time"
+    "What a pass of a policy that tries all who wait takes, when it sees them for the first time"
     s = loaded(beginnings, 1000, steps=1)
     order, waiting = make_policy(policy, s.cache, seed=0), _waiting(n, beginnings)
     return _seconds(lambda: list(order.order(waiting)))

@@ -100,9 +100,9 @@ class Matches:
 
     def of(
         self,
-        waiting: Sequence[PendingReq],  # Who may be looked at; all others are forgotten
+        waiting: Sequence[PendingReq],  # Who may be looked at
     ) -> Iterator[Handle]:              # One for each, not locked, looked up when asked for
-        "The longest cached prefix of one after the other"
+        "The longest cached prefix of one after the other; who is not reached is forgotten"
         known, self._known = self._known, {}
         for pending in waiting:
             handle = known.get(pending)
@@ -193,7 +193,8 @@ class Policy(Protocol):
     def order(self, waiting: Sequence[PendingReq]) -> Iterable[PendingReq]:
         """Whom to try now, first to last, of those who wait in order of arrival.
 
-        Somebody, if anybody waits; some may be left out of this pass."""
+        Somebody, if anybody waits; some may be left out. A pass begins when the first is
+        asked for, and ends before the next pass."""
         ...
 
 policies: dict[str, type[Fcfs]] = {
