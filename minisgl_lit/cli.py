@@ -105,6 +105,13 @@ def _interruptible() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
+def _key(given: str | None) -> str | None:
+    "The key that callers must send: the flag's, else the variable's, which must be one"
+    variable = os.environ.get('MINISGL_LIT_API_KEY')
+    if given or variable is None: return given
+    if (key := variable.strip()) and key.isascii(): return key
+    raise ValueError('MINISGL_LIT_API_KEY must be ASCII text that is not empty, or not set')
+
 def serve(
     args: Namespace,  # With the fields of `ServerConfig`
 ) -> int:
@@ -112,7 +119,7 @@ def serve(
 
     When it is ready, one line on standard output ends in the URL."""
     config, start = from_args(ServerConfig, args), minisgl_lit.serve
-    config = replace(config, api_key=config.api_key or os.environ.get('MINISGL_LIT_API_KEY'))
+    config = replace(config, api_key=_key(config.api_key))
     _interruptible()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -288,3 +288,16 @@ def test_ctrl_c_ends_open_streams():
         assert 'the server was stopped' in rest[-2] and rest[-1] == 'data: [DONE]'
         assert p.wait(60) == 0
         assert re.fullmatch(r"(Without native kernels.*\n)?POST '/v1/completions' 200 [\d.]+ ms [0-9a-f]{32}\n", p.stderr.read())
+
+def test_a_fork_may_end():
+    "It has no thread of the server, so it must not wait for one; and it must not stop the parent's"
+    code = '''
+import os, sys
+from urllib.request import urlopen
+from minisgl_lit import serve
+with serve(port=0, num_pages=64) as s:
+    if (child := os.fork()) == 0: sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert urlopen(s.url + '/health').status == 200
+'''
+    assert subprocess.run([sys.executable, '-c', code], timeout=60, stdout=subprocess.DEVNULL).returncode == 0

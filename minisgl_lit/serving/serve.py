@@ -338,6 +338,7 @@ class Server:
         self._stopping, self._draining, self._error = asyncio.Event(), asyncio.Event(), None
         self._process: EngineProcess | None = None   # the last that was started
         self._ended = threading.Event()   # a `join` that Ctrl-C breaks never waits again
+        self._pid = os.getpid()
         threading.Thread(target=self._run, name=f'minisgl_lit {self.url}', daemon=True).start()
         atexit.register(self.stop)
         try: self._ready.result()
@@ -354,6 +355,7 @@ class Server:
 
     def stop(self) -> None:
         "End open requests; leave no process and no file. To call it again does nothing"
+        if os.getpid() != self._pid: return   # a fork has no part in it
         self._set(self._stopping)
         self._ended.wait()
         atexit.unregister(self.stop)
