@@ -10,8 +10,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # several people may work in one checkout: whoever writes notebooks into the package does so alone
 LOCK := $(if $(shell command -v flock),flock .venv/.lock)
 PYTEST = $(BIN)/python -m pytest -n $(J) --dist worksteal
-need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=11_kv.table))
-.PHONY: help serve test test-browser screenshot test-long mutants docs wheel nbs export edit done check embedded update readme cov install clean
+need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=11_kv_cache.table))
+.PHONY: help serve test test-browser screenshot test-long mutants docs wheel nbs export edit done check embedded readme cov install clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 14
@@ -30,8 +30,9 @@ mutants: .venv/.all      ## break caches and scheduler one line at a time; some 
 	$(BIN)/python tests/mutants.py -j $(J)
 cov: .venv/.all          ## the tests run on the exported package, with coverage
 	TST_PACKAGE=1 $(PYTEST) -q --cov --cov-report=term-missing
-check: .venv/.all        ## lint; package, notebooks, README and settings agree; no chapter reads ahead
+check: .venv/.all        ## lint, types; package, notebooks, README and settings agree; no chapter reads ahead
 	$(BIN)/ruff check --quiet minisgl_lit tests docs
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q tests/test_project.py
 docs: .venv/.all         ## build the book into docs/_build/html; any warning is an error
 	$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
@@ -39,26 +40,24 @@ wheel: .venv/.all        ## wheel and sdist into dist/, the wheel used in an emp
 	@rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
 	$(BIN)/python tests/wheel_check.py dist
-edit: .venv/.all         ## edit NB=11_kv.table: write the chapter as text, nbs/11_kv.table.py
+edit: .venv/.all         ## edit NB=11_kv_cache.table: write the chapter as text, nbs/11_kv_cache.table.py
 	$(need_nb)@test ! -e nbs/$(NB).py || { echo 'nbs/$(NB).py is there already: make done NB=$(NB), or remove it'; exit 1; }
 	@$(BIN)/jupytext --quiet --to py:percent nbs/$(NB).ipynb -o nbs/$(NB).py && echo 'edit nbs/$(NB).py, then: make done NB=$(NB)'
-done: .venv/.all         ## done NB=11_kv.table: text back to notebook (or a new one), export, run, store outputs
+done: .venv/.all         ## done NB=11_kv_cache.table: text back to notebook (or a new one), export, run, store outputs
 	$(need_nb)@if test -e nbs/$(NB).py; then $(BIN)/jupytext --quiet --update --update-metadata \
 	  '{"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}' --to ipynb nbs/$(NB).py -o nbs/$(NB).ipynb; fi
-	@$(LOCK) bash -c 'nbdev-clean --fname nbs/$(NB).ipynb && nbdev-export --path nbs/$(NB).ipynb'
+	@$(LOCK) $(BIN)/python tests/export.py . nbs/$(NB).ipynb
 	@$(BIN)/python tests/nbrun.py --save --fresh nbs/$(NB).ipynb
 	@rm -f nbs/$(NB).py; $(BIN)/python docs/readme.py
 nbs: export              ## run all notebooks and store their true outputs (NB=nbs/11_*.ipynb for some)
 	$(BIN)/python tests/nbrun.py --save -j $(J) $(NB)
 	@$(BIN)/python docs/readme.py
 export: .venv/.all       ## notebooks -> minisgl_lit/
-	@$(LOCK) bash -c 'nbdev-clean && nbdev-export'
-update: .venv/.all       ## minisgl_lit/*.py edited by hand -> notebooks
-	@$(LOCK) bash -c 'nbdev-update && nbdev-clean && nbdev-export'
+	@$(LOCK) $(BIN)/python tests/export.py
 readme: .venv/.all       ## README.md from nbs/index.ipynb
 	$(BIN)/python docs/readme.py
 embedded: .venv/.all     ## train the embedded model anew
-	$(BIN)/python -m minisgl_lit.model.embedded
+	$(BIN)/python -m minisgl_lit.models.embedded
 install: .venv/.all      ## all that the targets above need
 clean:           ## remove what was built, .venv included
 	rm -rf .venv docs/_build docs/nbs docs/src build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage*

@@ -54,7 +54,7 @@ def benchmarks(peers):
     unit, start = cell(peers["unit"]), peers["start"]
     return f"""# Benchmarks
 
-A speed alone says little: it needs the machine, the work, and what would have been possible. So every benchmark here measures the machine's memory and arithmetic in the same run and prints the least time that prefill and decode could take in any engine. [The chapter on benchmarks](../nbs/61_bench.ipynb) builds them, [limits](../nbs/57_limits.ipynb) says what they are measured against, and [load](../nbs/58_load.ipynb) asks a server as strangers do.
+A speed alone says little: it needs the machine, the work, and what would have been possible. So every benchmark here measures the machine's memory and arithmetic in the same run and prints the least time that prefill and decode could take in any engine. [The chapter on benchmarks](../nbs/61_tools.bench.ipynb) builds them, [limits](../nbs/57_tools.roofline.ipynb) says what they are measured against, and [load](../nbs/58_tools.load_generator.ipynb) asks a server as strangers do.
 
 ## Beside other engines
 

@@ -1,6 +1,13 @@
 """minisgl_lit: a book that runs. Names are imported when they are first used (PEP 562)."""
+from typing import TYPE_CHECKING
 
-_lazy = {"LLM": "llm", "SamplingParams": "core", "serve": "serving.serve"}   # public name -> module
+if TYPE_CHECKING:   # for editors and type checkers, which do not run `__getattr__`
+    from minisgl_lit.core.sampling_params import SamplingParams as SamplingParams
+    from minisgl_lit.llm import LLM as LLM
+    from minisgl_lit.server.serve import serve as serve
+    __version__: str
+
+_lazy = {"LLM": "llm", "SamplingParams": "core.sampling_params", "serve": "server.serve"}   # public name -> module
 __all__ = ["LLM", "SamplingParams", "serve", "__version__"]
 
 

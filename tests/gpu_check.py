@@ -130,13 +130,13 @@ def kernels(args) -> dict:
     "Compile what the later steps use, all at once; then the host's part of a plan, and a layer of decoding against the bytes it reads"
     import numpy as np
     import torch
-    from minisgl_lit.core import Batch, ForwardMode
-    from minisgl_lit.kv.pool import KVPool
-    from minisgl_lit.kv.table import TableManager
-    from minisgl_lit.limits import best_time, read_rate
-    from minisgl_lit.model.attention import TorchAttention
-    from minisgl_lit.model.attention_flashinfer import choose_attention, kind_of
-    from minisgl_lit.model.layers import add_norm, rotary, rotate
+    from minisgl_lit.core.request import Batch, ForwardMode
+    from minisgl_lit.kv_cache.pool import KVPool
+    from minisgl_lit.kv_cache.table import TableManager
+    from minisgl_lit.tools.roofline import best_time, memory_bandwidth
+    from minisgl_lit.attention.torch import TorchAttention
+    from minisgl_lit.attention.flashinfer import choose_attention, kind_of
+    from minisgl_lit.models.layers import add_norm, apply_rope, rope_angles
     n, length, told = 256, 1024, {}
     pool = KVPool(1, n * length // 16, 16, 8, 128, torch.bfloat16, 'cuda')
     pool.buffer.normal_()
@@ -153,12 +153,12 @@ def kernels(args) -> dict:
         return Batch([], ForwardMode.MIXED, 1, rows, cached, lens, owner, at, table.slots(owner, at), rows)
     def qkv(b): return torch.randn(len(b.positions), 32, 128, device='cuda').bfloat16().split([16, 8, 8], 1)
     x = torch.randn(3, 8, 128, device='cuda').bfloat16()
-    table_of, flat, weight = rotary(torch.arange(3, device='cuda'), torch.rand(64, device='cuda'), x), x.flatten(1), torch.ones(1024, device='cuda').bfloat16()
+    table_of, flat, weight = rope_angles(torch.arange(3, device='cuda'), torch.rand(64, device='cuda'), x), x.flatten(1), torch.ones(1024, device='cuda').bfloat16()
     def first(work):
         began = time.perf_counter()
         work()
         return time.perf_counter() - began
-    once = dict(norm=lambda: add_norm(flat.clone(), flat.clone(), weight, 1e-6), rope=lambda: rotate(x.clone(), x.clone(), table_of),
+    once = dict(norm=lambda: add_norm(flat.clone(), flat.clone(), weight, 1e-6), rope=lambda: apply_rope(x.clone(), x.clone(), table_of),
                 decode=lambda: fresh().prepare(batch([9], [10])), prefill=lambda: fresh().prepare(batch([0], [10])))
     with ThreadPoolExecutor(len(once)) as pool:   # each compiles in processes of its own
         told |= {f'{name}_compile_s': seconds for name, seconds in zip(once, pool.map(first, once.values()))}
@@ -181,7 +181,7 @@ def kernels(args) -> dict:
         return sorted(times)[len(times) // 2] * 1e6
     n_bytes, seconds = 2 * n * length * 8 * 128 * 2, best_time(lambda: ours.forward(*x, 0, planned), 'cuda')
     return told | dict(plan_us=host_us(lambda: ours.prepare(full)), update_us=host_us(lambda: ours.update(static, full)),
-                       decode_layer_us=seconds * 1e6, decode_layer_share_of_bandwidth=n_bytes / seconds / read_rate(2**30, 'cuda'))
+                       decode_layer_us=seconds * 1e6, decode_layer_share_of_bandwidth=n_bytes / seconds / memory_bandwidth(2**30, 'cuda'))
 
 def small_checkpoint(folder: str, dtype: str):
     from reference import make_checkpoint
@@ -190,7 +190,7 @@ def small_checkpoint(folder: str, dtype: str):
 def parity(args) -> dict:
     "float32 with the reference attention: the tokens of transformers. bfloat16 with FlashInfer and graphs: as near to float32 as transformers is"
     import torch
-    from minisgl_lit.core import SamplingParams
+    from minisgl_lit.core.sampling_params import SamplingParams
     from minisgl_lit.llm import LLM
     from reference import MAX_NEW, Comparison, generate, load, prompts
     told, greedy = {}, SamplingParams(max_tokens=MAX_NEW, temperature=0)
@@ -218,7 +218,7 @@ def parity(args) -> dict:
 
 def equality(args) -> dict:
     "Graphs on and off, overlap on and off, bfloat16: the same answers, but for near ties"
-    from minisgl_lit.core import SamplingParams
+    from minisgl_lit.core.sampling_params import SamplingParams
     from reference import prompts
     answers = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -236,15 +236,15 @@ def equality(args) -> dict:
 
 def bench256(args) -> dict:
     "The field's reference run, with graphs, overlap on and off; the share of this GPU's limit; the host's part of a step; one request alone"
-    from minisgl_lit.core import SamplingParams
-    from minisgl_lit.limits import least, measure, workloads
+    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.tools.roofline import lower_bound, measure_roofline, workloads
     told = {}
     with shape_of_qwen3() as folder:
         for overlap in (True, False):
             with make_llm(folder, True, dummy_weights=True, overlap=overlap, max_running_req=256, max_seq_len=2560, page_size=16) as llm:
                 runtime = runtime_of(llm)
                 work = workloads['bench256'].draw(runtime.model_config.vocab_size, seed=0)
-                wishes = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in work.answers]
+                wishes = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in work.output_lens]
                 llm.generate(work.prompts[:8], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))   # warm
                 counts = timed(runtime.scheduler)
                 began = time.perf_counter()
@@ -257,14 +257,14 @@ def bench256(args) -> dict:
                          f'{name}_host_ms_per_step': 1e3 * (counts['seconds'] - counts['waited']) / counts['steps'],
                          f'{name}_waited_ms_per_step': 1e3 * counts['waited'] / counts['steps']}
                 if overlap:
-                    limits = measure(runtime.model_config, runtime.engine.model.head.dtype, runtime.engine.device)
-                    prefill, decode = least(limits, work, 256)
+                    limits = measure_roofline(runtime.model_config, runtime.engine.model.head.dtype, runtime.engine.device)
+                    prefill, decode = lower_bound(limits, work, 256)
                     whole = prefill.plus(decode).seconds
                     began = time.perf_counter()
                     llm.generate([work.prompts[0][:128]], SamplingParams(max_tokens=256, temperature=0, ignore_eos=True))
                     alone = 256 / (time.perf_counter() - began)
                     told |= dict(memory=str(runtime.memory), recordings=len(runtime.engine.graphs.sizes), input_tokens=sum(map(len, work.prompts)), output_tokens=n, limit_tokens_per_s=n / whole,
-                                 share_of_limit=whole / seconds, memory_read_gb_s=limits.read / 1e9, product_tflop_s=limits.compute / 1e12,
+                                 share_of_limit=whole / seconds, memory_read_gb_s=limits.bandwidth / 1e9, product_tflop_s=limits.peak_flops / 1e12,
                                  one_request_tokens_per_s=alone, one_request_share=alone * limits.decode([256]).seconds)
             del llm, runtime
             give_back()
@@ -274,7 +274,7 @@ def profile(args) -> dict:
     "GPU busy share in steady decode of 256 requests, with overlap on and off; the kernels that take longest"
     import torch
     from torch.profiler import ProfilerActivity
-    from minisgl_lit.core import SamplingParams
+    from minisgl_lit.core.sampling_params import SamplingParams
     told, until = {}, time.perf_counter() + 30
     with shape_of_qwen3() as folder:
         for overlap in (True, False):
@@ -306,7 +306,7 @@ def profile(args) -> dict:
 TINY = """
 import sys; sys.path[:0] = ['tests', '.']
 import tempfile, gpu_check
-from minisgl_lit.core import SamplingParams
+from minisgl_lit.core.sampling_params import SamplingParams
 with tempfile.TemporaryDirectory() as folder:
     gpu_check.small_checkpoint(folder, 'bfloat16')
     with gpu_check.make_llm(folder, True, page_size=16, num_pages=20, max_running_req=2, max_seq_len=64) as llm: print(len(llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))))

@@ -8,12 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_lit.core import Batch, ForwardMode
-from minisgl_lit.kv.pool import KVPool
-from minisgl_lit.kv.table import TableManager
-from minisgl_lit.model.attention import TorchAttention
-from minisgl_lit.model.attention_cpu import NativeAttention, attention_c, cpu_attention
-from minisgl_lit.native import load
+from minisgl_lit.core.request import Batch, ForwardMode
+from minisgl_lit.kv_cache.pool import KVPool
+from minisgl_lit.kv_cache.table import TableManager
+from minisgl_lit.attention.torch import TorchAttention
+from minisgl_lit.attention.cpu import CpuAttention, cpu_attention
+from minisgl_lit.attention.cpu_kernels import attention_c
+from minisgl_lit.kernels.compiler import load
 
 hidden = load(attention_c) is None
 BF16 = torch.bfloat16
@@ -92,13 +93,13 @@ def test_scores_far_from_zero():
 @pytest.mark.skipif(hidden, reason='no compiler')
 def test_it_is_the_kernel_that_is_tested():
     pool, table, *_ = make([3], [1], 4, 1, 1, 8, BF16, None, 0, 0)
-    assert type(cpu_attention(pool, table.page_table)) is NativeAttention
+    assert type(cpu_attention(pool, table.page_table)) is CpuAttention
 
 @pytest.mark.skipif(hidden, reason='no compiler')
 def test_threads_do_not_change_a_bit():
     "Tasks are the same, whoever does them; only how a text is cut may differ"
     pool, table, batch, qkv, _ = make([900, 0, 30], [1, 40, 1], 16, 2, 2, 64, torch.float32, None, 0, 0)
-    backend = NativeAttention(pool, table.page_table)
+    backend = CpuAttention(pool, table.page_table)
     metadata, results = backend.prepare(batch), []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -113,14 +114,14 @@ def test_without_a_compiler(tmp_path):
     done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', __file__, '-k', 'reference_says'],
                           env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
-    code = 'import torch, minisgl_lit.model.attention_cpu as a; print(a.load(a.attention_c), a.load(a.attention_c + " "))'
+    code = 'import torch, minisgl_lit.attention.cpu as a; print(a.load(a.attention_c), a.load(a.attention_c + " "))'
     done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[1])
     assert done.stdout == 'None None\n' and done.stderr.count('\n') == 1 and '/bin/false' in done.stderr
 
 @pytest.mark.skipif(hidden, reason='no compiler')
 def test_many_processes_compile_at_once(tmp_path):
     "They start with an empty cache together; all succeed, and one library is left"
-    code = 'import torch; from minisgl_lit.native import load\n' \
+    code = 'import torch; from minisgl_lit.kernels.compiler import load\n' \
            'f = load("void twice(float *x, int64_t n) { for (int64_t i = 0; i < n; i++) x[i] *= 2; }".replace("void", "#include <stdint.h>\\nvoid", 1))\n' \
            'x = torch.ones(3); f.twice(x, 3); print(x.tolist())'
     env = os.environ | dict(XDG_CACHE_HOME=str(tmp_path))

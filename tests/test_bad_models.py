@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl_lit import cli
-from minisgl_lit.model.embedded import embedded_path
-from minisgl_lit.native import load
-from minisgl_lit.products import linear_c
+from minisgl_lit.models.embedded import embedded_path
+from minisgl_lit.kernels.compiler import load
+from minisgl_lit.kernels.linear import linear_c
 
 TINY = ['--device', 'cpu', '--max-seq-len', '64', '--num-pages', '16', '--temperature', '0', '--max-tokens', '2']
 NORM, DOWN = 'model.norm.weight', 'model.layers.1.mlp.down_proj.weight'

@@ -9,14 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from minisgl_lit import bench, cli, limits
-from minisgl_lit.bench import Meter, Subject, benchmarks, percentiles
+from minisgl_lit.tools import bench, roofline as limits
+from minisgl_lit import cli
+from minisgl_lit.tools.bench import TokenTimes, BenchmarkTarget, benchmarks, percentiles
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core import SamplingParams
-from minisgl_lit.limits import Costs, Least, Limits, Shape, Workload, least, workloads
-from minisgl_lit.model.decoder import ModelConfig
-from minisgl_lit.model.moe import MoeMlp
-from minisgl_lit.news import Reply
+from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.tools.roofline import (
+    ModelCosts, LowerBound, Roofline, WorkloadShape, Workload, lower_bound, workloads)
+from minisgl_lit.models.decoder import ModelConfig
+from minisgl_lit.models.moe import MoeMlp
+from minisgl_lit.core.outputs import EngineCoreOutput
 
 tiny = EngineConfig(num_pages=60, threads=1, device="cpu")
 qwen3 = ModelConfig(architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=1024, num_layers=28,
@@ -27,52 +29,52 @@ moe = replace(qwen3, architecture="Qwen3MoeForCausalLM", hidden_size=2048, num_l
 
 def test_costs_of_a_dense_model():
     "Qwen3-0.6B: 596,049,920 weights in all, of which the embedding table is also the head"
-    c = Costs.of(qwen3, torch.bfloat16)
+    c = ModelCosts.of(qwen3, torch.bfloat16)
     layer = 2 * 1024 * 2048 + 2 * 1024 * 1024 + 2 * 128 + 3 * 3072 * 1024 + 2 * 1024
     assert (c.layer_weights, c.head_weights, c.experts) == (28 * layer, 151936 * 1024, ())
     assert c.layer_weights + c.head_weights + 1024 == 596_049_920
-    assert c.used == c.read(1) == c.read(1000) == c.layer_weights
+    assert c.active_weights == c.weights_read(1) == c.weights_read(1000) == c.layer_weights
     assert (c.token_kv * c.itemsize, c.pair_flops) == (28 * 2 * 8 * 128 * 2, 28 * 4 * 16 * 128)
 
 
 def test_costs_of_a_model_of_experts():
     "Qwen3-30B-A3B: 30.5 billion weights, of which a token uses 3.3 billion"
-    c = Costs.of(moe, torch.bfloat16)
+    c = ModelCosts.of(moe, torch.bfloat16)
     attention = 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 128 + 2 * 2048
     expert = 3 * 768 * 2048
     assert c.layer_weights == 48 * (attention + 128 * 2048)
     assert c.experts == ((128 * expert, 8 / 128),) * 48
     assert c.layer_weights + 48 * 128 * expert + 2 * c.head_weights + 2048 == 30_532_122_624
-    assert c.used == c.read(1) == c.layer_weights + 48 * 8 * expert
+    assert c.active_weights == c.weights_read(1) == c.layer_weights + 48 * 8 * expert
     two = c.layer_weights + 48 * expert * (16 - 8 * 8 / 128)   # the second's eight, less those the first had
-    assert c.read(2) == pytest.approx(two)
-    assert c.read(10_000) == pytest.approx(c.layer_weights + 48 * 128 * expert)
+    assert c.weights_read(2) == pytest.approx(two)
+    assert c.weights_read(10_000) == pytest.approx(c.layer_weights + 48 * 128 * expert)
 
 
 def test_a_dense_first_layer_and_a_shared_expert():
     mixed = replace(moe, num_layers=2, intermediate_size=100, mlps=(moe.mlps[0], MoeMlp(4, 1, 10, shared_size=7)))
     mixed = replace(mixed, mlps=(replace(qwen3, intermediate_size=100).mlp(0), mixed.mlps[1]))
     attention = 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 128 + 2 * 2048
-    c = Costs.of(mixed, torch.float32)
+    c = ModelCosts.of(mixed, torch.float32)
     assert c.layer_weights == 2 * attention + 3 * 100 * 2048 + 4 * 2048 + 2048 + 3 * 7 * 2048
     assert c.experts == ((4 * 3 * 10 * 2048, 1 / 4),)
 
 
 def test_the_faster_format_computes_and_is_named(monkeypatch):
     rates = {torch.float32: 5., torch.bfloat16: 1.}
-    monkeypatch.setattr(limits, "product_rate", lambda dtype, device: rates[dtype])
-    assert limits.compute_rate(torch.bfloat16, "cpu") == limits.compute_rate(torch.float32, "cpu") == (5., torch.float32)
-    assert limits.compute_rate(torch.bfloat16, "cuda") == (1., torch.bfloat16)
+    monkeypatch.setattr(limits, "matmul_rate", lambda dtype, device: rates[dtype])
+    assert limits.peak_matmul_rate(torch.bfloat16, "cpu") == limits.peak_matmul_rate(torch.float32, "cpu") == (5., torch.float32)
+    assert limits.peak_matmul_rate(torch.bfloat16, "cuda") == (1., torch.bfloat16)
     rates[torch.bfloat16] = 9.
-    assert limits.compute_rate(torch.bfloat16, "cpu") == (9., torch.bfloat16)
-    assert limits.compute_rate(torch.float32, "cpu") == (5., torch.float32)
+    assert limits.peak_matmul_rate(torch.bfloat16, "cpu") == (9., torch.bfloat16)
+    assert limits.peak_matmul_rate(torch.float32, "cpu") == (5., torch.float32)
 
 
 def test_a_measurement_reads_as_much_as_a_token_does(monkeypatch):
-    monkeypatch.setattr(limits, "read_rate", lambda n_bytes, device: n_bytes)
-    monkeypatch.setattr(limits, "compute_rate", lambda dtype, device: (3., torch.float32))
-    found, c = limits.measure(moe, torch.bfloat16, "cpu"), Costs.of(moe, torch.bfloat16)
-    assert found == Limits(c, 2 * (c.used + c.head_weights), 3., torch.float32)
+    monkeypatch.setattr(limits, "memory_bandwidth", lambda n_bytes, device: n_bytes)
+    monkeypatch.setattr(limits, "peak_matmul_rate", lambda dtype, device: (3., torch.float32))
+    found, c = limits.measure_roofline(moe, torch.bfloat16, "cpu"), ModelCosts.of(moe, torch.bfloat16)
+    assert found == Roofline(c, 2 * (c.active_weights + c.head_weights), 3., torch.float32)
 
 
 def test_a_gigabyte_is_enough(monkeypatch):
@@ -80,14 +82,14 @@ def test_a_gigabyte_is_enough(monkeypatch):
     read = []
     monkeypatch.setattr(limits, "best_time", lambda work, device: read.append(work.__self__.nbytes) or .5)
     monkeypatch.setattr(torch, "ones", lambda n, device: torch.empty(n, device="meta"))
-    rates = [limits.read_rate(n, "cpu") for n in (1, 2**22 + 1., 2**40)]
+    rates = [limits.memory_bandwidth(n, "cpu") for n in (1, 2**22 + 1., 2**40)]
     assert read == [2**20, 2**22, 2**30] and rates == [2 * n for n in read]
 
 
 def test_a_product_multiplies_and_adds(monkeypatch):
     made = []
     monkeypatch.setattr(limits, "best_time", lambda work, device: made.append(work()) or 4.)
-    assert limits.product_rate(torch.float32, "cpu") == 2 * made[0].numel() * 1024 / 4
+    assert limits.matmul_rate(torch.float32, "cpu") == 2 * made[0].numel() * 1024 / 4
     assert made[0].unique().tolist() == [1024.]
 
 
@@ -96,13 +98,13 @@ windows = st.lists(st.one_of(st.none(), st.integers(1, 30)), max_size=4).map(tup
 
 @given(windows, st.integers(0, 40), st.integers(0, 40))
 def test_looks_are_the_sum_of_what_each_token_sees(windows, start, more):
-    c = Costs(1, 1, 1, 1, 2, windows=windows)
+    c = ModelCosts(1, 1, 1, 1, 2, windows=windows)
     def seen(n): return np.mean([n if w is None else min(n, w) for w in windows or (None,)])
     each = [seen(n) for n in range(start + 1, start + more + 1)]
-    assert float(c.looks(start, start + more)) == pytest.approx(sum(each))
-    assert [float(c.seen(n)) for n in range(start + 1, start + more + 1)] == pytest.approx(each)
+    assert float(c.attention_pairs(start, start + more)) == pytest.approx(sum(each))
+    assert [float(c.attended(n)) for n in range(start + 1, start + more + 1)] == pytest.approx(each)
     ends = np.arange(start, start + more + 1)
-    assert c.looks(ends * 0 + start, ends) == pytest.approx(np.cumsum([0., *each]))
+    assert c.attention_pairs(ends * 0 + start, ends) == pytest.approx(np.cumsum([0., *each]))
 
 
 requests = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=8)
@@ -112,7 +114,7 @@ requests = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=
 @given(requests, st.integers(1, 8), st.floats(1e-2, 1e2))
 def test_least_serves_everybody_in_as_few_steps_as_there_is_room_for(requests, at_once, read):
     "Against a plain loop over requests, with one list of who runs"
-    machine = Limits(Costs(50, 10, 4, 8, 2, experts=((40, .25),)), read=read, compute=100.)
+    machine = Roofline(ModelCosts(50, 10, 4, 8, 2, experts=((40, .25),)), bandwidth=read, peak_flops=100.)
     work = Workload([[1] * n for n, _ in requests], [m for _, m in requests])
     waiting, running, steps = list(requests), [], []
     while waiting or running:
@@ -123,21 +125,21 @@ def test_least_serves_everybody_in_as_few_steps_as_there_is_room_for(requests, a
         for o in running: o[:] = o[0] + 1, o[1] - 1
         if running: steps.append(machine.decode([o[0] for o in running]))
         running = [o for o in running if o[1]]
-    prefill, decode = least(machine, work, at_once)
-    assert decode.reading == pytest.approx(sum(o.reading for o in steps))
-    assert decode.computing == pytest.approx(sum(o.computing for o in steps))
+    prefill, decode = lower_bound(machine, work, at_once)
+    assert decode.memory_bound == pytest.approx(sum(o.memory_bound for o in steps))
+    assert decode.compute_bound == pytest.approx(sum(o.compute_bound for o in steps))
     assert prefill == machine.prefill([n for n, _ in requests])
 
 
 @given(st.floats(0, 1e3), st.floats(0, 1e3))
 def test_a_step_takes_the_longer_of_both(reading, computing):
-    step = Least.step(reading, computing)
+    step = LowerBound.step(reading, computing)
     assert step.seconds == max(reading, computing)
     if step.seconds: assert step.by_memory == (reading > computing)
 
 
 def test_workloads_have_their_sizes():
-    sizes = {name: [(len(w.prompts), sum(map(len, w.prompts)), sum(w.answers))]
+    sizes = {name: [(len(w.prompts), sum(map(len, w.prompts)), sum(w.output_lens))]
              for name, o in workloads.items() if (w := o.draw(50_000, seed=0))}
     assert sizes["single"] == [(1, 128, 128)] and sizes["long"] == [(2, 8192, 64)]
     assert sizes["prefix"] == [(32, 32 * 544, 32 * 16)] and sizes["bench256"] == [(256, 142_827, 133_966)]
@@ -147,9 +149,9 @@ def test_workloads_have_their_sizes():
 @given(st.integers(1, 5), st.tuples(st.integers(1, 9), st.integers(0, 9)), st.integers(0, 5), st.integers(2, 20_000), st.integers())
 def test_drawn_requests_fit_their_shape(n, length, shared, vocab_size, seed):
     lengths = length[0], sum(length)
-    w = Shape(n, lengths, lengths, shared).draw(vocab_size, seed)
-    assert len(w.prompts) == len(w.answers) == n and w.shared == shared
-    assert all(lengths[0] <= o <= lengths[1] for o in [*w.answers, *(len(p) - shared for p in w.prompts)])
+    w = WorkloadShape(n, lengths, lengths, shared).draw(vocab_size, seed)
+    assert len(w.prompts) == len(w.output_lens) == n and w.prefix_len == shared
+    assert all(lengths[0] <= o <= lengths[1] for o in [*w.output_lens, *(len(p) - shared for p in w.prompts)])
     assert all(p[:shared] == w.prompts[0][:shared] and 0 <= min(p) <= max(p) < vocab_size for p in w.prompts)
 
 
@@ -173,8 +175,8 @@ def test_a_wait_counts_from_when_it_was_due():
         def step(self):
             time.sleep(.05)
             done, self.rids = self.rids, []
-            return [Reply(o, [1], "length", times=(0., 0., 0.)) for o in done]
-    late = [o.times[1] for o in bench._served(Slow(), Workload([[1]] * 4, [1] * 4), rate=100.)]
+            return [EngineCoreOutput(o, [1], "length", times=(0., 0., 0.)) for o in done]
+    late = [o.times[1] for o in bench._serve_at_rate(Slow(), Workload([[1]] * 4, [1] * 4), rate=100.)]
     assert min(late) >= 0 and sum(late) > .05, late
 
 
@@ -206,8 +208,8 @@ def test_reports_of_a_model(name):
 
 
 def test_figures_of_a_machine_with_known_rates(monkeypatch):
-    known = Limits(Costs(40, 10, 6_000, 0, 1), read=100., compute=1e9)   # a token reads 50 weights
-    monkeypatch.setattr(bench, "measure", lambda model, dtype, device: known)
+    known = Roofline(ModelCosts(40, 10, 6_000, 0, 1), bandwidth=100., peak_flops=1e9)   # a token reads 50 weights
+    monkeypatch.setattr(bench, "measure_roofline", lambda model, dtype, device: known)
     def told(name, config=tiny, **sizes): return json.loads(benchmarks[name](config, **sizes).json())
     c = told("limits")
     assert (c["memory_read"], c["matrix_product"], c["weights_of_a_token"], c["cache_of_a_token"]) == (1e-7, 1., 5e-5, 6.)
@@ -222,7 +224,7 @@ def test_figures_of_a_machine_with_known_rates(monkeypatch):
 
 
 def test_every_answer_runs_to_its_end():
-    wishes = bench._wishes(Workload([[1], [2]], [7, 8]))
+    wishes = bench._greedy_params(Workload([[1], [2]], [7, 8]))
     assert wishes == [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (7, 8)]
 
 
@@ -233,9 +235,9 @@ def test_answers_of_one_token_have_no_decode():
 
 def test_report_of_the_scheduler(monkeypatch):
     "Each figure has its control, and they keep their names"
-    monkeypatch.setattr(bench, "_sized", lambda n, steps, **sizes: np.full((steps, len(bench.parts)), float(n)))
-    pieces = bench._pieces()
-    monkeypatch.setattr(bench, "_pieces", lambda: {k: (unit, lambda: 7.) for k, (unit, _) in pieces.items()})
+    monkeypatch.setattr(bench, "_step_times", lambda n, steps, **sizes: np.full((steps, len(bench.parts)), float(n)))
+    pieces = bench._other_costs()
+    monkeypatch.setattr(bench, "_other_costs", lambda: {k: (unit, lambda: 7.) for k, (unit, _) in pieces.items()})
     told = json.loads(benchmarks["scheduler"](steps=3).json())
     sizes = ["64", "64_page_1", "64_long", "256", "256_long", "2048"]
     keys = {f"decode_step_us_{k}" for k in sizes} | {"decode_step_us_256_p99"} | set(pieces)
@@ -262,18 +264,18 @@ def test_a_command_line_can_be_made_of_the_signatures():
 
 
 def test_a_failed_answer_is_told():
-    with Subject(tiny) as subject:
-        bad = Reply("x", [], "error", error="the engine failed: no numbers")
-        with pytest.raises(ValueError, match="the engine failed: no numbers"): subject._timed(lambda: [bad])
-        with pytest.raises(ValueError, match="prompt 1: .*5000"): subject.run(Workload([[1], [1] * 5000], [1, 1]))
+    with BenchmarkTarget(tiny) as target:
+        bad = EngineCoreOutput("x", [], "error", error="the engine failed: no numbers")
+        with pytest.raises(ValueError, match="the engine failed: no numbers"): target._timed(lambda: [bad])
+        with pytest.raises(ValueError, match="prompt 1: .*5000"): target.run(Workload([[1], [1] * 5000], [1, 1]))
 
 
 def test_the_cache_is_empty_at_the_beginning_of_a_run():
-    with Subject(tiny) as subject:
-        work = Shape(1, (40, 40), (3, 3)).draw(subject.model.vocab_size)
-        runs = [subject.run(work) for _ in range(2)]
-    assert [o.answers[0].cached_tokens for o in runs] == [0, 0]
-    assert all(isinstance(o.meter, Meter) and o.seconds >= sum(o.meter.seconds.values()) * .99 for o in runs)
+    with BenchmarkTarget(tiny) as target:
+        work = WorkloadShape(1, (40, 40), (3, 3)).draw(target.model.vocab_size)
+        runs = [target.run(work) for _ in range(2)]
+    assert [o.outputs[0].cached_tokens for o in runs] == [0, 0]
+    assert all(isinstance(o.token_times, TokenTimes) and o.seconds >= sum(o.token_times.seconds.values()) * .99 for o in runs)
 
 
 wrong = [("offline", dict(output_len=10**9)), ("offline", dict(repeat=0)), ("offline", dict(requests=True)),
@@ -283,7 +285,7 @@ wrong = [("offline", dict(output_len=10**9)), ("offline", dict(repeat=0)), ("off
 
 @pytest.mark.parametrize("name, sizes", wrong)
 def test_sizes_are_looked_at_before_anything_is_loaded(name, sizes, monkeypatch):
-    monkeypatch.delattr(bench, "Subject")
+    monkeypatch.delattr(bench, "BenchmarkTarget")
     (field, value), = sizes.items()
     needs = [tiny] if "config" in inspect.signature(benchmarks[name]).parameters else []
     with pytest.raises(ValueError, match=f"^{field} must be a whole number from 1 to 10*, not {value!r}$"):

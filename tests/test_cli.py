@@ -157,7 +157,7 @@ def test_a_conversation_here(run, llm):
 # bench
 
 def test_every_benchmark_has_flags_for_all_it_takes():
-    from minisgl_lit.bench import benchmarks
+    from minisgl_lit.tools.bench import benchmarks
     assert cli.benchmarks.keys() - benchmarks.keys() == {'serving'} and not benchmarks.keys() - cli.benchmarks.keys()
     for name, function in benchmarks.items():
         params = inspect.signature(function).parameters

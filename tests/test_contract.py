@@ -9,12 +9,13 @@ import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
 
-from minisgl_lit.core import FinishReason, Logprob, QueueFull, RequestError
-from minisgl_lit.news import Reply
-from minisgl_lit.serving.http import create_app
-from minisgl_lit.serving.stream import Mailbox
-from minisgl_lit.serving.tokenizer import Tokenizer, text_stop
-from minisgl_lit.core import PendingReq
+from minisgl_lit.core.request import FinishReason, Logprob
+from minisgl_lit.core.sampling_params import QueueFull, RequestError
+from minisgl_lit.core.outputs import EngineCoreOutput
+from minisgl_lit.server.api_server import create_app
+from minisgl_lit.server.sse import OutputQueue
+from minisgl_lit.text.tokenizer import Tokenizer, stop_check_factory
+from minisgl_lit.core.request import PendingReq
 
 TEMPLATE = ("{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
             "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}{% endfor %}")
@@ -59,12 +60,12 @@ class Scripted:
         ids = ids[:p.max_tokens]
         prompt = None if p.prompt_logprobs is None else [Logprob(t, -1. if i else None, []) for i, t in enumerate(r.input_ids.tolist())]
         told = lambda i: None if p.logprobs is None else [Logprob(i, -.5, [(i, -.5)]*bool(p.logprobs))]
-        stop = text_stop(self.tokenizer)(PendingReq("x", r.input_ids, p, 10**5))
+        stop = stop_check_factory(self.tokenizer)(PendingReq("x", r.input_ids, p, 10**5))
         for k, i in enumerate(ids):
-            if matched := stop(i): return (yield Reply(r.rid, [i], FinishReason.STOP, matched, None, len(r.input_ids), 3, (.1, .2, .3), prompt, told(i)))
-            if k + 1 < len(ids): yield Reply(r.rid, [i], logprobs=told(i))
+            if matched := stop(i): return (yield EngineCoreOutput(r.rid, [i], FinishReason.STOP, matched, None, len(r.input_ids), 3, (.1, .2, .3), prompt, told(i)))
+            if k + 1 < len(ids): yield EngineCoreOutput(r.rid, [i], logprobs=told(i))
         reason = FinishReason.LENGTH if len(ids) == p.max_tokens else FinishReason.STOP
-        yield Reply(r.rid, ids[-1:], reason, None, None, len(r.input_ids), 3, (.1, .2, .3), prompt, told(ids[-1]) if ids else None)
+        yield EngineCoreOutput(r.rid, ids[-1:], reason, None, None, len(r.input_ids), 3, (.1, .2, .3), prompt, told(ids[-1]) if ids else None)
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +293,7 @@ def test_slow_readers_get_joined_events(tokenizer):
     "The engine is far ahead: what waits comes in one event, and nothing is lost"
     class Ahead(Scripted):
         async def stream(self, requests):
-            box = Mailbox()
+            box = OutputQueue()
             for reply in self.replies(requests[0], "0123456789"*30): box.put(reply)
             for reply in await box.get(): yield reply
     url, end = running(create_app(Ahead(tokenizer), tokenizer))

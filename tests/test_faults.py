@@ -8,13 +8,15 @@ import pytest
 import zmq
 
 from minisgl_lit import serve
-from minisgl_lit.core import FinishReason, QueueFull, RequestError, SamplingParams
-from minisgl_lit.news import News, Reply
+from minisgl_lit.core.request import FinishReason
+from minisgl_lit.core.sampling_params import QueueFull, RequestError, SamplingParams
+from minisgl_lit.core.outputs import EngineCoreOutputs, EngineCoreOutput
 from minisgl_lit.scheduler.control import Control
-from minisgl_lit.serving.messages import AbortMsg, ControlReply, ReadyMsg, RefusedMsg, StopMsg, UserMsg, decode, encode
-from minisgl_lit.serving.serve import ProcessClient
-from minisgl_lit.serving.workers import Anteroom, Orders, run
-from test_serve import SMALL, alive, engines, events, idle, info, post, until, web
+from minisgl_lit.server.messages import (
+    AbortMsg, ControlReply, ReadyMsg, RefusedMsg, StopMsg, UserMsg, decode, encode)
+from minisgl_lit.server.engine_client import AsyncEngineClient
+from minisgl_lit.server.engine_core import GrammarQueue, ControlHandler, run_engine_core
+from test_serve import SMALL, alive, before_engine_core, engines, events, idle, info, post, until, web
 
 LONG = dict(sampling_params=dict(max_tokens=1800, ignore_eos=True, temperature=1))
 
@@ -118,7 +120,7 @@ def test_callers_hang_up(server):
     until(lambda: idle(server))
     client = server._client
     until(lambda: not client._open and not client.calls)
-    assert not client._asked and client.alive
+    assert not client._control_replies and client.alive
 
 
 def test_slow_readers(server, record_property):
@@ -211,16 +213,16 @@ def test_parent_is_killed_while_others_live(tmp_path, server):
 
 HANGS = '''
 import sys, time
-from minisgl_lit.serving import workers
-load = workers.load
+from minisgl_lit.server import engine_core as workers
+load = workers.load_runtime
 def load_and_hang(settings):
     runtime = load(settings)
     def step_that_never_ends():
         if runtime.scheduler.has_work: time.sleep(600)
     runtime.scheduler.step = step_that_never_ends
     return runtime
-workers.load = load_and_hang
-workers.worker(*sys.argv[1:])'''
+workers.load_runtime = load_and_hang
+workers.main(*sys.argv[1:])'''
 
 def test_step_that_hangs(tmp_path):
     "It still has a pulse, so it ends itself, and says where it hangs"
@@ -262,9 +264,9 @@ def test_nobody_reads_the_news():
             has_work, taken = True, 0
             def step(self):
                 self.taken += 1
-                return News([f'{self.taken}'], [1])
+                return EngineCoreOutputs([f'{self.taken}'], [1])
         steps = Steps()
-        loop = threading.Thread(target=run, args=(there, Orders(Control(steps), Anteroom(steps))), daemon=True)
+        loop = threading.Thread(target=run_engine_core, args=(there, ControlHandler(Control(steps), GrammarQueue(steps))), daemon=True)
         loop.start()
         until(lambda: steps.taken >= 4)
         time.sleep(.2)
@@ -289,8 +291,7 @@ GrammarCompiler._compile = slow
 def test_slow_compiler(tmp_path, monkeypatch):
     "While a form is compiled others go on; whoever leaves meanwhile ends once, and the rest is served or refused afterwards"
     pytest.importorskip('llguidance')
-    import minisgl_lit.serving.serve as module
-    monkeypatch.setattr(module, '_code', SLOW % str(tmp_path/'go') + module._code.replace('; ', '\n'))
+    before_engine_core(monkeypatch, SLOW % str(tmp_path/'go'))
     yes = dict(text='Well?', sampling_params=dict(regex='yes|no', max_tokens=9))
     with serve(**SMALL, log_interval=0) as s, ThreadPoolExecutor(9) as pool:
         ask = lambda form, **more: pool.submit(post, s, '/generate', text='Well?', sampling_params=dict(regex=form, max_tokens=9), **more)
@@ -327,7 +328,7 @@ class Mute:
         "A request's last word; None if it has been said"
         if (n := self.at.pop(rid, None)) is None: return None
         if n == 0 and reason == FinishReason.STOP: return RefusedMsg(rid, 'prompt', 'no', False)
-        return News(replies=[Reply(rid, [n], reason)])
+        return EngineCoreOutputs(outputs=[EngineCoreOutput(rid, [n], reason)])
 
     def answers(self, rng, p_token, p_end):
         "What it says at one step"
@@ -335,7 +336,7 @@ class Mute:
             if isinstance(m, AbortMsg) and (last := self.end(m.rid, FinishReason.ABORT)): yield last
         self.said.clear()
         goers = [o for o in self.at if rng.random() < p_token]
-        yield News(goers, [self.at[o] for o in goers])
+        yield EngineCoreOutputs(goers, [self.at[o] for o in goers])
         for o in goers: self.at[o] += 1
         for o in [o for o in self.at if rng.random() < p_end]: yield self.end(o)
 
@@ -355,16 +356,16 @@ async def one_call(client, rid, rng, got):
 
 async def many_calls(seed):
     rng, engine = random.Random(seed), Mute()
-    client, calls = ProcessClient(engine, 'toy', max_open=rng.choice([4, 12, 99])), []
+    client, calls = AsyncEngineClient(engine, 'toy', max_open=rng.choice([4, 12, 99])), []
     for turn in range(150):
         if turn < 100 and rng.random() < .5:
             calls.append((got := [], asyncio.ensure_future(one_call(client, f'r{turn}', rng, got))))
         await asyncio.sleep(0)
-        for m in engine.answers(rng, .6, .05): client.tell(m)
+        for m in engine.answers(rng, .6, .05): client.dispatch(m)
         assert len(client._open) <= client.max_open
     while client._open:
         await asyncio.sleep(0)
-        for m in engine.answers(rng, 0, 1): client.tell(m)
+        for m in engine.answers(rng, 0, 1): client.dispatch(m)
     ends = [await asyncio.wait_for(o, 5) for _, o in calls]
     assert all(got == [*range(len(got))] for got, _ in calls) and not client.calls
     return ends
@@ -377,7 +378,7 @@ def test_random_lives_of_calls():
 
 def test_abort_follows_its_request():
     async def main():
-        client = ProcessClient(engine := Mute(), 'toy')
+        client = AsyncEngineClient(engine := Mute(), 'toy')
         for i in range(50):
             stream = client.stream([user(f'a{i}'), user(f'b{i}')])
             task = asyncio.ensure_future(anext(stream))
@@ -393,11 +394,11 @@ def test_abort_follows_its_request():
 
 def test_answers_find_their_askers():
     async def main():
-        client = ProcessClient(engine := Mute(), 'toy')
+        client = AsyncEngineClient(engine := Mute(), 'toy')
         askers = [asyncio.ensure_future(client.control('abort', f'{i}')) for i in range(20)]
         await asyncio.sleep(0)
         askers[3].cancel()
-        for m in random.Random(0).sample(engine.said, 20): client.tell(ControlReply(m.id, {'aborted': int(m.argument)}))
+        for m in random.Random(0).sample(engine.said, 20): client.dispatch(ControlReply(m.id, {'aborted': int(m.argument)}))
         assert [(await o)['aborted'] for i, o in enumerate(askers) if i != 3] == [i for i in range(20) if i != 3]
-        assert not client._asked
+        assert not client._control_replies
     asyncio.run(main())

@@ -10,18 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_lit import kernels
-from minisgl_lit.core import Batch, ForwardMode, SamplingParams
+from minisgl_lit.kernels import flashinfer_reference as kernels
+from minisgl_lit.core.request import Batch, ForwardMode
+from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.device import HostEvent, ManualStream
-from minisgl_lit.kernels import standin
-from minisgl_lit.kv.pool import KVPool, layouts
-from minisgl_lit.kv.table import TableManager
+from minisgl_lit.kernels.flashinfer_reference import standin
+from minisgl_lit.kv_cache.pool import KVPool, layouts
+from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.llm import LLM
-from minisgl_lit.model import layers
-from minisgl_lit.model.attention import TorchAttention
-from minisgl_lit.model.attention_flashinfer import (
-    FlashInferAttention, PairAttention, choose_attention, graph_attention, kind_of, page_indices, plan_arrays, why_not)
-from minisgl_lit.model.layers import add_norm, gated_mlp, heads, rms_norm, rotary, rotate, silu_mul
+from minisgl_lit.models import layers
+from minisgl_lit.attention.torch import TorchAttention
+from minisgl_lit.attention.flashinfer import (
+    FlashInferAttention, PairAttention, choose_attention, graph_attention, kind_of,
+    page_indices, plan_arrays, unsupported_reason)
+from minisgl_lit.models.layers import (
+    add_norm, gated_mlp, qkv_heads, rms_norm, rope_angles, apply_rope, silu_mul)
 from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts
 
 lacks_package = importlib.util.find_spec('flashinfer') is None
@@ -112,13 +115,13 @@ def test_static_tensors_tell_of_the_last_batch(world, seed):
     before = [o.data_ptr() for o in (static.indptr, static.indices, static.last_page_len, static.out_loc)]
     ours.update(static, other)
     out_loc.copy_(torch.from_numpy(other.out_loc))
-    wrapper = static.wrappers[windows[1]]
+    wrapper = static.graph_wrappers[windows[1]]
     assert [o.data_ptr() for o in (wrapper.indptr, wrapper.indices, wrapper.last, static.out_loc)] == before
     n = len(batch.sampled)
     got = ours.forward(*qkv, 1, static)[:n].clone()
     assert torch.equal(got, ours.forward(*qkv, 1, ours.prepare(other))[:n])
 
-class CopiesLate(kernels.PlainDecode):
+class CopiesLate(kernels.ReferenceDecode):
     "A stand-in with the pinned buffer that FlashInfer's wrappers have: a plan writes there, a copy on the device's line reads it later"
     line = ManualStream()
     def _keep(self, *arrays):
@@ -135,12 +138,12 @@ def late_answers(waits: bool, n: int = 6) -> list[bool]:
     library = type(standin)(**vars(standin) | dict(BatchDecodeWithPagedKVCacheWrapper=CopiesLate))
     pool, table, batch, qkv, windows = make([9, 3, 5], [1, 1, 1], 0, 4, 2, 2, 8, None, 0, torch.float32, 'layer_first')
     ours = FlashInferAttention(pool, table.page_table, windows, num_heads=4, library=library)
-    ours.mark = line.record if waits else lambda: HostEvent(lambda event: None)
+    ours.record_event = line.record if waits else lambda: HostEvent(lambda event: None)
     right = []
     for step in range(n):
         lens = batch.device_lens - step % 3
         now = replace(batch, cached_lens=lens - 1, device_lens=lens)
-        planned, told = ours.prepare(now).wrappers[None], plan_arrays(now, 4)
+        planned, told = ours.prepare(now).paged[None], plan_arrays(now, 4)
         line.submit(partial(lambda w, t: right.append(w[0].tolist() == t.kv_indptr.tolist() and w[1].tolist() == t.last_page_len.tolist()),
                             (planned.indptr, planned.last), told))
     line.run_all()
@@ -185,7 +188,7 @@ def test_what_may_be_captured():
     ours, torch_ = standing_in(pool, table.page_table, (), False), TorchAttention(pool, table.page_table)
     assert graph_attention(ours) is ours and graph_attention(torch_) is None
     assert graph_attention(PairAttention(torch_, ours)) is ours and graph_attention(PairAttention(ours, torch_)) is None
-    assert 'runs on cpu' in why_not(pool)
+    assert 'runs on cpu' in unsupported_reason(pool)
     with pytest.raises(ValueError, match="attention cannot be 'flashinfer' here"):
         choose_attention('flashinfer', pool, table.page_table, num_heads=1)
 
@@ -232,8 +235,8 @@ def small_steps(device, dtype=torch.bfloat16, n_q=4, n_kv=2, dim=128, n=37):
     x, more, weight, at, speed = some(n, 256), some(n, 256), some(256), torch.arange(n, device=device) * 7, torch.rand(dim // 2, generator=g).to(device)
     qkv, all_rows = some(n, n_q + 2 * n_kv, dim), (n_q + 2 * n_kv) * dim
     told = [rms_norm(x, weight, 1e-6), rms_norm(qkv[:, :n_q], some(dim), 1e-6), silu_mul(some(n, 96)), silu_mul(some(n, 34))]
-    told += rotate(qkv[:, :n_q], qkv[:, n_q:-n_kv], rotary(at, speed, qkv))
-    told += heads(some(n, 256), some(all_rows, 256) / 16, None, (some(dim), some(dim)), 1e-6, rotary(at, speed, x), n_kv)
+    told += apply_rope(qkv[:, :n_q], qkv[:, n_q:-n_kv], rope_angles(at, speed, qkv))
+    told += qkv_heads(some(n, 256), some(all_rows, 256) / 16, None, (some(dim), some(dim)), 1e-6, rope_angles(at, speed, x), n_kv)
     told += [gated_mlp(some(n, 256), some(192, 256) / 16, some(256, 96) / 10), *add_norm(x, more, weight, 1e-6)]
     return told + [rms_norm(x[:0], weight, 1e-6)]    # nobody is sampled
 
@@ -253,7 +256,7 @@ def test_small_steps_by_the_stand_in_say_what_torch_says(monkeypatch, shape):
 @needs_gpu
 def test_small_kernels_say_what_torch_says_on_a_gpu(monkeypatch):
     for dtype in (torch.bfloat16, torch.float16):
-        assert layers.gpu_kernels(torch.ones(1, 8, device='cuda', dtype=dtype)) is importlib.import_module('flashinfer')
+        assert layers.gpu_kernels(torch.ones(1, 8, device='cuda', dtype=dtype)).rmsnorm is importlib.import_module('flashinfer').rmsnorm
         ours = small_steps('cuda', dtype)
         with monkeypatch.context() as m:
             m.setattr(layers, 'gpu_kernels', lambda *tensors: None)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpu_check
-from minisgl_lit import limits
-from minisgl_lit.engine.graph import bucket_sizes
+from minisgl_lit.tools import roofline as limits
+from minisgl_lit.engine.cuda_graph import bucket_sizes
 from minisgl_lit.llm import LLM
 from gpu_check import LIMITS, STEPS, Step, busy, check_report, parse, report, run_all, sentence, shares
 from test_graph import fake_capture, record
@@ -89,7 +89,7 @@ def test_the_benchmark_runs_on_a_cpu_over_the_stand_in(monkeypatch):
     monkeypatch.setattr(gpu_check, 'make_llm', make_llm)
     monkeypatch.setattr(gpu_check, 'QWEN3_06B', gpu_check.QWEN3_06B | dict(
         num_hidden_layers=1, hidden_size=32, intermediate_size=32, vocab_size=500, num_attention_heads=2, num_key_value_heads=1, head_dim=16))
-    monkeypatch.setitem(limits.workloads, 'bench256', limits.Shape(9, (10, 40), (3, 9)))
+    monkeypatch.setitem(limits.workloads, 'bench256', limits.WorkloadShape(9, (10, 40), (3, 9)))
     told = gpu_check.bench256(parse([]))
     assert told['output_tokens'] > 20 and 0 < told['share_of_limit'] < 1 and told['normal_steps'] >= 9 and json.dumps(told)
 

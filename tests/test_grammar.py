@@ -1,4 +1,4 @@
-"""Answers with a form: whatever a model says by chance, with tokenizers of three kinds, it fits; and all that fits can be said."""
+"""Structured output: whatever is sampled, with tokenizers of three kinds, matches the grammar; and all that matches can be sampled."""
 import json, random, re, subprocess, sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,10 +9,11 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core import PendingReq, RequestError, SamplingParams
-from minisgl_lit.engine.build import build
-from minisgl_lit.engine.grammar import GrammarCompiler, OneOf, packed
-from minisgl_lit.model.embedded import embedded_path
+from minisgl_lit.core.request import PendingReq
+from minisgl_lit.core.sampling_params import RequestError, SamplingParams
+from minisgl_lit.runtime import build
+from minisgl_lit.engine.grammar import GrammarCompiler, ChoiceGrammar, pack_mask
+from minisgl_lit.models.embedded import embedded_path
 from test_tokenizer import byte_fallback, byte_level
 
 pytest.importorskip("llguidance")
@@ -145,7 +146,7 @@ def test_one_of_a_list(words, tokens, seed):
     vocab = [bytes([b]) for b in range(256)] + sorted(o.encode() for o in tokens) + [b"<end>"]
     ids, end, told = {o: i for i, o in enumerate(vocab[:-1])}, len(vocab) - 1, set()
     for k in range(20):
-        g, said, rng = OneOf(ids, words, [end]), b"", random.Random(seed * 100 + k)
+        g, said, rng = ChoiceGrammar(ids, words, [end]), b"", random.Random(seed * 100 + k)
         while True:
             out = np.full(-(-len(vocab) // 32), -1, dtype=np.int32)
             g.mask(out)
@@ -165,7 +166,7 @@ def test_one_of_a_list(words, tokens, seed):
 @FEW
 @given(st.sets(st.integers(0, 199)))
 def test_packed_bits(tokens):
-    words = packed(tokens, 7)
+    words = pack_mask(tokens, 7)
     assert words.dtype == np.int32 and words.shape == (7,)
     assert {32*j + i for j, word in enumerate(words.tolist()) for i in range(32) if word >> i & 1} == tokens
 
@@ -179,7 +180,7 @@ INVALID = [
     ("json_schema", '{}}],"max_tokens":3,"x":[{"a":{}', "trailing"),   # must not be pasted into something larger
     ("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000, "recursion"), ("json_schema", '{"type": "string", "pattern": "("}', "unclosed group"),
     ("regex", "(ab", "unclosed group"), ("regex", r"a\1", "backreferences"), ("regex", "(" * 5000 + "a" + ")" * 5000, ""),
-    ("regex", r"[^\x00-\x{10ffff}]", "no text has this form"), ("ebnf", 'root ::= "a" | foo', "foo"), ("ebnf", "nonsense!!", ""),
+    ("regex", r"[^\x00-\x{10ffff}]", "no text matches it"), ("ebnf", 'root ::= "a" | foo', "foo"), ("ebnf", "nonsense!!", ""),
     ("ebnf", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "")]
 
 
@@ -192,12 +193,12 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(name, text, why):
         assert "\n" not in sentence and 20 < len(sentence) < 350
 
 
-def serve(compiler, wishes, **config):
+def serve(compiler, params, **config):
     "What the embedded model says to one question, with its text, reason and token counts"
     r = build(EngineConfig(device="cpu", **config))
-    r.scheduler.grammar, tok = compiler, embedded()
-    said, ends = {str(i): [] for i in range(len(wishes))}, {}
-    for i, p in enumerate(wishes): r.scheduler.add(str(i), tok.encode("<|im_start|>user\nSay it.<|im_end|>\n<|im_start|>assistant\n").ids, p)
+    r.scheduler.make_grammar, tok = compiler, embedded()
+    said, ends = {str(i): [] for i in range(len(params))}, {}
+    for i, p in enumerate(params): r.scheduler.add(str(i), tok.encode("<|im_start|>user\nSay it.<|im_end|>\n<|im_start|>assistant\n").ids, p)
     while r.scheduler.has_work:
         for o in r.scheduler.step():
             said[o.rid] += o.token_ids
@@ -211,12 +212,12 @@ LONG = json.dumps(dict(type="array", items=dict(enum=["one", "two", "three"]), m
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_form_survives_retraction(overlap):
-    wishes = [SamplingParams(json_schema=LONG, seed=i, temperature=1.0, max_tokens=150) for i in range(6)]
+def test_a_grammar_survives_retraction(overlap):
+    params = [SamplingParams(json_schema=LONG, seed=i, temperature=1.0, max_tokens=150) for i in range(6)]
     compiler = SPEAKERS["embedded"].compiler
     compiler = GrammarCompiler(compiler._tokenizer, 1152, [0, 2])
-    roomy, _, _ = serve(compiler, wishes, overlap=overlap)
-    texts, ends, stats = serve(compiler, wishes, overlap=overlap, page_size=1, num_pages=190, admission="optimistic", schedule_conservativeness=.05)
+    roomy, _, _ = serve(compiler, params, overlap=overlap)
+    texts, ends, stats = serve(compiler, params, overlap=overlap, page_size=1, num_pages=190, admission="optimistic", schedule_conservativeness=.05)
     assert stats["retracted"] > 0 and texts == roomy
     for text in texts: jsonschema.validate(json.loads(text), json.loads(LONG))
 
@@ -253,12 +254,12 @@ def test_threads_share_a_compiler():
 def test_old_grammars_make_room():
     compiler = GrammarCompiler(embedded(), 1152, [0, 2], most=3)
     for i in range(5): compiler.check(SamplingParams(regex=f"a{{{i + 1}}}"))
-    assert [text for _, text in compiler._forms] == ['a{3}', 'a{4}', 'a{5}']
+    assert [text for _, text in compiler._cache] == ['a{3}', 'a{4}', 'a{5}']
 
 
 def test_the_library_is_not_missed_before_it_is_needed():
     code = ("import sys; sys.modules['llguidance'] = None\n"
-            "from minisgl_lit.engine.grammar import *; from minisgl_lit.core import *; import tokenizers\n"
+            "from minisgl_lit.engine.grammar import *; from minisgl_lit.core.sampling_params import *; import tokenizers\n"
             "c = GrammarCompiler(tokenizers.Tokenizer(tokenizers.models.BPE()), 5)\n"
             "c.check(SamplingParams())\n"
             "try: c.check(SamplingParams(ebnf='x'))\n"

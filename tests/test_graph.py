@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core import Batch, ForwardMode, SamplingParams
-from minisgl_lit.engine.build import build
-from minisgl_lit.engine.graph import CudaCapture, GraphEngine, Graphs, bucket_sizes, padded
-from minisgl_lit.kernels import standin
-from minisgl_lit.kv.table import TableManager
-from minisgl_lit.model.attention_flashinfer import FlashInferAttention, choose_attention
-from minisgl_lit.scheduler.prepare import idle_batch
+from minisgl_lit.core.request import Batch, ForwardMode
+from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.runtime import build
+from minisgl_lit.engine.cuda_graph import (
+    CudaCapture, GraphEngine, CudaGraphs, bucket_sizes, padded)
+from minisgl_lit.kernels.flashinfer_reference import standin
+from minisgl_lit.kv_cache.table import TableManager
+from minisgl_lit.attention.flashinfer import FlashInferAttention, choose_attention
+from minisgl_lit.kv_cache.table import dummy_batch
 from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts
 
 lacks_package = importlib.util.find_spec('flashinfer') is None
@@ -35,10 +37,10 @@ def test_sizes(most):
 @given(st.integers(1, 12), st.integers(0, 9), st.integers(1, 20))
 def test_padding_is_nobodys(n, more, page_size):
     table = TableManager(n, 64, page_size, dummy_page=500)
-    idle = idle_batch(table, 0)
+    dummy = dummy_batch(table)
     rows, lens = np.arange(n), np.random.default_rng(n).integers(1, 64, n)
     batch = Batch(list(range(n)), ForwardMode.DECODE, 3, rows, lens - 1, lens, rows, lens - 1, table.slots(rows, lens - 1), rows)
-    full = padded(batch, idle, n + more)
+    full = padded(batch, dummy, n + more)
     for o in ('rows', 'cached_lens', 'device_lens', 'token_rows', 'positions', 'out_loc'):
         assert len(getattr(full, o)) == n + more and (getattr(full, o)[:n] == getattr(batch, o)).all(), o
     assert (full.rows[n:] == table.dummy_row).all() and (full.out_loc[n:] == 500 * page_size).all()
@@ -59,7 +61,7 @@ def record(runtime, sizes, capture):
     old, s = runtime.engine, runtime.scheduler
     attention = FlashInferAttention(old.attention.pool, old.attention.page_table, runtime.model_config.windows,
                                     num_heads=runtime.model_config.num_heads, library=standin)
-    graphs = Graphs(old.model, attention, old.token_pool, idle_batch(s.table, 0), sizes, capture)
+    graphs = CudaGraphs(old.model, attention, old.token_pool, dummy_batch(s.table), sizes, capture)
     s.engine = runtime.engine = GraphEngine(old.model, attention, old.token_pool, old.stream, graphs)
 
 @pytest.fixture(scope='module', params=['Qwen3', 'Mistral'])
@@ -118,14 +120,14 @@ def test_replayed_steps_are_those_computed_as_they_come_on_a_gpu(tmp_path, dtype
     runtime = build(EngineConfig.of(tmp_path, device='cuda', dtype=dtype, page_size=16, num_pages=200, max_running_req=6, attention='torch'))
     old, s = runtime.engine, runtime.scheduler
     attention = choose_attention('flashinfer', old.attention.pool, s.table.page_table, runtime.model_config.windows, num_heads=runtime.model_config.num_heads)
-    graphs = Graphs(old.model, attention, old.token_pool, idle_batch(s.table, 0), [1, 2, 4, 6], CudaCapture())
+    graphs = CudaGraphs(old.model, attention, old.token_pool, dummy_batch(s.table), [1, 2, 4, 6], CudaCapture())
     s.engine = runtime.engine = GraphEngine(old.model, attention, old.token_pool, old.stream, graphs)
     apart, inner = [], graphs.hidden
     def hidden(batch):
         got = inner(batch).clone()
         seen = SimpleNamespace(logits=None, prompts=[])
         super(GraphEngine, runtime.engine)._forward(batch, seen)
-        apart.append(float((old.model.scores(got) - seen.logits).abs().max()))
+        apart.append(float((old.model.logits(got) - seen.logits).abs().max()))
         return got
     graphs.hidden = hidden
     serve(runtime, temperature=0)

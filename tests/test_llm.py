@@ -8,24 +8,26 @@ import numpy as np
 import pytest
 
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core import FinishReason, SamplingParams
+from minisgl_lit.core.request import FinishReason
+from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.device import InlineStream, WorkerStream
-from minisgl_lit.kv.cache import CacheManager
-from minisgl_lit.kv.prefix import make_prefix_cache
-from minisgl_lit.kv.table import TableManager
-from minisgl_lit.llm import Driver
+from minisgl_lit.kv_cache.manager import CacheManager
+from minisgl_lit.kv_cache.radix import make_prefix_cache
+from minisgl_lit.kv_cache.table import TableManager
+from minisgl_lit.llm import EngineDriver
 from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.loop import Scheduler
-from minisgl_lit.toy import ToyEngine, alone
+from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
+from minisgl_lit.text.tokenizer import stop_check_factory
 
 VOCAB = 50
 
 
 class Letters:
     "A tokenizer whose tokens are letters."
-    backend, bytewise = None, True   # no grammars here
+    backend, byte_level = None, True   # no grammars here
     def decode(self, ids, skip_special_tokens=True): return "".join(chr(65 + i) for i in ids)
-    def alone(self, token, skip_special_tokens=True): return chr(65 + token)
+    def decode_first(self, token, skip_special_tokens=True): return chr(65 + token)
 
 
 def toy_driver(overlap, rows=3, pages=24, queued=4, delay=0.0):
@@ -33,13 +35,15 @@ def toy_driver(overlap, rows=3, pages=24, queued=4, delay=0.0):
     stream = WorkerStream() if overlap else InlineStream()
     engine = ToyEngine(table.page_table, table.token_pool, 4, pages, VOCAB, stream, delay=delay)
     cache = CacheManager(pages, table, make_prefix_cache("radix", 4))
-    scheduler = Scheduler(engine, cache, VOCAB, float, EngineConfig(max_queued_req=queued, overlap=overlap))
-    runtime = SimpleNamespace(scheduler=scheduler, control=Control(scheduler), engine=engine, close=stream.close)
-    return Driver(runtime, Letters())
+    scheduler = Scheduler(engine, cache, VOCAB, float, EngineConfig(max_queued_req=queued, overlap=overlap),
+                          make_stop_check=stop_check_factory(letters := Letters()))
+    runtime = SimpleNamespace(scheduler=scheduler, control=Control(scheduler), engine=engine, close=stream.close, tokenizer=letters,
+                              grammars=SimpleNamespace(check=lambda params: None))
+    return EngineDriver(runtime)
 
 
 def prompt(rng): return rng.choices(range(3), k=rng.randint(1, 14))   # many begin alike
-def expected(ids, n): return alone(ids, n, VOCAB)
+def expected(ids, n): return expected_output(ids, n, VOCAB)
 
 
 def one_caller(driver, seed):
@@ -50,18 +54,18 @@ def one_caller(driver, seed):
         params, many = SamplingParams(max_tokens=n, temperature=0), [prompt(rng) for _ in range(rng.randint(1, 6))]
         what = rng.choice(["list", "stream", "leave", "forget", "stop"])
         if what == "list":
-            outs = driver.collect(driver.tickets(many, np.array, params), progress=False)
+            outs = driver.collect(driver.make_requests(many, np.array, params), progress=False)
             errors += [o for o in outs if o.finish_reason is FinishReason.ERROR]
             assert [o.token_ids for o in outs if not o.error] == [expected(i, n) for i, o in zip(many, outs) if not o.error]
         elif what == "stop":
             want = expected(many[0], 9)
             stop = Letters().decode(want[3:5])
             params = SamplingParams(max_tokens=12, temperature=0, stop=stop)
-            out, = driver.collect(driver.tickets(many[:1], np.array, params), progress=False)
+            out, = driver.collect(driver.make_requests(many[:1], np.array, params), progress=False)
             if out.error: errors.append(out)
             else: assert out.text == Letters().decode(want).split(stop)[0] and out.finish_reason is FinishReason.STOP
         else:
-            stream = driver.read(*driver.tickets(many[:1], np.array, params, streamed=True))
+            stream = driver.read(*driver.make_requests(many[:1], np.array, params, streamed=True))
             if what == "stream": pieces = list(stream)
             else: pieces = [p for p, _ in zip(stream, range(rng.randint(0, n)))]   # and the stream is dropped
             if what == "leave": stream.close()
@@ -77,7 +81,7 @@ def test_callers_do_not_mix(overlap, seed):
     driver = toy_driver(overlap)
     with ThreadPoolExecutor(4) as pool: errors = [*pool.map(lambda k: one_caller(driver, 10 * seed + k), range(4))]
     assert errors == [[]] * 4 and driver._open == {} and not driver._backlog
-    driver.leave([])
+    driver.release([])
     driver.runtime.control.self_check()
     driver.close()
 
@@ -92,7 +96,7 @@ def test_a_failing_engine_is_told_and_forgotten(overlap):
         assert all("the engine failed" in o.error for o in errors)
         assert one_caller(driver, 99) == []
         told += errors
-        driver.leave([])
+        driver.release([])
         driver.runtime.control.self_check()
         driver.close()
     assert told
@@ -103,7 +107,7 @@ def test_closing_wakes_those_who_wait():
     def reader():
         params = SamplingParams(max_tokens=40, temperature=0)
         with pytest.raises(RuntimeError, match="has been closed"):
-            with closing(driver.read(*driver.tickets([[1]], np.array, params, streamed=True))) as stream:
+            with closing(driver.read(*driver.make_requests([[1]], np.array, params, streamed=True))) as stream:
                 for piece in stream: told.append(piece)
     threads = [threading.Thread(target=reader) for _ in range(3)]
     for t in threads: t.start()
@@ -117,7 +121,7 @@ def test_a_list_longer_than_the_queue():
     driver = toy_driver(False, queued=2)
     prompts = [[k % VOCAB] for k in range(40)]
     params = SamplingParams(max_tokens=3, temperature=0)
-    outs = driver.collect(driver.tickets(prompts, np.array, params), progress=False)
+    outs = driver.collect(driver.make_requests(prompts, np.array, params), progress=False)
     assert [o.token_ids for o in outs] == [expected(o, 3) for o in prompts]
     driver.close()
 

@@ -9,9 +9,9 @@ import pytest
 
 import minisgl_lit
 from minisgl_lit import serve
-from minisgl_lit.serving.workers import Timeline
+from minisgl_lit.server.engine_core import BatchLog
 
-FOLDER = Path(minisgl_lit.__file__).parent / "page"
+FOLDER = Path(minisgl_lit.__file__).parent / "webui"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_the_page_is_served_to_everybody(server):
     "Without the key, since it is the page that asks for it; every file that it names is there"
     html = httpx.get(server.url + "/").text
     named = re.findall(r'(?:href|src)="(?!data:)([^"]+)"', html)
-    assert sorted(named) == ["page/app.js", "page/style.css"]
+    assert sorted(named) == ["webui/app.js", "webui/style.css"]
     for name in ("", *named):
         r = httpx.get(f"{server.url}/{name}")
         assert r.status_code == 200 and r.content == (FOLDER / (Path(name).name or "index.html")).read_bytes()
@@ -71,7 +71,7 @@ def test_the_live_view_tells_the_truth(web):
     info = web.get("/get_server_info").json()
     only = {"time", "batches"}
     assert {k: info[k] for k in last if k not in only} == {k: v for k, v in last.items() if k not in only}
-    rows = {o[0]: dict(zip(Timeline.columns, o)) for e in seen for o in e["batches"] if o[0] > first["steps"]}
+    rows = {o[0]: dict(zip(BatchLog.columns, o)) for e in seen for o in e["batches"] if o[0] > first["steps"]}
     assert {*range(last["steps"] - 127, last["steps"] + 1)} <= {*rows} <= {*range(first["steps"] + 1, last["steps"] + 1)} and last["steps"] == first["steps"] + 450
     assert all(o["made"] == 1 and o["rows"] == 1 and o["kind"] == ("decode" if i > first["steps"] + 1 else "prefill") for i, o in rows.items())
     if prompt := rows.get(first["steps"] + 1): assert prompt["prompt"] + prompt["cached"] == last["prompt_tokens"] - first["prompt_tokens"]

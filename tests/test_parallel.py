@@ -12,16 +12,18 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core import SamplingParams
-from minisgl_lit.device import Group
-from minisgl_lit.engine.build import build
-from minisgl_lit.engine.parallel import pack, unpack
+from minisgl_lit.core.request import Batch, ForwardMode, LogprobRequests
+from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.device import ProcessGroup
+from minisgl_lit.runtime import build
+from minisgl_lit.engine.tensor_parallel import BatchMsg, PromptWrite, StepMsg, TableUpdate, decode, encode
 from minisgl_lit.llm import LLM
-from minisgl_lit.serving.serve import serve
-from minisgl_lit.model.checkpoint import read_config
-from minisgl_lit.model.decoder import Decoder, DenseMlp, ModelConfig, kv_heads, share, weight_shapes
-from minisgl_lit.model.moe import MoeMlp
-from minisgl_lit.model.weights import dummy_weights, list_files, pieces
+from minisgl_lit.server.serve import serve
+from minisgl_lit.models.checkpoint import read_config
+from minisgl_lit.models.decoder import (
+    Decoder, DenseMlp, ModelConfig, kv_heads, shard_config, weight_shapes)
+from minisgl_lit.models.moe import MoeMlp
+from minisgl_lit.models.weights import dummy_weights, list_files, pieces
 from reference import MAX_NEW, VARIANTS, Comparison, generate, make_checkpoint, prompts
 
 GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0)
@@ -29,8 +31,8 @@ GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0)
 @st.composite
 def models(draw) -> tuple[ModelConfig, int]:
     "A small model of any shape, and into how many parts it shall be cut"
-    size, family, kv = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    heads = family * kv
+    size, group, kv = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    heads = group * kv
     if heads % size: heads, kv = heads * size, kv * draw(st.sampled_from([1, size]))
     def some(most=9): return draw(st.integers(1, most))
     dense = st.builds(DenseMlp, st.integers(1, 12), st.booleans())
@@ -44,7 +46,7 @@ def attend(q, k, v, layer):
     o = F.scaled_dot_product_attention(*(o.transpose(0, 1)[None] for o in (q, k, v)), is_causal=True, enable_gqa=True)
     return o[0].transpose(0, 1)
 
-def loud(config: ModelConfig, group: Group) -> Decoder:
+def loud(config: ModelConfig, group: ProcessGroup) -> Decoder:
     "Weights that matter"
     weights = dummy_weights(config, torch.float32, group=group)
     for name, o in weights.items():
@@ -56,7 +58,7 @@ def loud(config: ModelConfig, group: Group) -> Decoder:
 def test_parts_add_up(drawn, seed):
     "A group that adds nothing up shows each rank's part"
     config, size = drawn
-    whole, ranks = loud(config, Group()), [loud(config, Group(r, size)) for r in range(size)]
+    whole, ranks = loud(config, ProcessGroup()), [loud(config, ProcessGroup(r, size)) for r in range(size)]
     x = torch.randn(4, config.hidden_size, generator=torch.Generator().manual_seed(seed))
     ids = torch.arange(4) % config.vocab_size
     def same(part, join): torch.testing.assert_close(join([part(o) for o in ranks]), part(whole), rtol=1e-3, atol=1e-4)
@@ -64,26 +66,26 @@ def test_parts_add_up(drawn, seed):
     for i in range(2):
         same(lambda m: m.attention(i, x, m.angles(torch.arange(4), x), attend), sum)
         same(lambda m: m.mlps[i].forward(x, m.layers[i]), sum)
-    same(lambda m: m.scores(x), lambda found: torch.cat(found, -1)[:, :config.vocab_size])
+    same(lambda m: m.logits(x), lambda found: torch.cat(found, -1)[:, :config.vocab_size])
 
 @settings(max_examples=60)
 @given(models())
 def test_every_number_of_a_file_has_a_place(drawn):
-    "Cut tensors are taken once by one rank, key heads by whoever asks them, the rest by all; and in a weight nothing meets"
+    "Cut tensors are taken once by one rank, key heads by each rank with a query head of their group, the rest by all; and no two are written to one place"
     config, size = drawn
     taken = {name: np.zeros(o.shape, dtype=int) for name, o in pieces(config).items()}
-    for group in (Group(r, size) for r in range(size)):
-        shapes = weight_shapes(share(config, size))
+    for group in (ProcessGroup(r, size) for r in range(size)):
+        shapes = weight_shapes(shard_config(config, size))
         written = {name: np.zeros(shape, dtype=int) for name, shape in shapes.items()}
         for name, place in pieces(config, group).items():
             row = place.start
-            for cut in place.cuts:
+            for cut in place.slices:
                 taken[name][cut] += 1
                 n = len(part := taken[name][cut])
                 written[place.weight][row:row + n][..., :part.shape[-1]] += 1
                 row += n
         assert max(o.max() for o in written.values()) <= 1
-    asked = np.bincount([h for r in range(size) for h in kv_heads(config, Group(r, size))], minlength=config.num_kv_heads)
+    asked = np.bincount([h for r in range(size) for h in kv_heads(config, ProcessGroup(r, size))], minlength=config.num_kv_heads)
     for name, counts in taken.items():
         module = name.split('.')[-2]
         if module in ('k_proj', 'v_proj'): right = asked.repeat(config.head_dim).reshape(-1, *[1] * (counts.ndim - 1))
@@ -91,8 +93,28 @@ def test_every_number_of_a_file_has_a_place(drawn):
         assert (counts == right).all(), name
     assert asked.min() >= 1
 
-@given(st.lists(st.lists(st.integers(-2**63, 2**63 - 1)), min_size=1))
-def test_messages_arrive_whole(arrays): assert [o.tolist() for o in unpack(pack(arrays))] == arrays
+arrays = st.lists(st.integers(-2**63, 2**63 - 1)).map(lambda o: np.array(o, dtype=np.int64))
+writes = st.builds(PromptWrite, st.integers(0, 999), st.integers(0, 2**40), arrays)
+
+@given(st.sampled_from(ForwardMode), st.integers(0, 2**60), st.lists(arrays, min_size=7, max_size=7), st.none() | st.builds(LogprobRequests, arrays, arrays, arrays, arrays, st.integers(0, 20)),
+       st.builds(TableUpdate, arrays, arrays, arrays, st.lists(writes)))
+def test_messages_arrive_whole(mode, step, fields, asked, update):
+    "All but what only rank 0 needs; and the arrays that arrive can be written to"
+    batch = Batch(['rank 0 alone knows'], mode, step, *fields, logprob_requests=asked)
+    message = decode(encode(StepMsg(3, 9, BatchMsg.of(batch), update)))
+    there = message.batch.to_batch()
+    assert (message.number, message.digest, there.reqs, there.mode, there.step) == (3, 9, [], mode, step)
+    def same(a, b): return a.dtype == np.int64 and a.flags.writeable and np.array_equal(a, b)
+    names = 'rows', 'cached_lens', 'device_lens', 'token_rows', 'positions', 'out_loc', 'sampled'
+    assert all(same(getattr(there, name), o) for name, o in zip(names, fields))
+    assert all(same(getattr(message.table, name), getattr(update, name)) for name in ('rows', 'cols', 'pages'))
+    assert [(o.row, o.start) for o in message.table.prompts] == [(o.row, o.start) for o in update.prompts]
+    assert all(same(a.ids, b.ids) for a, b in zip(message.table.prompts, update.prompts))
+    if asked is None: assert there.logprob_requests is None
+    else:
+        found = there.logprob_requests
+        assert same(found.tokens, asked.tokens) and same(found.targets, asked.targets) and found.width == asked.width
+        assert len(found.sampled) == len(found.owners) == 0
 
 def gone(pids: list[int], seconds: float = 5) -> bool:
     "Whether these processes end in time; zombies of somebody else have ended"
@@ -126,16 +148,16 @@ def test_parity_of_four_processes(tmp_path):
     comparison.done()
 
 def test_llm_on_two_ranks_that_one_leaves(tmp_path):
-    "An odd vocabulary, families of heads that are split, overlap; sampled as with one rank; then rank 1 is killed while it computes"
+    "An odd vocabulary, GQA groups that are split, overlap; sampled as with one rank; then rank 1 is killed while it computes"
     family, fields = VARIANTS['odd sizes']
     make_checkpoint(family, tmp_path, **fields)
-    wish = SamplingParams(max_tokens=9, seed=3, temperature=.7, top_k=20, repetition_penalty=1.2, logprobs=2, prompt_logprobs=1)
+    params = SamplingParams(max_tokens=9, seed=3, temperature=.7, top_k=20, repetition_penalty=1.2, logprobs=2, prompt_logprobs=1)
     asked, comparison, how = prompts(fields['vocab_size']), Comparison(), dict(device='cpu', page_size=4, num_pages=200, max_prefill_tokens=16)
-    with LLM(tmp_path, **how) as llm: right = llm.generate(asked, wish)
+    with LLM(tmp_path, **how) as llm: right = llm.generate(asked, params)
     with LLM(tmp_path, **how, tp=2, overlap=True) as llm:
         for prompt, o in zip(asked, llm.generate(asked, GREEDY)): comparison.check(tmp_path, prompt, o.token_ids, generate(tmp_path, prompt))
         comparison.done()
-        for a, b in zip(llm.generate(asked, wish), right):
+        for a, b in zip(llm.generate(asked, params), right):
             assert a.token_ids == b.token_ids
             one, two = ([t.logprob for t in (*o.logprobs, *o.prompt_logprobs[1:])] for o in (a, b))
             assert one == pytest.approx(two, abs=1e-4)
@@ -152,12 +174,12 @@ def test_llm_on_two_ranks_that_one_leaves(tmp_path):
     assert gone([pid])
 
 def test_serve_on_two_ranks_that_one_leaves(tmp_path):
-    "Llama, with constants, and one key head for both ranks; when a rank is killed, the server knows before anybody asks"
+    "Llama, with biases, and one key head for both ranks; when a rank is killed, the server knows before the next request"
     family, fields = VARIANTS['constants']
     make_checkpoint(family, tmp_path, **fields)
     def post(url, **body): return json.load(urlopen(Request(url, json.dumps(body).encode(), {'Content-Type': 'application/json'}), timeout=60))
     def children(pid): return [int(o) for f in Path('/proc').glob(f'{pid}/task/*/children') for o in f.read_text().split()]
-    def ranks(): return [o for pid in children(os.getpid()) for o in children(pid) if 'other_rank' in Path(f'/proc/{o}/cmdline').read_text()]
+    def ranks(): return [o for pid in children(os.getpid()) for o in children(pid) if 'minisgl_lit.engine.worker' in Path(f'/proc/{o}/cmdline').read_text()]
     with serve(tmp_path, port=0, tp=2, device='cpu', dtype='float32', num_pages=100) as s:
         told = post(f'{s.url}/generate', input_ids=prompts()[0], sampling_params=dict(max_new_tokens=MAX_NEW, temperature=0))
         assert told['output_ids'] == generate(tmp_path, prompts()[0])
@@ -209,14 +231,14 @@ def test_sizes_that_cannot_be(tmp_path):
 
 def other_rank_that(computes: str) -> subprocess.Popen:
     "A process of another rank whose work is this, and whose rank 0 has gone at once"
-    code = f'import os, threading\nfrom minisgl_lit.engine import build\ndef compute(orders, tell):\n    {computes}\n'
+    code = f'import os, threading\nfrom minisgl_lit.engine import worker\ndef run(messages, reply):\n    {computes}\n'
     pipe, env = subprocess.PIPE, {**os.environ, 'PYTHONPATH': str(Path(__file__).parents[1])}
-    return subprocess.Popen([sys.executable, '-c', f'{code}build._compute = compute\nbuild.other_rank()'], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=env)
+    return subprocess.Popen([sys.executable, '-c', f'{code}worker._run_rank = run\nworker.worker_main()'], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=env)
 
 def test_what_another_rank_says_at_its_end():
-    "Noise of libraries is no answer, threads that wait for ever keep nobody, and who only lost the others shows no traceback"
-    noisy = 'os.write(1, b"noise\\n"); threading.Thread(target=threading.Event().wait).start(); tell("said")'
-    told = {o: other_rank_that(o) for o in (noisy, 'next(orders)', 'raise ConnectionError("rank 1 has lost the others")', '1 / 0')}
+    "What libraries print is no reply, threads that wait for ever do not keep the process, and a rank that only lost the others shows no traceback"
+    noisy = 'os.write(1, b"noise\\n"); threading.Thread(target=threading.Event().wait).start(); reply("said")'
+    told = {o: other_rank_that(o) for o in (noisy, 'next(messages)', 'raise ConnectionError("rank 1 has lost the others")', '1 / 0')}
     (a, b, c, d), codes = [p.communicate(timeout=60) for p in told.values()], [p.returncode for p in told.values()]
     assert codes == [0, 1, 1, 1] and a == ('"said"\n', 'noise\n') and b == ('', '') and c == ('', 'rank 1 has lost the others\n')
     assert d[0] == '' and 'Traceback' in d[1] and 'ZeroDivisionError' in d[1]

@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core import PendingReq, SamplingParams
-from minisgl_lit.kv.cache import CacheManager
-from minisgl_lit.kv.prefix import NaiveCache, RadixCache
-from minisgl_lit.kv.table import TableManager
+from minisgl_lit.core.request import PendingReq
+from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.kv_cache.manager import CacheManager
+from minisgl_lit.kv_cache.radix import NaiveCache, RadixCache
+from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.loop import Observer, Scheduler
-from minisgl_lit.scheduler.policy import CacheAware, DfsWeight, Fcfs, Lof, Lpm, Matches, Random, make_policy, one_of_each, policies
-from minisgl_lit.toy import ToyEngine, alone
+from minisgl_lit.scheduler.scheduler import Observer, Scheduler
+from minisgl_lit.scheduler.policy import (
+    CacheAware, DfsWeight, Fcfs, Lof, Lpm, PrefixMatches, Random, make_policy,
+    one_per_shared_prefix, policies)
+from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
 
 def new_cache(page_size=2, num_pages=400, rows=4, prefix=RadixCache):
     table = TableManager(rows, 128, page_size, dummy_page=num_pages)
@@ -67,10 +70,10 @@ def test_equal_keys_keep_their_places(wishes, known):
     stable(DfsWeight(cache).order(queue), dict(zip(queue, DfsWeight(cache).keys(queue))).get)
 
 @given(names, st.data())
-def test_everybody_starts_and_nobody_is_overtaken_more_often_than_patience_allows(name, data):
+def test_everybody_starts_and_nobody_is_overtaken_more_often_than_is_allowed(name, data):
     "One priority, arrivals at any time, one or two start in a pass, some are aborted"
-    patience, cache = data.draw(st.integers(0, 4)), new_cache()
-    policy, waiting, overtaken = make(name, cache, patience=patience), [], Counter()
+    bound, cache = data.draw(st.integers(0, 4)), new_cache()
+    policy, waiting, overtaken = make(name, cache, max_overtaken=bound), [], Counter()
     arrivals = line(data.draw(waiting_ones))
     for o in arrivals: vars(o.params)['priority'] = 0
     while arrivals or waiting:
@@ -83,7 +86,7 @@ def test_everybody_starts_and_nobody_is_overtaken_more_often_than_patience_allow
         for o in gone:
             if data.draw(st.booleans()): remember(cache, o)
         waiting = left
-    assert all(n <= patience for n in overtaken.values())
+    assert all(n <= bound for n in overtaken.values())
 
 def slow_walk(waiting, cache):
     "Depth first over the tree, by recursion"
@@ -106,7 +109,7 @@ def test_sorting_ways_is_walking_the_tree(wishes, known):
 def test_what_is_remembered_is_what_would_be_found(data):
     "Whatever is inserted, split and evicted between two looks"
     cache = new_cache()
-    matches, queue = Matches(cache), [request(i, ids, extra_key=key) for i, (ids, key) in enumerate(
+    matches, queue = PrefixMatches(cache), [request(i, ids, extra_key=key) for i, (ids, key) in enumerate(
         data.draw(st.lists(st.tuples(prompts, st.sampled_from([None, 'a'])), max_size=8)))]
     for _ in range(data.draw(st.integers(1, 6))):
         if data.draw(st.booleans()): remember(cache, request('new', data.draw(prompts), extra_key=data.draw(st.sampled_from([None, 'a']))))
@@ -127,7 +130,7 @@ def test_only_those_are_left_out_whose_next_pages_somebody_before_them_computes(
                         min(o.input_len, other.input_len) - 1)
             return same // page_size * page_size - cache.match(o).cached_len
         if not any(shared(other) >= at_least for other in goes): goes.append(o)
-    assert list(one_of_each(queue, Matches(cache).of(queue), page_size, at_least)) == goes
+    assert list(one_per_shared_prefix(queue, PrefixMatches(cache).of(queue), page_size, at_least)) == goes
 
 @given(waiting_ones, st.lists(prompts, min_size=1, max_size=5))
 def test_looking_is_no_use(wishes, known):
@@ -172,9 +175,9 @@ def test_prompt_logprobs_stand_aside():
     ids, cache = np.zeros(40, int), new_cache()
     queue = [request(i, ids) for i in range(3)]
     vars(queue[1].params)['prompt_logprobs'] = 1
-    assert list(one_of_each(queue, Matches(cache).of(queue), 2, 32)) == queue[:2]
+    assert list(one_per_shared_prefix(queue, PrefixMatches(cache).of(queue), 2, 32)) == queue[:2]
     vars(queue[0].params)['prompt_logprobs'] = 1
-    assert list(one_of_each(queue, Matches(cache).of(queue), 2, 32)) == queue
+    assert list(one_per_shared_prefix(queue, PrefixMatches(cache).of(queue), 2, 32)) == queue
 
 def test_without_a_cache_it_says_so_once_and_goes_by_arrival():
     cache, queue = new_cache(prefix=NaiveCache), line([dict(ids=[1]*40)]*3)
@@ -195,13 +198,13 @@ class Starts(Observer):
             self.steps.setdefault(o.rid, batch.step)
             self.hits.setdefault(o.rid, o.pending.cached_tokens)
 
-def server(policy, rows=1, page_size=4, prefill_tokens=64, overlap=False, age_every=None, patience=None):
+def server(policy, rows=1, page_size=4, prefill_tokens=64, overlap=False, age_every=None, max_overtaken=None):
     cache = new_cache(page_size, num_pages=100, rows=rows)
     engine = ToyEngine(cache.table.page_table, cache.table.token_pool, page_size, cache.num_pages, 13)
     config = EngineConfig(max_running_req=rows, max_prefill_tokens=prefill_tokens, overlap=overlap)
     s = Scheduler(engine, cache, 13, clock=lambda: 0., config=config, observer=Starts())
     s.prefill.policy = make_policy(policy, cache, 0, age_every)
-    if patience is not None: s.prefill.policy.inner.patience = patience
+    if max_overtaken is not None: s.prefill.policy.inner.max_overtaken = max_overtaken
     return s
 
 def finish(s):
@@ -223,19 +226,19 @@ def better_matches(s, n):
 @pytest.mark.parametrize('overlap', [False, True])
 @pytest.mark.parametrize('name', ['lpm', 'dfs-weight'])
 def test_better_matches_without_end_cannot_starve_anybody(name, overlap):
-    for patience in (0, 3, 20):
-        s = server(name, overlap=overlap, patience=patience)
-        assert better_matches(s, 40) == patience
+    for bound in (0, 3, 20):
+        s = server(name, overlap=overlap, max_overtaken=bound)
+        assert better_matches(s, 40) == bound
         finish(s)
     assert better_matches(server('fcfs'), 10) == 0
 
 def test_the_bound_that_lpm_keeps_by_itself():
     s = server('lpm')
-    assert better_matches(s, 100) == s.prefill.policy.inner.patience == 64
+    assert better_matches(s, 100) == s.prefill.policy.inner.max_overtaken == 64
     finish(s)
 
-def test_without_patience_a_stream_of_better_matches_starves():
-    s = server('lpm', patience=10**9)
+def test_without_the_bound_a_stream_of_better_matches_starves():
+    s = server('lpm', max_overtaken=10**9)
     assert better_matches(s, 100) == 100
 
 def important_ones(s, n):
@@ -251,8 +254,8 @@ def test_important_ones_starve_others_unless_priority_grows(name):
     off, on = server(name), server(name, age_every=5)
     assert important_ones(off, 200) == 200 and 'first' not in off.observer.steps
     first = important_ones(on, 200)
-    if name == 'lof': assert 15 <= first <= 15 + on.prefill.policy.inner.patience   # equal priority, equal answers
-    assert first <= 4*5 + on.prefill.policy.inner.patience
+    if name == 'lof': assert 15 <= first <= 15 + on.prefill.policy.inner.max_overtaken   # equal priority, equal answers
+    assert first <= 4*5 + on.prefill.policy.inner.max_overtaken
     finish(off), finish(on)
 
 def test_equal_prompts_compute_their_beginning_once():
@@ -287,4 +290,4 @@ def test_all_are_answered_as_if_alone(name, overlap, asked, age_every):
     while s.has_work:
         for o in s.step(): told.setdefault(o.rid, []).extend(o.token_ids)
     Control(s).self_check()
-    assert {rid: o for rid, o in told.items() if o} == {str(i): alone(ids*4, n, 13) for i, (ids, n, _) in enumerate(asked) if n}
+    assert {rid: o for rid, o in told.items() if o} == {str(i): expected_output(ids*4, n, 13) for i, (ids, n, _) in enumerate(asked) if n}

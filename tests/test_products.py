@@ -1,14 +1,14 @@
-"""Packed weights and the product in C: against torch in float64 over random shapes, the same bits in any company, and sources that compile."""
+"""Packed weights and the matmul in C: against torch in float64 over random shapes, the same bits in any company, and sources that compile."""
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_lit.model.attention_cpu import attention_c
-from minisgl_lit.model.layers import layers_c
-from minisgl_lit.native import compile_c, load, vectors
-from minisgl_lit.products import Packed, linear, linear_c, pack
+from minisgl_lit.attention.cpu_kernels import attention_c
+from minisgl_lit.models.layers import layers_c
+from minisgl_lit.kernels.compiler import compile_c, load, vectors
+from minisgl_lit.kernels.linear import PackedWeight, linear, linear_c, pack_weight
 
 try: compile_c('void nothing(void *to) {}')
 except RuntimeError as e: no_compiler = str(e)
@@ -26,19 +26,19 @@ def test_where_a_compiler_is_every_source_compiles(name):
 @settings(max_examples=60)
 @given(st.integers(0, 300), st.integers(1, 300), st.integers(1, 700), st.sampled_from([torch.float32, BF16]),
        st.booleans(), st.integers(1, 3), st.integers(0, 99))
-def test_products_are_torchs(rows, n_out, n_in, dtype, constant, threads, seed):
+def test_matmul_agrees_with_torch(rows, n_out, n_in, dtype, constant, threads, seed):
     g = torch.Generator().manual_seed(seed)
     def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
     x, weight, bias = some(rows, n_in), some(n_out, n_in), some(n_out) if constant else None
     expected = F.linear(x.double(), weight.double(), bias.double() if constant else None)
-    packed, was = pack(weight.clone()), torch.get_num_threads()
+    packed, was = pack_weight(weight.clone()), torch.get_num_threads()
     torch.set_num_threads(threads)
     try: got = linear(x, packed, bias)
     finally: torch.set_num_threads(was)
     eps = 1e-5 if dtype == torch.float32 else .01
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, rtol=eps, atol=eps * n_in ** .5)
-    if isinstance(packed, Packed): assert torch.equal(packed.plain(), weight)
+    if isinstance(packed, PackedWeight): assert torch.equal(packed.unpack(), weight)
 
 @needs_compiler
 @settings(max_examples=30)
@@ -46,7 +46,7 @@ def test_products_are_torchs(rows, n_out, n_in, dtype, constant, threads, seed):
 def test_a_row_has_the_same_bits_in_any_company(rows, n_out, n_in, dtype, data):
     "A sample never depends on its neighbours; neither do the numbers that it is drawn from"
     if dtype == BF16: n_in += n_in % 2
-    x, weight = torch.randn(rows, n_in).to(dtype), pack(torch.randn(n_out, n_in).to(dtype))
+    x, weight = torch.randn(rows, n_in).to(dtype), pack_weight(torch.randn(n_out, n_in).to(dtype))
     a = data.draw(st.integers(0, rows - 1))
     b = data.draw(st.integers(a + 1, rows))
     assert torch.equal(linear(x[a:b], weight), linear(x, weight)[a:b])

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from minisgl_lit.core import PendingReq, RequestError, SamplingParams
-from minisgl_lit.kv import prefix as chapter
-from minisgl_lit.kv.cache import CacheManager
-from minisgl_lit.kv.prefix import NaiveCache, RadixCache, evictions, make_prefix_cache
-from minisgl_lit.kv.table import TableManager
+from minisgl_lit.core.request import PendingReq
+from minisgl_lit.core.sampling_params import RequestError, SamplingParams
+from minisgl_lit.kv_cache import radix as chapter
+from minisgl_lit.kv_cache.manager import CacheManager
+from minisgl_lit.kv_cache.radix import NaiveCache, RadixCache, evictions, make_prefix_cache
+from minisgl_lit.kv_cache.table import TableManager
 
 SIZES = [1, 2, 7, 16]
 keys = st.sampled_from([None, None, 'bank', ''])
@@ -142,10 +143,10 @@ class Radix(RuleBasedStateMachine):
         if handle.locks > 1: return
         ids = toks((text[0], 0), self.cache.page_size)
         numbers, whole = self.numbers(ids), np.concatenate([before, ids])
-        if handle.removed:
+        if handle.invalid:
             assert len(self.cache.extend(handle, ids, numbers)) == 0
             return
-        longer = self.model.extend(way, whole, numbers, handle.found is None, handle.extra_key, handle.priority)
+        longer = self.model.extend(way, whole, numbers, handle.matched_len is None, handle.extra_key, handle.priority)
         assert self.cache.extend(handle, ids, numbers).tolist() == [o.number for o in longer[len(way):]]
         self.held[i] = handle, longer, whole
 
@@ -163,8 +164,8 @@ class Radix(RuleBasedStateMachine):
     @rule(i=st.integers(0))
     def remove(self, i):
         handle, way, _ = self.held[i % len(self.held)]
-        own = way[(handle.cached_len if handle.found is None else handle.found)//self.model.size:]
-        self.cache.remove(handle)
+        own = way[(handle.cached_len if handle.matched_len is None else handle.matched_len)//self.model.size:]
+        self.cache.invalidate(handle)
         if own: self.model.hide(own[0])
 
     @rule()
@@ -182,7 +183,7 @@ class Radix(RuleBasedStateMachine):
         assert (self.cache.evictable_size, self.cache.protected_size) == (len(free), len(pages) - len(free))
         for handle, way, ids in self.held:
             assert (handle.cached_len, handle.pages.tolist()) == (len(ids), [o.number for o in way])
-            assert handle.removed == any(o.removed for o in way)
+            assert handle.invalid == any(o.removed for o in way)
 
 def test_tree_keeps_the_promises_of_a_dictionary(): lives(Radix, int(os.environ.get('TST_EXAMPLES', 150)))
 
@@ -289,10 +290,10 @@ class Ledger(RuleBasedStateMachine):
         "A request is bad: it goes, those who read what it has shared begin anew, and what it has shared is not found again"
         p = self.running[i % len(self.running)]
         if shared: self.cache.cache_unfinished(p)
-        own = set(p.handle.pages[(p.handle.cached_len if p.handle.found is None else p.handle.found)//self.size:].tolist())
+        own = set(p.handle.pages[(p.handle.cached_len if p.handle.matched_len is None else p.handle.matched_len)//self.size:].tolist())
         others = [o for o in self.running if o is not p]
         readers = [o for o in others if own & set(o.handle.pages.tolist())]
-        assert self.cache.disown(p, self.running) == readers
+        assert self.cache.invalidate(p, self.running) == readers
         for o in [p, *readers]:
             pages = o.handle.pages.tolist()
             self.bad |= set(pages[min((pages.index(b) for b in own if b in pages), default=len(pages)):])
@@ -311,7 +312,7 @@ class Ledger(RuleBasedStateMachine):
     def every_page_has_one_owner(self):
         if not hasattr(self, 'cache'): return
         self.cache.check_integrity(self.running)
-        assert sum(self.cache.figures.values()) == self.cache.num_pages
+        assert sum(self.cache.page_counts.values()) == self.cache.num_pages
         assert self.cache.ready_size <= self.cache.available_size <= self.cache.num_pages
         for p in self.running: self.reads(p)
 
@@ -323,7 +324,7 @@ class Ledger(RuleBasedStateMachine):
         self.cache.check_integrity()
         assert self.cache.prefix.root.locks == 0
         self.cache.flush()
-        assert self.cache.figures == dict(free=self.cache.num_pages, evictable=0, protected=0, held=0)
+        assert self.cache.page_counts == dict(free=self.cache.num_pages, evictable=0, protected=0, held=0)
 
 def test_every_page_has_one_owner(): lives(Ledger, int(os.environ.get('TST_EXAMPLES', 150)))
 
@@ -461,19 +462,19 @@ def hidden(cache, top, locked, free):
     del top.children[free.name]
     free.name = 7, b''
     top.children[free.name] = free
-def removed_above(cache, top, locked, free): top.removed = True
+def removed_above(cache, top, locked, free): top.invalid = True
 def lost_lock(cache, top, locked, free): top.locks = 0
-def wrong_time(cache, top, locked, free): cache.unlock(chapter.Handle(locked, 6, locks=1)); free.last_used = 99; late_entry(cache, top, locked, free)
+def wrong_time(cache, top, locked, free): cache.unlock(chapter.PrefixHandle(locked, 6, locks=1)); free.last_used = 99; late_entry(cache, top, locked, free)
 def wrong_evictable(cache, top, locked, free): cache.evictable_size += 1
 def wrong_protected(cache, top, locked, free): cache.protected_size -= 1
 def twice(cache, top, locked, free): free.pages = locked.pages
 
 @pytest.mark.parametrize('how,claim', [
-    (drop_entry, r'node of pages \[3\] has an entry if it may go'), (extra_entry, r'node of pages \[2\] has an entry if it may go'),
-    (late_entry, r'node of pages \[3\] does not go too late'), (short_key, r'node of pages \[3\] has their tokens'),
-    (no_pages, r'node of pages \[\] has pages, or is the root'), (wrong_name, r'node of pages \[3\] is called by its first page'),
+    (drop_entry, r'node of pages \[3\] has an entry if it can be evicted'), (extra_entry, r'node of pages \[2\] has an entry if it can be evicted'),
+    (late_entry, r'node of pages \[3\] is not evicted too late'), (short_key, r'node of pages \[3\] has their tokens'),
+    (no_pages, r'node of pages \[\] has pages, or is the root'), (wrong_name, r'node of pages \[3\] is named by its first page'),
     (wrong_key, r'node of pages \[0, 1\] is in one namespace with its children'),
-    (hidden, r'node of pages \[3\] is removed if it is hidden'), (removed_above, r'node of pages \[0, 1\] is removed with all below'),
+    (hidden, r'node of pages \[3\] is invalid if it is hidden'), (removed_above, r'node of pages \[0, 1\] is invalid with all below'),
     (wrong_place, r'node of pages \[0, 1\] has its children by name'), (wrong_parent, r'node of pages \[0, 1\] is the parent of its children'),
     (lost_lock, r'node of pages \[0, 1\] has the locks of its children'), (wrong_time, r'node of pages \[0, 1\] was used when they were'),
     (wrong_evictable, 'evictable_size 2 is 1'), (wrong_protected, 'protected_size 2 is 3'), (twice, 'page 2 is in one place')], ids=lambda o: getattr(o, '__name__', ''))
@@ -485,7 +486,7 @@ def ledger():
     table = TableManager(2, 6, 2, dummy_page=6)
     cache, ps = CacheManager(6, table, RadixCache(2)), []
     cache.prefix.insert(np.array([8, 8]), cache.allocate(1))
-    cache._lent[0], cache.held_size = False, 0
+    cache._allocated[0], cache.held_size = False, 0
     for rid, n in (('a', 2), ('b', 1)):
         p = PendingReq(rid, np.arange(2*n), SamplingParams(), max_len=6)
         p.handle, p.table_idx = cache.prefix.match_prefix(p.input_ids[:0]), table.allocate()
@@ -518,10 +519,10 @@ def forget(cache): cache.table.lengths.cached_len[1] = 0
 def count(cache): cache.held_size += 1
 def tree_count(cache): cache.prefix.evictable_size -= 1; cache.held_size += 1
 
-def unmarked(cache): cache._lent[1:3] = False
+def unmarked(cache): cache._allocated[1:3] = False
 def in_tree(cache): cache.prefix.root.last_used = -1; cache.prefix.root.locks = 0
 
-@pytest.mark.parametrize('how,text', [(forget, r'pages \[3\] belong to nobody'), (count, 'of 6 pages, 1 in the tree'), (tree_count, 'of 6 pages, 1 in the tree'), (unmarked, 'and 2 lent or waiting'), (in_tree, 'prefix tree: it is not true')])
+@pytest.mark.parametrize('how,text', [(forget, r'pages \[3\] have no owner'), (count, 'of 6 pages, 1 in the tree'), (tree_count, 'of 6 pages, 1 in the tree'), (unmarked, 'and 2 allocated or waiting'), (in_tree, 'prefix tree: it is not true')])
 def test_integrity_says_what_is_wrong(how, text):
     cache, ps = ledger()
     how(cache)
@@ -536,7 +537,7 @@ def test_what_was_handed_over_is_not_taken_back():
     cache.cache_finished(a)
     cache.check_integrity([b])
     cache.collect(9)
-    assert cache.figures == dict(free=2, evictable=3, protected=0, held=1)
+    assert cache.page_counts == dict(free=2, evictable=3, protected=0, held=1)
 
 def alone_in(cache, n_tokens, rid='a'):
     "A request with so many tokens, all computed in pages of its own"
@@ -623,7 +624,7 @@ def test_only_a_locked_prefix_can_be_removed():
     cache.lock(handle := cache.match_prefix([1, 1]))
     cache.extend(handle, [1, 1], [0])
     cache.unlock(handle)
-    with pytest.raises(RuntimeError, match='2 tokens must be locked to be removed'): cache.remove(handle)
+    with pytest.raises(RuntimeError, match='2 tokens must be locked to be invalidated'): cache.invalidate(handle)
     assert cache.match_prefix([1, 1]).cached_len == 2
 
 def test_all_that_was_added_is_removed():
@@ -633,12 +634,12 @@ def test_all_that_was_added_is_removed():
     cache.lock(handle := cache.match_prefix([1, 1, 2, 2]))
     for token, page in ((2, 1), (3, 2), (4, 3)): cache.extend(handle, [token]*2, [page])
     for _ in range(2):
-        cache.remove(handle)
+        cache.invalidate(handle)
         cache.check()
         assert cache.match_prefix([1, 1, 2, 2, 3, 3, 4, 4]).pages.tolist() == [0]
     cache.lock(found := cache.match_prefix([1, 1]))
-    cache.remove(found)    # it has added nothing
-    assert (found.removed, cache.match_prefix([1, 1]).cached_len) == (False, 2)
+    cache.invalidate(found)    # it has added nothing
+    assert (found.invalid, cache.match_prefix([1, 1]).cached_len) == (False, 2)
     cache.unlock(handle)
     assert sorted(cache.evict(9).tolist()) == [1, 2, 3]
     cache.check()
@@ -649,6 +650,6 @@ def test_a_bad_page_that_nobody_uses_goes_first():
     cache.lock(bad := cache.match_prefix([2, 2]))
     cache.extend(bad, [2, 2], [1])
     cache.insert([2, 2, 3, 3], [1, 2])    # somebody has added to it, and is gone
-    cache.remove(bad)
+    cache.invalidate(bad)
     cache.check()
     assert cache.evict(1).tolist() == [2]

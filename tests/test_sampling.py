@@ -1,4 +1,4 @@
-"Penalties, biases, minimum lengths and log-probabilities equal the reference's, whatever the settings that must not matter; samplers are honest."
+"Penalties, biases, minimum lengths and log-probabilities equal the reference's, whatever the settings that must not matter; samplers draw from the right distribution."
 import random
 from dataclasses import replace
 
@@ -9,17 +9,20 @@ from hypothesis import given, settings, strategies as st
 
 from minisgl_lit import serve as serve_http
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core import Batch, Edits, ForwardOutput, Logprob, RequestError, SamplingArrays, SamplingParams, Scores
+from minisgl_lit.core.request import (
+    Batch, LogitEdits, ForwardOutput, Logprob, SamplingArrays, LogprobResults)
+from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.device import ManualStream
-from minisgl_lit.engine.build import build
-from minisgl_lit.engine.sampling import allow, edit, logprobs, nucleus, sample, threshold
-from minisgl_lit.kv.cache import CacheManager
-from minisgl_lit.kv.prefix import make_prefix_cache
-from minisgl_lit.kv.table import TableManager
+from minisgl_lit.runtime import build
+from minisgl_lit.engine.sampler import (
+    apply_mask, apply_logit_edits, logprobs, sample, top_k_threshold, top_p_threshold)
+from minisgl_lit.kv_cache.manager import CacheManager
+from minisgl_lit.kv_cache.radix import make_prefix_cache
+from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.llm import LLM
 from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.loop import Scheduler
-from minisgl_lit.toy import ToyEngine, alone, nan_hash, prefix_hashes
+from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.testing.toy_engine import ToyEngine, expected_output, nan_hash, prefix_hashes
 from reference import load, make_checkpoint, prompts
 
 EOS, MAX_NEW = 198, 12
@@ -27,11 +30,11 @@ EOS, MAX_NEW = 198, 12
 # ---- the choice is the chance that was asked for
 
 N = 8_000
-SCORES = np.array([1.5, -2, .3, 2, 0, -.5, 1, -4, .8, 1.9])
+LOGITS = np.array([1.5, -2, .3, 2, 0, -.5, 1, -4, .8, 1.9])
 
-def by_the_book(scores, temperature=1., top_k=0, top_p=1., min_p=0.):
+def by_the_book(logits, temperature=1., top_k=0, top_p=1., min_p=0.):
     "The distribution, token by token"
-    p = np.exp(scores / temperature)
+    p = np.exp(logits / temperature)
     p /= p.sum()
     order = np.argsort(-p)
     if top_k: p[order[top_k:]] = 0
@@ -41,47 +44,47 @@ def by_the_book(scores, temperature=1., top_k=0, top_p=1., min_p=0.):
     return p / p.sum()
 
 def chi2_ok(tokens, p):
-    "Whether so many choices stray no further than one honest experiment in ten thousand does (Wilson and Hilferty)"
+    "Whether so many choices stray no further than one fair experiment in ten thousand does (Wilson and Hilferty)"
     counts, some = np.bincount(tokens, minlength=len(p)), p > 0
-    assert counts[~some].sum() == 0, 'what has no probability was chosen'
+    assert counts[~some].sum() == 0, 'a token of probability 0 was sampled'
     expected, df = counts.sum() * p[some], some.sum() - 1
     chi2 = ((counts[some] - expected)**2 / expected).sum()
     return chi2 < df * (1 - 2/(9*df) + 3.72 * (2/(9*df))**.5)**3 if df else True
 
-def settings_of(n, **wish):
-    "So many rows with these wishes, and the seeds 0, 1, 2, …"
+def settings_of(n, **params):
+    "So many rows with these sampling parameters, and the seeds 0, 1, 2, …"
     s = SamplingArrays.empty(1)
-    s.put(0, SamplingParams(**wish).resolve({}))
+    s.put(0, SamplingParams(**params).resolve({}))
     return replace(s.at(np.zeros(n, int)), seed=np.arange(n))
 
-def choose(scores, **wish): return sample(torch.tensor(scores, dtype=torch.float32).expand(N, -1), settings_of(N, **wish), np.full(N, 3))[0].numpy()
+def choose(logits, **params): return sample(torch.tensor(logits, dtype=torch.float32).expand(N, -1), settings_of(N, **params), np.full(N, 3))[0].numpy()
 
 FILTERS = [dict(), dict(temperature=.5), dict(temperature=3.), dict(top_k=1), dict(top_k=4), dict(top_p=.8), dict(top_p=.3), dict(min_p=.3),
            dict(top_k=6, top_p=.7), dict(top_p=.9, min_p=.2), dict(temperature=1.5, top_k=6, top_p=.9, min_p=.2)]
 
-@pytest.mark.parametrize('wish', FILTERS, ids=str)
-def test_each_filter_samples_what_it_says(wish):
-    right = by_the_book(SCORES, **wish)
-    assert chi2_ok(choose(SCORES, **wish), right)
-    if (right > 0).sum() > 1: assert not chi2_ok(choose(SCORES + .25 * wish.get('temperature', 1.) * (np.arange(10) == 3), **wish), right), 'the test sees nothing'
+@pytest.mark.parametrize('params', FILTERS, ids=str)
+def test_each_filter_samples_what_it_says(params):
+    right = by_the_book(LOGITS, **params)
+    assert chi2_ok(choose(LOGITS, **params), right)
+    if (right > 0).sum() > 1: assert not chi2_ok(choose(LOGITS + .25 * params.get('temperature', 1.) * (np.arange(10) == 3), **params), right), 'the test sees nothing'
 
 def test_edits_change_the_distribution_as_they_say():
     "Repetition, presence, frequency and a bias, then sampling: chi-squared against the formula"
     pool = torch.tensor([[3, 1, 0, 0, 5, 9]])      # a prompt of two, an answer of three, and a stale token
-    right = SCORES.copy()
+    right = LOGITS.copy()
     for t in {3, 1, 0, 5}: right[t] = right[t] / 1.5 if right[t] > 0 else right[t] * 1.5
     for t in (0, 5): right[t] -= .25
     for t in (0, 0, 5): right[t] -= .125
     right[8], right[2] = right[8] + 1.5, -np.inf
-    scores = torch.tensor(SCORES, dtype=torch.float32)[None].clone()
-    edit(scores, Edits(np.array([0]), np.array([2]), np.float32([[1.5], [.25], [.125]]), np.array([[0, 0], [8, 2]]), np.float32([1.5, -np.inf])),
+    logits = torch.tensor(LOGITS, dtype=torch.float32)[None].clone()
+    apply_logit_edits(logits, LogitEdits(np.array([0]), np.array([2]), np.float32([[1.5], [.25], [.125]]), np.array([[0, 0], [8, 2]]), np.float32([1.5, -np.inf])),
          np.array([[0], [5]]), pool)
-    assert np.allclose(scores[0], right, atol=1e-6)
-    assert chi2_ok(choose(scores[0].numpy(), top_p=.9), by_the_book(right, top_p=.9))
+    assert np.allclose(logits[0], right, atol=1e-6)
+    assert chi2_ok(choose(logits[0].numpy(), top_p=.9), by_the_book(right, top_p=.9))
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=5), st.integers(0, 2**30))
 def test_penalties_of_ragged_rows(lens, number):
-    "Prompts and answers of any length, rows in any order, some without a wish: as the formula has it, token by token"
+    "Prompts and answers of any length, rows in any order, some without penalties: as the formula has it, token by token"
     g, vocab_size = np.random.default_rng(number), 9
     pool, rows = g.integers(0, vocab_size, (7, 18)), g.permutation(7)[:len(lens)]
     starts, ends = np.array([a for a, _ in lens]), np.array([a + b for a, b in lens])
@@ -89,26 +92,26 @@ def test_penalties_of_ragged_rows(lens, number):
     penalties = np.float32([g.uniform(.5, 2, len(who)), g.uniform(-2, 2, len(who)), g.uniform(-2, 2, len(who))])
     places = np.array([np.arange(len(lens)), g.integers(0, vocab_size, len(lens))])
     added = np.where(g.random(len(lens)) < .3, -np.inf, g.normal(size=len(lens))).astype(np.float32)
-    scores = g.normal(size=(len(lens), vocab_size)).astype(np.float32)
-    right = scores.copy()
+    logits = g.normal(size=(len(lens), vocab_size)).astype(np.float32)
+    right = logits.copy()
     for i, (repetition, presence, frequency) in zip(who, penalties.T):
         prompt, answer = np.split(pool[rows[i], :ends[i]], [starts[i]])
         for t in {*prompt, *answer}: right[i, t] *= repetition if right[i, t] < 0 else 1 / repetition
         for t in set(answer): right[i, t] -= presence + frequency * (answer == t).sum()
     right[tuple(places)] += added
-    changed = torch.from_numpy(scores)
-    edit(changed, Edits(who, starts[who], penalties, places, added), np.stack([rows, ends]), torch.from_numpy(pool.astype(np.int32)))
+    changed = torch.from_numpy(logits)
+    apply_logit_edits(changed, LogitEdits(who, starts[who], penalties, places, added), np.stack([rows, ends]), torch.from_numpy(pool.astype(np.int32)))
     assert np.allclose(changed.numpy(), right, atol=1e-5)
 
 @given(st.integers(1, 3), st.integers(1, 300), st.floats(.001, .999), st.floats(.1, 30), st.integers(0, 2**30))
 def test_nucleus_finds_what_sorting_finds(n, size, top_p, spread, number):
     g = torch.Generator().manual_seed(number)
     probs = torch.softmax(torch.randn(n, size, generator=g).round(decimals=1) * spread, -1)   # with ties
-    p, found = torch.full((n, 1), top_p), nucleus(probs, torch.full((n, 1), top_p))
+    p, found = torch.full((n, 1), top_p), top_p_threshold(probs, torch.full((n, 1), top_p))
     kept = (probs * (probs >= found)).double().sum(-1)
     less = (probs * (probs > found)).double().sum(-1)
     assert (kept >= p[:, 0] - 1e-6).all() and (less < p[:, 0] + 1e-6).all()
-    sorted_ = threshold(probs, torch.full((n, 1), size), p.double(), size)
+    sorted_ = top_k_threshold(probs, torch.full((n, 1), size), p.double(), size)
     assert ((found == sorted_) | ((kept - p[:, 0]).abs() < 1e-6) | ((less - p[:, 0]).abs() < 1e-6)).all()
 
 @given(st.integers(1, 4), st.integers(1, 100), st.data())
@@ -118,7 +121,7 @@ def test_packed_masks(n, vocab_size, data):
     mask = np.zeros((n, -(-vocab_size // 32) * 4), dtype=np.uint8)
     mask[:, :words.shape[1]] = words
     logits = torch.zeros(n, vocab_size)
-    allow(logits, mask.view(np.int32))
+    apply_mask(logits, mask.view(np.int32))
     assert np.array_equal(logits.numpy() == 0, wanted)
 
 @given(st.integers(1, 5), st.integers(2, 50), st.integers(0, 2**30))
@@ -131,8 +134,8 @@ def test_logprobs_are_log_softmax(n, vocab_size, number):
     assert torch.allclose(top, right.topk(width).values, atol=1e-5) and torch.equal(right.gather(1, ids), right.topk(width).values)
 
 def test_greedy_batches_draw_nothing(monkeypatch):
-    from minisgl_lit.engine import sampling
-    monkeypatch.setattr(sampling, 'draw', lambda *a: pytest.fail('a greedy batch drew'))
+    from minisgl_lit.engine import sampler as sampling
+    monkeypatch.setattr(sampling, 'sample_random', lambda *a: pytest.fail('a greedy batch was sampled at random'))
     s = settings_of(3)
     for arrays in (replace(s, temperature=np.zeros(3, np.float32)), replace(s, top_k=np.ones(3, int))):
         assert sample(torch.eye(3), arrays, np.zeros(3, int))[0].tolist() == [0, 1, 2]
@@ -142,10 +145,10 @@ def test_greedy_batches_draw_nothing(monkeypatch):
 @pytest.fixture(scope='module')
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp('qwen')
-    make_checkpoint('Qwen3', path, initializer_range=.08)   # flatter than for parity: changes of scores must matter
+    make_checkpoint('Qwen3', path, initializer_range=.08)   # flatter than for parity: changes of logits must matter
     return path
 
-WISHES = [    # one for each of the eight prompts
+PARAMS = [    # one for each of the eight prompts
     dict(repetition_penalty=1.6, logprobs=3, prompt_logprobs=2),
     dict(presence_penalty=1.5, logprobs=0, prompt_logprobs=0, logprob_start_len=35),
     dict(frequency_penalty=1.2, logprobs=5),
@@ -156,7 +159,7 @@ WISHES = [    # one for each of the eight prompts
     dict(frequency_penalty=-1., logit_bias={EOS: 2.}, min_tokens=3, logprobs=20, prompt_logprobs=20, logprob_start_len=48),
 ]
 
-def wishes(i): return SamplingParams(temperature=0, max_tokens=MAX_NEW, **WISHES[i])
+def params_of(i): return SamplingParams(temperature=0, max_tokens=MAX_NEW, **PARAMS[i])
 
 @torch.inference_mode()
 def reference(path, prompt, params):
@@ -167,21 +170,21 @@ def reference(path, prompt, params):
         logits = model(torch.tensor([ids])).logits[0]
         made, logs = ids[len(prompt):], logits.log_softmax(-1)
         if len(made) == params.max_tokens or made and len(made) > params.min_tokens and made[-1] in {EOS, *params.stop_token_ids}: return made, logs
-        scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty or 1.)(torch.tensor([ids]), logits[-1:].clone())[0]
-        for t in set(made): scores[t] -= params.presence_penalty + params.frequency_penalty * made.count(t)
-        for t, x in (params.logit_bias or {}).items(): scores[t] += x
-        if len(made) < params.min_tokens: scores[[EOS, *params.stop_token_ids]] = -torch.inf
-        ids.append(int(scores.argmax()))
+        logits = RepetitionPenaltyLogitsProcessor(params.repetition_penalty or 1.)(torch.tensor([ids]), logits[-1:].clone())[0]
+        for t in set(made): logits[t] -= params.presence_penalty + params.frequency_penalty * made.count(t)
+        for t, x in (params.logit_bias or {}).items(): logits[t] += x
+        if len(made) < params.min_tokens: logits[[EOS, *params.stop_token_ids]] = -torch.inf
+        ids.append(int(logits.argmax()))
 
 @pytest.fixture(scope='module')
 def right(path):
-    "The reference's answers, and the same without any wish"
-    asked = [reference(path, o, wishes(i)) for i, o in enumerate(prompts())]
+    "The reference's answers, and the same without any of them"
+    asked = [reference(path, o, params_of(i)) for i, o in enumerate(prompts())]
     plain = [reference(path, o, SamplingParams(temperature=0, max_tokens=MAX_NEW))[0] for o in prompts()]
-    assert sum(a != b for (a, _), b in zip(asked, plain)) >= 5, 'the wishes must matter'
+    assert sum(a != b for (a, _), b in zip(asked, plain)) >= 5, 'the sampling parameters must matter'
     return asked
 
-def serve(runtime, prefix, params=wishes):
+def serve(runtime, prefix, params=params_of):
     "All prompts at once: tokens and log-probabilities told step by step, and the last reply"
     told, last = {}, {}
     for i, prompt in enumerate(prompts()): runtime.scheduler.add(f'{prefix}{i}', prompt, params(i))
@@ -212,7 +215,7 @@ def check_told(told, positions, ids, logs, width, what):
 
 def check_all(told, last, right, what):
     for i, prompt in enumerate(prompts()):
-        (tokens, logs), params, (want, reference_logs) = told[i], wishes(i), right[i]
+        (tokens, logs), params, (want, reference_logs) = told[i], params_of(i), right[i]
         assert tokens == want, (what, i)
         ids = [*prompt, *tokens]
         if params.logprobs is not None: check_told(logs, range(len(prompt), len(ids)), ids, reference_logs, params.logprobs, (what, i))
@@ -237,7 +240,7 @@ def test_same_as_transformers(path, right, combo):
         check_all(told, last, right, (combo, prefix))
     if combo.get('cache') != 'none':
         assert last[2].cached_tokens == 0 and sum(o.cached_tokens for o in last.values()) > 0
-        for i in (0, 1, 3, 5, 7): assert last[i].cached_tokens < max(wishes(i).logprob_start_len or 0, 1), i
+        for i in (0, 1, 3, 5, 7): assert last[i].cached_tokens < max(params_of(i).logprob_start_len or 0, 1), i
     if combo.get('admission') == 'optimistic': assert runtime.scheduler.counts['retracted'] > 0
     runtime.close()
 
@@ -253,8 +256,8 @@ def test_scoring_alone(path, right):
 def test_output_has_them_too(path, right):
     "Through `LLM`, whole and in pieces"
     with LLM(path, device='cpu', num_pages=100) as llm:
-        out = llm.generate([prompts()[0]], wishes(0))[0]
-        pieces = list(llm.stream(prompts()[0], wishes(0)))
+        out = llm.generate([prompts()[0]], params_of(0))[0]
+        pieces = list(llm.stream(prompts()[0], params_of(0)))
     assert out.token_ids == right[0][0] == [o.token for o in out.logprobs] == [o.token for p in pieces for o in p.logprobs]
     assert len(out.prompt_logprobs) == len(prompts()[0]) == len(pieces[-1].prompt_logprobs)
 
@@ -317,9 +320,9 @@ def toy_logprob(hash_before: np.uint64, token: int) -> float:
 class TalkingToy(ToyEngine):
     "A toy engine that answers reports, from the keys and values it has"
     def sample(self, batch: Batch, launched, mask=None) -> ForwardOutput:
-        r = batch.reports
+        r = batch.logprob_requests
         if r is None: return super().sample(batch, launched, mask)
-        told = Scores(np.zeros(len(r.sampled) + len(r.tokens), np.float32), *(np.zeros((len(r.sampled) + len(r.tokens), 0)),)*2)
+        told = LogprobResults(np.zeros(len(r.sampled) + len(r.tokens), np.float32), *(np.zeros((len(r.sampled) + len(r.tokens), 0)),)*2)
         output = ForwardOutput(np.full(len(batch.sampled), -1), np.zeros(len(batch.sampled), bool), None, told)
         def work():
             self._sample(launched, output.next_tokens, output.finite, mask)
@@ -364,7 +367,7 @@ def test_nothing_is_told_twice(data):
     Control(s).self_check()
     for rid, (prompt, params) in asked.items():
         tokens, logs = told[rid]
-        right = alone(prompt, params.max_tokens, VOCAB)   # the toy says its end token when it likes, but nothing ends before `min_tokens`
+        right = expected_output(prompt, params.max_tokens, VOCAB)   # the toy says its end token when it likes, but nothing ends before `min_tokens`
         end = next((i for i, t in enumerate(right) if t == 5 and i >= params.min_tokens), len(right))
         right = right[:end + 1]
         ids = [*prompt, *tokens]
@@ -414,14 +417,14 @@ def test_completion_logprobs(client):
 def test_wishes_over_http(client):
     import openai
     model = client.models.list().data[0].id
-    def say(**wish): return client.completions.create(model=model, prompt='The page', temperature=0, max_tokens=12, **wish)
+    def say(**params): return client.completions.create(model=model, prompt='The page', temperature=0, max_tokens=12, **params)
     with LLM() as llm:
-        for wish in (dict(presence_penalty=1.5), dict(frequency_penalty=-1.), dict(logit_bias={'5': 100}),
+        for params in (dict(presence_penalty=1.5), dict(frequency_penalty=-1.), dict(logit_bias={'5': 100}),
                      dict(extra_body=dict(repetition_penalty=1.5, min_tokens=10))):
-            ours = {k: v for k, v in {**wish, **wish.get('extra_body', {})}.items() if k != 'extra_body'}
+            ours = {k: v for k, v in {**params, **params.get('extra_body', {})}.items() if k != 'extra_body'}
             if 'logit_bias' in ours: ours['logit_bias'] = {5: 100}
-            assert say(**wish).choices[0].text == llm.generate('The page', SamplingParams(temperature=0, max_tokens=12, **ours))[0].text, wish
-    for wish, message in [(dict(logit_bias={'x': 1}), 'logit_bias must be a map'), (dict(presence_penalty=3), 'presence_penalty must be a finite number from -2 to 2'),
+            assert say(**params).choices[0].text == llm.generate('The page', SamplingParams(temperature=0, max_tokens=12, **ours))[0].text, params
+    for params, message in [(dict(logit_bias={'x': 1}), 'logit_bias must be a map'), (dict(presence_penalty=3), 'presence_penalty must be a finite number from -2 to 2'),
                           (dict(logprobs=21), 'logprobs must be a whole number from 0 to 20'),
                           (dict(logit_bias={'99999': 1}), 'outside the vocabulary')]:
-        with pytest.raises(openai.BadRequestError, match=message): say(**wish)
+        with pytest.raises(openai.BadRequestError, match=message): say(**params)

@@ -9,15 +9,15 @@ from hypothesis import HealthCheck, Phase, seed, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 import pytest
 
-from minisgl_lit.config import Admission, EngineConfig, Eviction, Policy
-from minisgl_lit.core import QueueFull, SamplingParams
+from minisgl_lit.config import AdmissionName, EngineConfig, EvictionName, PolicyName
+from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
 from minisgl_lit.device import ManualStream
-from minisgl_lit.kv.cache import CacheManager
-from minisgl_lit.kv.prefix import make_prefix_cache
-from minisgl_lit.kv.table import TableManager
+from minisgl_lit.kv_cache.manager import CacheManager
+from minisgl_lit.kv_cache.radix import make_prefix_cache
+from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.loop import Observer, Scheduler
-from minisgl_lit.toy import ToyEngine, alone
+from minisgl_lit.scheduler.scheduler import Observer, Scheduler
+from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
 
 VOCAB, MAX_SEQ_LEN = 13, 40
 EOS = {5, 6}
@@ -26,8 +26,8 @@ SYSTEM = [1, 2, 3, 4, 1, 2, 3, 4, 1, 1, 2, 2]    # prompts begin with a piece of
 SETTINGS = dict(    # drawn anew for each life, by the names of the config
     page_size=st.integers(1, 16), num_pages=st.integers(0, 12), max_running_req=st.integers(1, 5), max_prefill_tokens=st.integers(1, 30),
     chunked_prefill_size=st.integers(1, 30), cache=st.sampled_from(['radix', 'radix', 'none']), overlap=st.booleans(),
-    eviction=st.sampled_from(get_args(Eviction)), policy=st.sampled_from(get_args(Policy)), max_queued_req=st.integers(4, 20),
-    admission=st.sampled_from(get_args(Admission)), schedule_conservativeness=st.sampled_from([.05, 1.]), mixed_chunk=st.booleans(),
+    eviction=st.sampled_from(get_args(EvictionName)), policy=st.sampled_from(get_args(PolicyName)), max_queued_req=st.integers(4, 20),
+    admission=st.sampled_from(get_args(AdmissionName)), schedule_conservativeness=st.sampled_from([.05, 1.]), mixed_chunk=st.booleans(),
     max_prefill_streak=st.none() | st.integers(1, 3), preempt_threshold=st.integers(0, 3), priority_aging=st.none() | st.integers(1, 9),
     queue_timeout=st.sampled_from([None, None, 40.]), run_timeout=st.sampled_from([None, None, 60.]), seed=st.just(0))
 ELSEWHERE = dict(   # settings that the scheduler does not see
@@ -50,7 +50,7 @@ def in_threes(prompt: list[int], n: int, stop) -> list[int]:
     "The answer of that form"
     tokens = list(prompt)
     for i in range(min(n, 5)):
-        token = alone(tokens, 1, VOCAB)[0]
+        token = expected_output(tokens, 1, VOCAB)[0]
         tokens.append(next(t % VOCAB for t in range(token, token + VOCAB) if t % VOCAB % 3 == i % 3))
         if tokens[-1] in stop: break
     return tokens[len(prompt):]
@@ -58,9 +58,9 @@ def in_threes(prompt: list[int], n: int, stop) -> list[int]:
 class Ledger(CacheManager):
     "Notes duplicates"
     deduped = 0
-    def _hand_over(self, *args, **kwargs):
+    def _insert_prefix(self, *args, **kwargs):
         before = self.releasing.size
-        super()._hand_over(*args, **kwargs)
+        super()._insert_prefix(*args, **kwargs)
         self.deduped += self.releasing.size - before
 
 class Notes(Observer):
@@ -84,8 +84,8 @@ def serving(seen: Counter, lives: list[int]):
             engine = ToyEngine(table.page_table, table.token_pool, page_size, num_pages, VOCAB, stream=self.stream)
             self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']))
             config = EngineConfig(**setting | dict(num_pages=num_pages))
-            self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, grammar=InThrees)
-            self.s.prefill.policy.at_least = at_least   # tokens worth waiting for, if somebody else computes them
+            self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, make_grammar=InThrees)
+            self.s.prefill.policy.min_shared_tokens = at_least   # tokens worth waiting for, if somebody else computes them
             self.right, self.told, self.ends, self.aborted, self.n = {}, {}, {}, set(), 0
             self.timed = config.queue_timeout or config.run_timeout
             self.faulty = faulty    # whether this engine may break down
@@ -107,7 +107,7 @@ def serving(seen: Counter, lives: list[int]):
                 return
             self.displaced |= full
             stop = () if ignore_eos else EOS
-            self.right[rid] = in_threes(prompt, max_tokens, stop) if form else alone(prompt, max_tokens, VOCAB, stop)
+            self.right[rid] = in_threes(prompt, max_tokens, stop) if form else expected_output(prompt, max_tokens, VOCAB, stop)
             self.told[rid] = []
             if form: self.marks.add('grammar')
             self.n += 1
@@ -162,7 +162,7 @@ def serving(seen: Counter, lives: list[int]):
 
         def check(self):
             s, lengths = self.s, self.s.table.lengths
-            s.cache.check_integrity([o for o in [*s.alive.values(), *s._ended] if o.table_idx is not None])
+            s.cache.check_integrity([o for o in [*s.alive.values(), *s._to_release] if o.table_idx is not None])
             for o in s.decode.schedule(): assert 0 <= o.cached_len < o.device_len <= o.max_device_len
             if s.config.admission == 'reserve' and not s.counts['retracted']: assert s.decode.inflight_pages <= s.cache.available_size
             for o in s.alive.values():

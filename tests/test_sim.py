@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from minisgl_lit.calibrate import Recorder, error, fit
+from minisgl_lit.tools.calibrate import StepTimer, error, fit
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.limits import Costs
+from minisgl_lit.tools.roofline import ModelCosts
 from minisgl_lit.scheduler.control import Control
-from minisgl_lit.sim import (
+from minisgl_lit.tools.simulator import (
     CostModel, bin_of, bins, goodput, quantile, replay, sim_scheduler, simulate)
-from minisgl_lit.traces import Kind, Turn, trace
+from minisgl_lit.tools.traces import SessionShape, Turn, trace
 
-small = Costs(layer_weights=1000, head_weights=500, token_kv=8, pair_flops=100, itemsize=2)
+small = ModelCosts(layer_weights=1000, head_weights=500, token_kv=8, pair_flops=100, itemsize=2)
 cost = CostModel(costs=small, byte=1e-8, flop=1e-8, step=1e-3, token=1e-5, host_step=2e-4, host_req=1e-6, host_new=1e-4)
 configs = st.builds(
     EngineConfig, page_size=st.sampled_from([1, 4, 16]), num_pages=st.integers(400, 800), max_seq_len=st.just(300),
@@ -25,7 +25,7 @@ configs = st.builds(
     cache=st.sampled_from(['radix', 'none']), admission=st.sampled_from(['reserve', 'optimistic']),
     mixed_chunk=st.booleans(), policy=st.sampled_from(['fcfs', 'lof', 'random']),
     eviction=st.sampled_from(['lru', 'lfu', 'slru']))
-crowds = st.builds(Kind, input_len=st.integers(1, 40), output_len=st.integers(1, 30), turns=st.integers(1, 4),
+crowds = st.builds(SessionShape, input_len=st.integers(1, 40), output_len=st.integers(1, 30), turns=st.integers(1, 4),
                    pause=st.sampled_from([.001, 1., 100.]), prefixes=st.integers(1, 4), prefix_len=st.integers(0, 60),
                    max_len=st.just(300))
 
@@ -50,18 +50,18 @@ class Listener:
 @settings(max_examples=15)
 @given(configs, crowds, st.integers(0, 99), st.sampled_from([.5, 20., 1000.]))
 def test_everybody_is_served_in_full(config, kind, seed, rate):
-    crowd = Listener(trace(kind, 12, rate, seed=seed))
+    clients = Listener(trace(kind, 12, rate, seed=seed))
     s, clock = sim_scheduler(config, cost)
-    meter = replay(s, clock, crowd)
+    stats = replay(s, clock, clients)
     Control(s).self_check()
-    asked, n = crowd.asked, len(crowd.asked)
-    assert Counter(map(len, crowd.answered)) == Counter(o.max_tokens for o in asked)
-    assert meter.served.sum() == n == sum(meter.reasons.values()) and meter.refused == 0 and not meter._last
+    asked, n = clients.asked, len(clients.asked)
+    assert Counter(map(len, clients.answered)) == Counter(o.max_tokens for o in asked)
+    assert stats.served.sum() == n == sum(stats.reasons.values()) and stats.refused == 0 and not stats._last_token
     tokens = sum(o.max_tokens for o in asked)
-    assert s.counts['generated_tokens'] == tokens and meter.gaps.sum() == tokens - n
+    assert s.counts['generated_tokens'] == tokens and stats.gaps.sum() == tokens - n
     assert s.counts['prompt_tokens'] == sum(len(o.prompt) for o in asked)
     if config.cache == 'none': assert s.counts['cached_tokens'] == 0
-    assert goodput(meter, math.inf, math.inf) * clock() == pytest.approx(n)
+    assert goodput(stats, math.inf, math.inf) * clock() == pytest.approx(n)
 
 
 @settings(max_examples=6)
@@ -69,14 +69,14 @@ def test_everybody_is_served_in_full(config, kind, seed, rate):
 def test_the_same_day_twice_is_the_same(config, kind, seed):
     a, b = (simulate(config, cost, trace(kind, 8, 20., seed=seed)) for _ in range(2))
     assert a.clock() == b.clock() and a.scheduler.stats() == b.scheduler.stats()
-    assert (a.served == b.served).all() and (a.gaps == b.gaps).all() and a.course == b.course
+    assert (a.served == b.served).all() and (a.gaps == b.gaps).all() and a.samples == b.samples
 
 
 @settings(max_examples=6)
 @given(configs, crowds, st.integers(0, 99))
 def test_a_fit_to_a_simulation_says_what_it_did(config, kind, seed):
     s, clock = sim_scheduler(config, cost)
-    s.engine = Recorder(s.engine, small, clock)
+    s.engine = StepTimer(s.engine, small, clock)
     replay(s, clock, trace(kind, 8, 20., seed=seed))
     if len(s.engine.steps) < 2: return
     _, total = error(fit(small, s.engine.steps), s.engine.steps)
@@ -96,11 +96,11 @@ def test_quantiles_are_those_of_the_list(times, q):
 
 def test_nobody_who_has_ended_is_kept():
     def left(n):
-        meter = simulate(EngineConfig(num_pages=200, max_seq_len=300, max_running_req=8), cost,
-                         trace(Kind(input_len=20, output_len=5, prefix_len=16, max_len=300), n, 100.))
+        stats = simulate(EngineConfig(num_pages=200, max_seq_len=300, max_running_req=8), cost,
+                         trace(SessionShape(input_len=20, output_len=5, prefix_len=16, max_len=300), n, 100.))
         gc.collect()
         kinds = Counter(type(o).__name__ for o in gc.get_objects())
-        return meter.served.sum(), kinds['PendingReq'], kinds['Turn'], kinds['generator'], kinds['Node']
+        return stats.served.sum(), kinds['PendingReq'], kinds['Turn'], kinds['generator'], kinds['Node']
     few, many = left(100), left(1000)
     assert few[0] == 100 and many[0] == 1000
     assert all(b <= a + 10 for a, b in zip(few[1:4], many[1:4])) and many[4] <= 201, (few, many)
@@ -131,6 +131,6 @@ def test_overlap_hides_the_host_and_nothing_else():
 
 def test_a_simulation_needs_no_server():
     "A day of requests without sockets, tokenizers, or a model"
-    code = ("import sys; import minisgl_lit.sim; "
-            "sys.exit([o for o in ('zmq', 'transformers', 'minisgl_lit.llm', 'minisgl_lit.bench') if o in sys.modules] or 0)")
+    code = ("import sys; import minisgl_lit.tools.simulator; "
+            "sys.exit([o for o in ('zmq', 'transformers', 'minisgl_lit.llm', 'minisgl_lit.tools.bench') if o in sys.modules] or 0)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core import SamplingParams
-from minisgl_lit.device import HostEvent, InlineStream, ManualStream, Turns, WorkerStream, mark
-from minisgl_lit.engine.build import build
+from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.device import (
+    HostEvent, InlineStream, ManualStream, BufferPool, WorkerStream, record_event)
+from minisgl_lit.runtime import build
 
 POISON = -1
 
@@ -46,14 +47,14 @@ def send_all(stream, turns, rng, n: int = 40) -> Courier:
 @pytest.mark.parametrize('n_buffers', [1, 2, 3])
 def test_no_buffer_is_lent_while_a_copy_may_read_it(seed, n_buffers):
     stream = WorkerStream()
-    courier = send_all(stream, Turns([np.zeros(64, dtype=np.int32) for _ in range(n_buffers)], stream.record), random.Random(seed))
+    courier = send_all(stream, BufferPool([np.zeros(64, dtype=np.int32) for _ in range(n_buffers)], stream.record), random.Random(seed))
     stream.close()
     assert courier.races == [] and courier.arrived == [[i] * 64 for i in range(40)]
 
 def test_the_detector_sees_a_race():
     "The same with a mark that has always come: nobody waits, and a copy reads poison, or the next one's numbers"
     stream = WorkerStream()
-    courier = send_all(stream, Turns([np.zeros(64, dtype=np.int32) for _ in range(2)], partial(mark, 'cpu')), random.Random(0))
+    courier = send_all(stream, BufferPool([np.zeros(64, dtype=np.int32) for _ in range(2)], partial(record_event, 'cpu')), random.Random(0))
     stream.close()
     assert courier.races and len(courier.arrived) == 40
 
@@ -61,7 +62,7 @@ def test_the_detector_sees_a_race():
 def test_turns_wait_no_more_than_they_must(n, steps):
     "On a stream that works only when told: a buffer waits for its own reader, and never for one after it"
     stream, read = ManualStream(), []
-    turns, handed = Turns([[None] for _ in range(n)], stream.record), 0
+    turns, handed = BufferPool([[None] for _ in range(n)], stream.record), 0
     for hand in steps:
         if not hand:
             stream.run_next()
@@ -77,7 +78,7 @@ def test_turns_wait_no_more_than_they_must(n, steps):
 
 def test_an_error_on_the_way_does_not_lose_a_buffer():
     stream = ManualStream()
-    turns, lent = Turns('ab', stream.record), []
+    turns, lent = BufferPool('ab', stream.record), []
     for fails in (True, False, True, False, False):
         with pytest.raises(ZeroDivisionError) if fails else nullcontext():
             with turns.take() as o:
@@ -88,7 +89,7 @@ def test_an_error_on_the_way_does_not_lose_a_buffer():
 def test_buffers_are_lent_again_after_a_failed_step():
     "An event that raises the stream's error raises it once to who waits; after `reset` the buffer serves again"
     stream = ManualStream()
-    turns = Turns('a', stream.record)
+    turns = BufferPool('a', stream.record)
     with turns.take(): stream.submit(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         with turns.take(): pass
@@ -183,7 +184,7 @@ def test_events_wake_all_who_wait():
     assert not woken
     gate.set()
     for t in threads: t.join(5)
-    assert len(woken) == 6 and not isinstance(mark('cpu'), type(None)) and all(isinstance(e, HostEvent) for e in events)
+    assert len(woken) == 6 and not isinstance(record_event('cpu'), type(None)) and all(isinstance(e, HostEvent) for e in events)
     stream.close()
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
@@ -191,7 +192,7 @@ def test_pinned_buffers_in_turn_on_a_gpu():
     "Behind kernels that take long, copies from two buffers that the host refills as soon as it is allowed to"
     from minisgl_lit.device import CudaStream
     stream, x = CudaStream(), torch.ones(4096, 4096, device='cuda')
-    turns, landed = Turns([torch.zeros(1 << 16, dtype=torch.int32, pin_memory=True) for _ in range(2)], partial(mark, 'cuda')), []
+    turns, landed = BufferPool([torch.zeros(1 << 16, dtype=torch.int32, pin_memory=True) for _ in range(2)], partial(record_event, 'cuda')), []
     def work(i):
         y = x
         for _ in range(5): y = y @ x / 4096

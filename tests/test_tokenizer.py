@@ -8,9 +8,11 @@ import tokenizers
 from hypothesis import given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from minisgl_lit.core import FinishReason, PendingReq, SamplingParams
-from minisgl_lit.news import Reply
-from minisgl_lit.serving.tokenizer import Collector, TextDecoder, Tokenizer, text_stop
+from minisgl_lit.core.request import FinishReason, PendingReq
+from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.core.outputs import EngineCoreOutput
+from minisgl_lit.text.tokenizer import (
+    OutputCollector, TextDecoder, Tokenizer, stop_check_factory)
 
 BEGIN, END = 256, 257   # after one token for each byte
 
@@ -165,12 +167,12 @@ patterns = st.sampled_from([None, "a+b", r"\W\w", "[^a]b", "(?<=a)é", "b(?=a)",
 def test_scheduler_and_reader_agree(plain, text, stop, pattern, sizes, keep):
     "The scheduler stops at a token; a reader who gets the same tokens in packs finds the same text and the same match."
     ids, params = list(text.encode()), SamplingParams(stop=stop, stop_regex=pattern, no_stop_trim=keep)
-    told = text_stop(plain)(PendingReq("r", np.array([1]), params, max_len=99))
+    told = stop_check_factory(plain)(PendingReq("r", np.array([1]), params, max_len=99))
     n, matched = next(((k + 1, m) for k, i in enumerate(ids) if (m := told(i))), (len(ids), None))
-    reader, at, texts = Collector(plain, params), 0, []
+    reader, at, texts = OutputCollector(plain, params), 0, []
     for k in range(len(ids) + 1):
         pack, at = ids[at:min(n, at + sizes[k % len(sizes)])], min(n, at + sizes[k % len(sizes)])
-        texts.append(reader.add(Reply("r", pack, FinishReason.STOP if at == n else None, matched if at == n else None)).text)
+        texts.append(reader.add(EngineCoreOutput("r", pack, FinishReason.STOP if at == n else None, matched if at == n else None)).text)
         if at == n: break
     assert reader.output.text == "".join(texts) and reader.output.token_ids == ids[:n]
     expected, found = stops_plainly(text, stop, pattern, keep)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from minisgl_lit.core import Batch, ForwardMode, Lengths, PendingReq, Req, SamplingParams
+from minisgl_lit.core.request import Batch, ForwardMode, Lengths, PendingReq, Req
+from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.device import ManualStream, WorkerStream
-from minisgl_lit.toy import ToyEngine, ToyError, alone, segments
+from minisgl_lit.testing.toy_engine import ToyEngine, ToyError, expected_output, segments
 
 VOCAB, MAX_LEN = 20, 16
 
@@ -77,7 +78,7 @@ def test_right_is_right(prompts, page_size, data):
         for _ in range(n_run): h.engine.stream.run_next()
         while len(flying) > (1 if running or waiting else 0): receive(*flying.pop(0))
     for o, prompt in zip(everyone, prompts):   # all ran until their rows were full
-        assert o.pending.output_ids.tolist() == alone(prompt, MAX_LEN - len(prompt), VOCAB)
+        assert o.pending.output_ids.tolist() == expected_output(prompt, MAX_LEN - len(prompt), VOCAB)
 
 @given(prompts, st.sampled_from([1, 2, 3, 16]))
 def test_tokens_are_those_of_each_alone(prompts, page_size):
@@ -89,7 +90,7 @@ def test_tokens_are_those_of_each_alone(prompts, page_size):
         receive(*flying.pop(0))
     receive(*flying.pop())
     h.engine.stream.close()
-    for o, prompt in zip(reqs, prompts): assert o.pending.output_ids.tolist() == alone(prompt, 6, VOCAB)
+    for o, prompt in zip(reqs, prompts): assert o.pending.output_ids.tolist() == expected_output(prompt, 6, VOCAB)
 
 def started(page_size=2):
     "Two requests that have come some way, and what they would do next"
@@ -169,4 +170,4 @@ def test_lost_numbers_reach_whoever_borrows_them_and_nobody_else():
     b, c = h.add(1, [1, 2, 0, 2], prefix_of=a), h.add(2, [1, 2, 0, 2])
     assert b.cached_len == 2
     out = h.launch(h.batch([(b, 2), (c, 4)]))[1]
-    assert out.finite.tolist() == [False, True] and out.next_tokens[1] == alone([1, 2, 0, 2], 1, VOCAB)[0]
+    assert out.finite.tolist() == [False, True] and out.next_tokens[1] == expected_output([1, 2, 0, 2], 1, VOCAB)[0]

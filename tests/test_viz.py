@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core import FinishReason, ForwardMode, SamplingParams
+from minisgl_lit.core.request import FinishReason, ForwardMode
+from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.device import InlineStream, ManualStream
-from minisgl_lit.kv.cache import CacheManager
-from minisgl_lit.kv.prefix import make_prefix_cache
-from minisgl_lit.kv.table import TableManager
-from minisgl_lit.pictures import (
-    FREE, LOCKED, TREE, Branch, End, Recording, Step, draw_pages, draw_timeline, draw_tree, engine_share, evicted, leases, player)
+from minisgl_lit.kv_cache.manager import CacheManager
+from minisgl_lit.kv_cache.radix import make_prefix_cache
+from minisgl_lit.kv_cache.table import TableManager
+from minisgl_lit.tools.svg import (
+    FREE, LOCKED, TREE, Branch, End, Recording, StepRecord, draw_pages, draw_timeline, draw_tree,
+    engine_share, evicted, owner_blocks, player)
 from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.finish import Observer
-from minisgl_lit.scheduler.loop import Scheduler
-from minisgl_lit.toy import ToyEngine
-from minisgl_lit.viz import Recorder, View
+from minisgl_lit.scheduler.lifecycle import Observer
+from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.testing.toy_engine import ToyEngine
+from minisgl_lit.tools.widgets import Recorder, View
 
 SETTINGS = st.fixed_dictionaries(dict(
     page_size=st.integers(1, 4), num_pages=st.integers(6, 20), cache=st.sampled_from(['radix', 'radix', 'none']), overlap=st.booleans(),
@@ -52,7 +54,7 @@ def live(s, lives, look=lambda: None):
 def test_a_recording_is_true(config, lives):
     s, plain = server(**config), server(**config)
     recorder = Recorder(s)
-    with recorder as run: told = live(s, lives, recorder.look)
+    with recorder as run: told = live(s, lives, recorder.snapshot)
     assert told == live(plain, lives)              # to be watched changes nothing
     assert s.stats() == plain.stats()
     for i, step in enumerate(run.steps):
@@ -102,27 +104,27 @@ def test_whatever_is_said_gives_a_picture(said, rid, locked):
     "Texts of models and names of requests are anybody's"
     tree = [Branch(0, np.arange(40), np.arange(20), int(locked), 3), Branch(1, np.arange(2), np.array([20]), 0, 0)]
     stats = dict(waiting=0, pages=dict(total=22, free=0, evictable=1, protected=20, held=1))
-    steps = [Step(1, mode, {rid: 3}, [('call', k, k + .5), ('wait', k + .5, k + .7)], np.array([LOCKED]*20 + [TREE, 4]), tree, stats)
+    steps = [StepRecord(1, mode, {rid: 3}, [('call', k, k + .5), ('wait', k + .5, k + .7)], np.array([LOCKED]*20 + [TREE, 4]), tree, stats)
              for k, mode in enumerate([ForwardMode.PREFILL, ForwardMode.MIXED])]
     run = Recording(lambda ids: said, steps=steps, ends=[End(1, rid, FinishReason.STOP, 3, 0, 1)])
     run.names.append(rid)
-    run.steps.append(Step(2, owners=steps[0].owners, tree=tree[:1], stats=stats))
+    run.steps.append(StepRecord(2, owners=steps[0].owners, tree=tree[:1], stats=stats))
     for svg in (draw_timeline(run), draw_pages(run), *(draw_tree(run, i) for i in range(3))):
         assert ElementTree.fromstring(svg).tag == 'svg'
     assert len(parse(player(Recording(lambda ids: said)))) == 0
 
 @given(st.integers(1, 6).flatmap(lambda n: st.lists(st.lists(st.integers(0, 2), min_size=n, max_size=n), min_size=1, max_size=6)))
-def test_leases_cover_everything_once(rows):
+def test_owner_blocks_cover_everything_once(rows):
     codes = np.array(rows)
     painted, times = np.full(codes.shape, -1), np.zeros(codes.shape, dtype=int)
-    for code, across, down in leases(codes):
+    for code, across, down in owner_blocks(codes):
         painted[np.ix_(across, down)] = code
         times[np.ix_(across, down)] += 1
     assert painted.tolist() == codes.tolist() and times.min() == times.max() == 1
 
 def test_a_large_tree_and_many_pages_stay_small():
     tree = [Branch(0, np.arange(2), np.array([k]), 0, 0) for k in range(1000)]
-    run = Recording(str, steps=[Step(1, owners=np.arange(1000) % 7, tree=tree)])
+    run = Recording(str, steps=[StepRecord(1, owners=np.arange(1000) % 7, tree=tree)])
     run.names += ['a', 'b', 'c']
     assert 'and 960 nodes more' in draw_tree(run, 0)
     assert f'{int((run.steps[0].owners != FREE).sum()) - 96} more pages are not shown' in draw_pages(run)
@@ -150,13 +152,13 @@ def test_failures_pass_through(overlap):
 def test_a_view_draws_in_time(monkeypatch):
     "Each drawing takes a second here, so that the next may not come before five more"
     now = [0.]
-    monkeypatch.setattr('minisgl_lit.viz.time.perf_counter', lambda: now[0])
+    monkeypatch.setattr('minisgl_lit.tools.widgets.time.perf_counter', lambda: now[0])
     drawn = []
     def slow(*_):
         now[0] += 1
         drawn.append(now[0])
         return f'film {len(drawn)}'
-    monkeypatch.setattr('minisgl_lit.viz.player', slow)
+    monkeypatch.setattr('minisgl_lit.tools.widgets.player', slow)
     s = server()
     recorder = Recorder(s).attach()
     view = View(recorder)
@@ -168,14 +170,14 @@ def test_a_view_draws_in_time(monkeypatch):
     s.step()          # the last token: nobody is left
     assert len(drawn) == 4
     view.close()
-    recorder.look()
+    recorder.snapshot()
     assert (len(drawn), view.value) == (4, '')
 
 @pytest.mark.parametrize('name', ['ipywidgets', 'matplotlib'])
 def test_a_missing_extra_is_one_sentence(name):
-    code = f"import sys; sys.modules['{name}'] = None; import minisgl_lit.viz"
+    code = f"import sys; sys.modules['{name}'] = None; import minisgl_lit.tools.widgets"
     told = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stderr.strip().splitlines()
-    assert told[-1] == ("ImportError: minisgl_lit.viz draws with ipywidgets and matplotlib, and one of them is missing: "
+    assert told[-1] == ("ImportError: minisgl_lit.tools.widgets draws with ipywidgets and matplotlib, and one of them is missing: "
                         "pip install 'minisgl_lit[viz]'")
 
 @pytest.mark.skipif(not shutil.which('chromium'), reason='needs chromium')

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
-from minisgl_lit.core import RequestError, SamplingParams
+from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.llm import LLM
-from minisgl_lit.model.checkpoint import families, read_config
-from minisgl_lit.model.decoder import ModelConfig, weight_shapes
-from minisgl_lit.model.weights import batches, list_files, load_weights, pieces, survey
+from minisgl_lit.models.checkpoint import families, read_config
+from minisgl_lit.models.decoder import ModelConfig, weight_shapes
+from minisgl_lit.models.weights import list_files, load_weights, pieces, read_batches, read_headers
 from reference import make_checkpoint
 
 MIB = 2**20
@@ -32,8 +32,8 @@ RAW = dict(architectures=['LlamaForCausalLM'], vocab_size=16_000, hidden_size=10
            num_attention_heads=8, num_key_value_heads=4, dtype='bfloat16')
 MEASURE = '''
 import sys, torch
-from minisgl_lit.model.checkpoint import read_config
-from minisgl_lit.model.weights import load_weights
+from minisgl_lit.models.checkpoint import read_config
+from minisgl_lit.models.weights import load_weights
 def status(key): return next(int(o.split()[1]) * 1024 for o in open('/proc/self/status') if o.startswith(key))
 config = read_config(sys.argv[1])
 torch.ones(9, dtype=torch.bfloat16).aminmax()
@@ -74,11 +74,11 @@ def test_any_cut_into_files_gives_the_same_weights(whole, data, tmp_path_factory
     (cut/'model.safetensors.index.json').write_text(json.dumps(index))
     again = load_weights(cut, config, torch.float32)
     assert again.keys() == weights.keys() and all(torch.equal(again[o], weights[o]) for o in weights)
-    found, most = survey(list_files(cut), config.tie_word_embeddings), data.draw(st.integers(1, 20_000))
-    for names in batches(found, most):
+    found, most = read_headers(list_files(cut), config.tie_word_embeddings), data.draw(st.integers(1, 20_000))
+    for names in read_batches(found, most):
         assert len({found[o].file for o in names}) == 1
         assert len(names) == 1 or sum(4 * torch.Size(found[o].shape).numel() for o in names) <= most
-    assert [o for names in batches(found, most) for o in names] == [*found]
+    assert [o for names in read_batches(found, most) for o in names] == [*found]
 
 ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(-2, 300), st.floats(), st.text(max_size=5), st.lists(st.integers(0, 3), max_size=3),
                      st.just({}), st.sampled_from(['yarn', 'linear', 'llama3', 'dynamic', 'sliding_attention', 'bfloat16', *families]))

@@ -44,7 +44,7 @@ def check_server(command, folder, env):
             url = server.stdout.readline().split()[-1]
             page = fetch(url + "/")
             assert page.startswith("<!doctype html>"), page[:100]
-            for o in "page/style.css", "page/app.js": assert f'"{o}"' in page and len(fetch(f"{url}/{o}")) > 1000
+            for o in "webui/style.css", "webui/app.js": assert f'"{o}"' in page and len(fetch(f"{url}/{o}")) > 1000
             asked = dict(messages=[dict(role="user", content="What is a page table?")], temperature=0)
             answer = json.loads(fetch(url + "/v1/chat/completions", asked))["choices"][0]["message"]["content"]
             assert "page" in answer, answer
