@@ -204,8 +204,8 @@ class EngineDriver:
                 raise RequestError('n', what)
             for choice in own.choices():
                 try:
-                    self.scheduler.check(ids := encode(prompt), choice)
-                    self.runtime.grammars.check(choice)
+                    self.scheduler.validate(ids := encode(prompt), choice)
+                    self.runtime.grammars.validate(choice)
                 except RequestError as e:
                     what = f'prompt {i}: {e}' if len(prompts) > 1 else str(e)
                     raise RequestError(e.field, what) from None

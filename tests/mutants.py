@@ -57,7 +57,7 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('tokens that are not computed are inserted', 'kv_cache/manager', 'n_tokens = min(self._cached_len(pending), n_known)', 'n_tokens = n_known'),
     ('a retraction frees nothing', 'kv_cache/manager', 'return own + self.prefix.freed_by([_locked_prefix(p) for p in pendings])', 'return 0'),
     ('a retraction frees only its own pages', 'kv_cache/manager', 'return own + self.prefix.freed_by([_locked_prefix(p) for p in pendings])', 'return own'),
-    ('the tree is not checked', 'kv_cache/manager', '    self.prefix.check()\n', '    pass\n'),
+    ('the tree is not checked', 'kv_cache/manager', '    self.prefix.check_integrity()\n', '    pass\n'),
     ('what failed is cached', 'kv_cache/manager', 'if keep: self._insert_prefix', 'if True: self._insert_prefix'),
     ('invalid pages are matched by others', 'kv_cache/manager', 'self.prefix.invalidate(_locked_prefix(pending))', 'pass'),
     ('prefixes of other namespaces are matched', 'kv_cache/manager', 'params.extra_key, params.priority)', 'None, params.priority)'),

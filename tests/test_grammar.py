@@ -186,7 +186,7 @@ INVALID = [
 
 @pytest.mark.parametrize("name, text, why", INVALID, ids=range(len(INVALID)))
 def test_what_makes_no_sense_is_refused_in_a_sentence(name, text, why):
-    for ask in (lambda p: SPEAKERS["embedded"].compiler.check(p), lambda p: SPEAKERS["embedded"].grammar(**{name: text})):
+    for ask in (lambda p: SPEAKERS["embedded"].compiler.validate(p), lambda p: SPEAKERS["embedded"].grammar(**{name: text})):
         with pytest.raises(RequestError) as e: ask(SamplingParams(**{name: text}))
         sentence = str(e.value)
         assert e.value.field == name and sentence.startswith(f"{name}=") and why in sentence
@@ -245,7 +245,7 @@ def test_threads_share_a_compiler():
     def life(i):
         speaker = SPEAKERS["embedded"]
         params = SamplingParams(json_schema=json.dumps(dict(type="array", items=dict(type="integer", minimum=0, maximum=i % 3 + 5), minItems=3, maxItems=9)))
-        compiler.check(params)
+        compiler.validate(params)
         return speaker.say(compiler(PendingReq("", np.array([1]), params, 10)), [0, 2], seed=i)
     with ThreadPoolExecutor(4) as pool: said = [*pool.map(life, range(24))]
     assert said == [life(i) for i in range(24)] and all(3 <= len(json.loads(o)) <= 9 for o in said)
@@ -253,7 +253,7 @@ def test_threads_share_a_compiler():
 
 def test_old_grammars_make_room():
     compiler = GrammarCompiler(embedded(), 1152, [0, 2], most=3)
-    for i in range(5): compiler.check(SamplingParams(regex=f"a{{{i + 1}}}"))
+    for i in range(5): compiler.validate(SamplingParams(regex=f"a{{{i + 1}}}"))
     assert [text for _, text in compiler._cache] == ['a{3}', 'a{4}', 'a{5}']
 
 
@@ -261,8 +261,8 @@ def test_the_library_is_not_missed_before_it_is_needed():
     code = ("import sys; sys.modules['llguidance'] = None\n"
             "from minisgl_lit.engine.grammar import *; from minisgl_lit.core.sampling_params import *; import tokenizers\n"
             "c = GrammarCompiler(tokenizers.Tokenizer(tokenizers.models.BPE()), 5)\n"
-            "c.check(SamplingParams())\n"
-            "try: c.check(SamplingParams(ebnf='x'))\n"
+            "c.validate(SamplingParams())\n"
+            "try: c.validate(SamplingParams(ebnf='x'))\n"
             "except RequestError as e: print(e.field, '|', e)")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout.startswith("ebnf | ebnf needs llguidance") and "minisgl_lit[structured]" in run.stdout, run.stderr

@@ -23,7 +23,7 @@ from minisgl_lit.models.checkpoint import read_config
 from minisgl_lit.models.decoder import (
     Decoder, DenseMlp, ModelConfig, kv_heads, shard_config, weight_shapes)
 from minisgl_lit.models.moe import MoeMlp
-from minisgl_lit.models.weights import dummy_weights, list_files, pieces
+from minisgl_lit.models.weights import dummy_weights, list_files, tensor_placements
 from reference import MAX_NEW, VARIANTS, Comparison, generate, make_checkpoint, prompts
 
 GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0)
@@ -73,11 +73,11 @@ def test_parts_add_up(drawn, seed):
 def test_every_number_of_a_file_has_a_place(drawn):
     "Cut tensors are taken once by one rank, key heads by each rank with a query head of their group, the rest by all; and no two are written to one place"
     config, size = drawn
-    taken = {name: np.zeros(o.shape, dtype=int) for name, o in pieces(config).items()}
+    taken = {name: np.zeros(o.shape, dtype=int) for name, o in tensor_placements(config).items()}
     for group in (ProcessGroup(r, size) for r in range(size)):
         shapes = weight_shapes(shard_config(config, size))
         written = {name: np.zeros(shape, dtype=int) for name, shape in shapes.items()}
-        for name, place in pieces(config, group).items():
+        for name, place in tensor_placements(config, group).items():
             row = place.start
             for cut in place.slices:
                 taken[name][cut] += 1

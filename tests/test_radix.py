@@ -177,7 +177,7 @@ class Radix(RuleBasedStateMachine):
     @invariant()
     def all_is_as_the_model_says(self):
         if not hasattr(self, 'cache'): return
-        self.cache.check()
+        self.cache.check_integrity()
         pages, free = self.model.found.values(), self.model.free()
         assert sorted(self.cache.all_pages().tolist()) == sorted(o.number for o in pages)
         assert (self.cache.evictable_size, self.cache.protected_size) == (len(free), len(pages) - len(free))
@@ -396,7 +396,7 @@ def test_the_heap_does_not_outgrow_the_tree(eviction):
         cache.insert(ids[i], [0, i + 1])
         used[i] = used[i][0] + 1, step
         assert len(cache._heap) <= 2200 + 1
-    cache.check()
+    cache.check_integrity()
     assert 2000 < cache._sweep_at <= 2200
     rank = dict(lru=lambda i: used[i][1], mru=lambda i: -used[i][1], lfu=lambda i: used[i])[eviction]
     assert cache.evict(600).tolist() == [i + 1 for i in sorted(used, key=rank)]
@@ -430,9 +430,9 @@ def test_the_largest_first(monkeypatch):
     cache.insert(np.array([1, 1, 1, 1, 1]), np.arange(5))
     cache.insert(np.array([2, 2, 2]), np.arange(5, 8))
     cache.insert(np.array([1, 1, 1, 9]), np.array([0, 1, 2, 8]))   # the first has two pages of its own now
-    cache.check()
+    cache.check_integrity()
     assert cache.evict(1).tolist() == [7]
-    cache.check()
+    cache.check_integrity()
     assert cache.evict(3).tolist() == [3, 4, 6]
 
 def broken(how):
@@ -440,7 +440,7 @@ def broken(how):
     cache = RadixCache(2)
     cache.lock(cache.insert(np.array([1, 1, 2, 2, 3, 3]), np.array([0, 1, 2])).handle)
     cache.insert(np.array([1, 1, 2, 2, 4, 4]), np.array([0, 1, 3]))
-    cache.check()
+    cache.check_integrity()
     top, = cache.root.children.values()
     locked, free = sorted(top.children.values(), key=lambda o: o.pages[0])
     how(cache, top, locked, free)
@@ -479,7 +479,7 @@ def twice(cache, top, locked, free): free.pages = locked.pages
     (lost_lock, r'node of pages \[0, 1\] has the locks of its children'), (wrong_time, r'node of pages \[0, 1\] was used when they were'),
     (wrong_evictable, 'evictable_size 2 is 1'), (wrong_protected, 'protected_size 2 is 3'), (twice, 'page 2 is in one place')], ids=lambda o: getattr(o, '__name__', ''))
 def test_check_names_the_claim_that_is_false(how, claim):
-    with pytest.raises(RuntimeError, match=f'not true that {claim}'): broken(how).check()
+    with pytest.raises(RuntimeError, match=f'not true that {claim}'): broken(how).check_integrity()
 
 def ledger():
     "Page 0 in the tree, 1 and 2 of request a, 3 of request b, 4 waiting, 5 free"
@@ -635,14 +635,14 @@ def test_all_that_was_added_is_removed():
     for token, page in ((2, 1), (3, 2), (4, 3)): cache.extend(handle, [token]*2, [page])
     for _ in range(2):
         cache.invalidate(handle)
-        cache.check()
+        cache.check_integrity()
         assert cache.match_prefix([1, 1, 2, 2, 3, 3, 4, 4]).pages.tolist() == [0]
     cache.lock(found := cache.match_prefix([1, 1]))
     cache.invalidate(found)    # it has added nothing
     assert (found.invalid, cache.match_prefix([1, 1]).cached_len) == (False, 2)
     cache.unlock(handle)
     assert sorted(cache.evict(9).tolist()) == [1, 2, 3]
-    cache.check()
+    cache.check_integrity()
 
 def test_a_bad_page_that_nobody_uses_goes_first():
     cache = RadixCache(2)
@@ -651,5 +651,5 @@ def test_a_bad_page_that_nobody_uses_goes_first():
     cache.extend(bad, [2, 2], [1])
     cache.insert([2, 2, 3, 3], [1, 2])    # somebody has added to it, and is gone
     cache.invalidate(bad)
-    cache.check()
+    cache.check_integrity()
     assert cache.evict(1).tolist() == [2]

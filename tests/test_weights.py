@@ -11,7 +11,7 @@ from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.llm import LLM
 from minisgl_lit.models.checkpoint import families, read_config
 from minisgl_lit.models.decoder import ModelConfig, weight_shapes
-from minisgl_lit.models.weights import list_files, load_weights, pieces, read_batches, read_headers
+from minisgl_lit.models.weights import list_files, load_weights, tensor_placements, read_batches, read_headers
 from reference import make_checkpoint
 
 MIB = 2**20
@@ -19,7 +19,7 @@ MIB = 2**20
 def write_hole(path: Path, config: ModelConfig) -> int:
     "A checkpoint of zeros in bfloat16 that takes no room on disk; how many bytes it would take"
     header, offset = {}, 0
-    for name, o in pieces(config).items():
+    for name, o in tensor_placements(config).items():
         end = offset + 2 * torch.Size(o.shape).numel()
         header[name], offset = dict(dtype='BF16', shape=o.shape, data_offsets=[offset, end]), end
     text = json.dumps(header).encode()

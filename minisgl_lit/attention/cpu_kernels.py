@@ -94,7 +94,7 @@ INLINE void online_softmax(float *s, i64 from, i64 to, float scale, float *state
         *row_max = top;
     }
     UNROLL for (int b = 0; b < BLOCK / W; b++) {
-        vf w = power(v[b] - top);
+        vf w = exp_vector(v[b] - top);
         total += w;
         memcpy(s + b * W, &w, sizeof w);
     }

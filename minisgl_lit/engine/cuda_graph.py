@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from ..core.request import Batch, ForwardMode
 from ..device import Stream
@@ -34,8 +34,8 @@ def bucket_sizes(
 def why_not_captured(
     model: ModelConfig,  # Its shape
     ranks: int,          # How many compute it
-) -> str | None:         # In a sentence; `None`: nothing does
-    "What keeps a model's decode steps from being captured"
+) -> str | None:         # A sentence, or `None` if they can be captured
+    "Why a model's decode steps cannot be captured"
     if ranks > 1: return f'with tp={ranks} a captured all-reduce would outlive a rank that has died'
     if all(isinstance(model.mlp(i), DenseMlp) for i in range(model.num_layers)): return None
     return 'routed experts ask the host how many tokens each of them has'

@@ -142,7 +142,7 @@ class GrammarCompiler:
         try: return LLTokenizer(source, n_vocab=self._vocab_size, eos_token=eos)
         except ValueError as e: raise ValueError(f"of this model's tokenizer: {e}") from None
 
-    def check(
+    def validate(
         self,
         params: SamplingParams,   # They may ask for a grammar
     ) -> None:

@@ -84,8 +84,8 @@ def seen_tokens(
     starts: torch.Tensor,      # First token of each, [m]
     ends: torch.Tensor,        # One past the last, [m]
     width: int,                # As many as the longest has
-) -> tuple[torch.Tensor, torch.Tensor]:  # Tokens, int64; which are no repetition, [m, width]
-    "Tokens from `starts` to `ends`; short rows repeat their last, empty ones the one before"
+) -> tuple[torch.Tensor, torch.Tensor]:  # Tokens, int64, and which of them count, [m, width]
+    "Tokens from `starts` to `ends`; what fills shorter rows does not count"
     places = starts[:, None] + torch.arange(width, device=starts.device)
     last = ends[:, None] - 1
     return token_pool[rows[:, None], torch.minimum(places, last)].long(), places <= last

@@ -168,7 +168,7 @@ def peak_batches(
     table: TableManager,      # Its dummy row is used, which points at the dummy page
     max_prefill_tokens: int,  # The most prompt tokens in one step
 ) -> list[Batch]:
-    "The steps that need the most memory, one prefill and one decode; for no request"
+    "Dummy batches of the steps that need the most memory: one prefill and one decode"
     n, longest = table.dummy_row, table.token_pool.shape[1] - 1
     def batch(mode: ForwardMode, cached: np.ndarray, lens: np.ndarray) -> Batch:
         rows = np.full(len(lens), table.dummy_row)
@@ -187,7 +187,7 @@ def peak_batches(
 
 # %% ../../nbs/44_engine.worker.ipynb #9b51e9be
 _TRIED_GRAPHS = 4    # captured in a profile run
-_GRAPH_SHARE = 50    # further graphs may take one part in so many of the free memory
+_GRAPH_SHARE = 50    # further graphs may take 1/50 of the free memory
 
 def profile_run(
     resolved: ResolvedConfig,  # Of one rank
@@ -237,7 +237,7 @@ def kv_memory(
 class StartMsg(msgspec.Struct):
     "The first message to another rank: what to load."
     rank: int             # Which it is
-    config: EngineConfig  # Nothing in it is open that ranks might decide differently
+    config: EngineConfig  # With every 'auto' decided that ranks might decide differently
 
 class JoinMsg(msgspec.Struct):
     "The second: what memory to use, and where to meet."

@@ -7,7 +7,7 @@ __all__ = ['exp_c']
 
 # %% ../../nbs/06a_kernels.vector_math.ipynb #dc91db04
 exp_c = r"""
-INLINE vf power(vf x) {      // e to the x, for x up to 87
+INLINE vf exp_vector(vf x) {      // e to the x, for x up to 87
     vf lowest = (vf){0} - 87.f;
     vu zero = (vu)(x < lowest);       // all bits of a lane, or none; a NaN is not below
     x = (vf)((zero & (vu)lowest) | (~zero & (vu)x));

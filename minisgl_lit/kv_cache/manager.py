@@ -267,7 +267,7 @@ class CacheManager:
             if in_row.tolist() != cached.tolist():
                 raise RuntimeError(f'row {pending.table_idx} of {pending.rid} has pages '
                                    f'{in_row.tolist()}, but its prefix is in {cached.tolist()}')
-        self.prefix.check()
+        self.prefix.check_integrity()
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #680bcc51
     def invalidate(

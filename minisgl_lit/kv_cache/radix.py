@@ -133,7 +133,7 @@ class PrefixCache(Protocol):
     def all_pages(self) -> np.ndarray:
         "All pages it owns"
         ...
-    def check(self) -> None:
+    def check_integrity(self) -> None:
         "Check every invariant of the whole cache; an error names the first that is broken"
         ...
 
@@ -174,7 +174,7 @@ class RadixCache:
         self._sweep_at = SWEEP_AT_LEAST   # length of the heap at which stale entries are removed
         self._step = 0                 # counts operations: the clock of the eviction policies
 
-    def _rank(self, node: Node) -> tuple[float, ...]:
+    def _priority_key(self, node: Node) -> tuple[float, ...]:
         "The lowest is evicted first; invalid nodes before all others"
         return (-math.inf,) if node.invalid else self._policy(node)
 
@@ -248,7 +248,7 @@ class RadixCache:
         "Offer an unlocked leaf for eviction: put it into the heap at its present rank"
         if node.locks or node.children or node is self.root: return
         node.entry_no = next(self._numbers)
-        heappush(self._heap, (*self._rank(node), node.entry_no, node))
+        heappush(self._heap, (*self._priority_key(node), node.entry_no, node))
         if len(self._heap) > self._sweep_at:
             self._heap = [entry for entry in self._heap if entry[-2] == entry[-1].entry_no]
             heapify(self._heap)
@@ -320,7 +320,7 @@ class RadixCache:
             *rank, entry, node = heappop(self._heap)
             if entry != node.entry_no: continue
             node.entry_no = 0
-            if (*rank,) == self._rank(node): return node
+            if (*rank,) == self._priority_key(node): return node
             self._offer(node)
 
     # %% ../../nbs/12_kv_cache.radix.ipynb #ddcfbf17
@@ -381,7 +381,7 @@ class RadixCache:
         "All pages in the tree"
         return np.concatenate([node.pages for node in self.nodes()])
 
-    def check(self) -> None:
+    def check_integrity(self) -> None:
         "Walk the whole tree; `RuntimeError` names the first claim that is false"
         for claim, holds in self._claims():
             if not holds: raise RuntimeError(f'prefix tree: it is not true that {claim}')
@@ -413,7 +413,7 @@ class RadixCache:
             has_entry = node.entry_no in ranks
             yield f'{it} has an entry if it can be evicted', has_entry == can_be_evicted
             yield f'{it} is not evicted too late', (
-                not can_be_evicted or ranks[node.entry_no] <= self._rank(node))
+                not can_be_evicted or ranks[node.entry_no] <= self._priority_key(node))
             if node.locks > 0: protected += len(node.pages)
             else: evictable += len(node.pages)
             times_seen.update(node.pages.tolist())

@@ -151,7 +151,7 @@ INLINE vu to_bf16(vf x) {      // rounded, in the upper halves
 INLINE vf silu(vf x) {
     vf top = (vf){0} + 87.f;
     vu over = (vu)(-x > top);
-    return x / (1 + power((vf)(over & (vu)top | ~over & (vu)-x)));
+    return x / (1 + exp_vector((vf)(over & (vu)top | ~over & (vu)-x)));
 }
 INLINE vu silu_mul_bf16(vf gate, vf up) {
     return to_bf16((vf)to_bf16(silu(gate)) * up);

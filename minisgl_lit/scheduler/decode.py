@@ -17,9 +17,10 @@ from .prefill import unlimited
 # %% ../../nbs/22_scheduler.decode.ipynb #a5f9aa2a
 class NewTokenRatio:
     "The share of their longest outputs that running requests are expected to make, after SGLang."
-    init_ratio, min_share = .7, .14   # where it starts; and of that, where the decay ends
-    decay_steps = 600                 # decode steps from one to the other
-    spare_tokens = 20                 # after a retraction: expected of each, beyond what is seen
+    init_ratio = .7      # with optimistic admission, before anything is known
+    min_share = .14      # the ratio decays to this share of its first value
+    decay_steps = 600    # decode steps that the decay takes
+    spare_tokens = 20    # after a retraction, each request is expected to make so many more
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class NewTokenRatio:
     def expected(
         self,
         left: np.ndarray,  # Tokens that each may still need at most, [n]
-    ) -> np.ndarray:       # and will probably, rounded up, [n]
+    ) -> np.ndarray:       # Tokens that each is expected to need, rounded up, [n]
         "The new tokens to reserve for"
         clipped = np.minimum(left, self.clip_max_new_tokens)
         return np.ceil(clipped * self.ratio).astype(np.int64)

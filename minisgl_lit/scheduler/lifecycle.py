@@ -151,7 +151,7 @@ class Lifecycle:
         "Accept a request, which then gets exactly one terminal output, or raise `RequestError`"
         if rid in self.alive:
             raise RequestError('rid', f'rid {rid!r} belongs to a request that is still running')
-        ids, max_len = self.check(input_ids, params)
+        ids, max_len = self.validate(input_ids, params)
         self._check_queue(params.priority)
         params = params.resolve(self.defaults, seed=int(self._rng.integers(2**62)))
         pending = PendingReq(rid, ids, params, max_len, arrival=self.clock())
@@ -165,7 +165,7 @@ class Lifecycle:
         return pending
 
     # %% ../../nbs/23_scheduler.lifecycle.ipynb #98458fa0
-    def check(
+    def validate(
         self,
         input_ids: Sequence[int] | np.ndarray,   # A prompt
         params: SamplingParams,    # Its sampling parameters
@@ -182,7 +182,7 @@ class Lifecycle:
             raise RequestError(
                 'min_tokens', 'min_tokens needs a token that does not end the answer, '
                 'but stop_token_ids has them all')
-        return self.validator.check(input_ids, params)
+        return self.validator.validate(input_ids, params)
 
     def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         "Tokens that would end a request"

@@ -44,7 +44,7 @@ class Fcfs:
         self._count(waiting)
         keys = self.keys(waiting)
         if self._equal(waiting, keys): return list(waiting)
-        ranks = list(map(self._rank, waiting, keys))
+        ranks = list(map(self._order_key, waiting, keys))
         return [waiting[i] for i in sorted(range(len(waiting)), key=ranks.__getitem__)]
 
     def is_starving(self, pending: PendingReq) -> bool:
@@ -56,7 +56,7 @@ class Fcfs:
         priorities = {o.params.priority for o in waiting}
         return len(priorities) == len(set(keys)) == 1 and not any(self.overtaken.values())
 
-    def _rank(self, pending: PendingReq, key: Key) -> tuple[int, int, Key]:
+    def _order_key(self, pending: PendingReq, key: Key) -> tuple[int, int, Key]:
         "What a request is sorted by"
         aging = self.overtaken[pending] // self.age_every if self.age_every else 0
         priority = pending.params.priority + aging
@@ -145,9 +145,10 @@ def one_per_shared_prefix(
 
 # %% ../../nbs/20_scheduler.policy.ipynb #62580497
 class InBatchPrefixPolicy:
-    """In-batch prefix caching, after SGLang: around another policy, of the requests that share
-    uncached tokens only one goes first, and the others hit the cache in a later pass."""
-    max_checked, min_shared_tokens = 128, 32   # requests that are looked at; see above
+    """In-batch prefix caching, after SGLang: a policy around another one. Of the requests that
+    share uncached tokens only one is tried; the others hit the cache in a later pass."""
+    max_checked = 128        # waiting requests that are compared, from the head of the queue
+    min_shared_tokens = 32   # uncached tokens in common, from which on it pays to wait
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class InBatchPrefixPolicy:
         self.inner, self.matches = inner, PrefixMatches(inner.cache)
 
     def order(self, waiting: Sequence[PendingReq]) -> Iterator[PendingReq]:
-        "As the inner policy says, matched as they are asked for; followers are left out"
+        "In the order of the inner policy, without those that had better wait"
         ordered, inner = self.inner.order(waiting), self.inner
         head = ordered[:self.max_checked] if len(ordered) > 1 else []
         yield from one_per_shared_prefix(head, self.matches.of(head), inner.cache.page_size,

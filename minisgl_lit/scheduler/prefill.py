@@ -26,7 +26,7 @@ class RequestValidator:
         self.vocab_size, self.slots = vocab_size, cache.num_pages * cache.page_size
         self.max_seq_len = cache.table.token_pool.shape[1]
 
-    def check(
+    def validate(
         self,
         input_ids: Sequence[int] | np.ndarray,  # A prompt
         params: SamplingParams,    # Its sampling parameters

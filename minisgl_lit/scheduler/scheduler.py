@@ -89,7 +89,7 @@ class Scheduler(Lifecycle):
         return self._prepare_batch(reqs, mode) if reqs else None
 
     def _prepare_batch(self, reqs: list[Req], mode: ForwardMode) -> Batch | None:
-        "A batch of these; `None` if none of them is left when there is room"
+        "A batch of these; `None` if all of them had to be retracted or ended"
         plan = BatchPlan(reqs, self.cache, self.decode.rows if mode is ForwardMode.DECODE else None)
         if plan.new_pages > self.cache.ready_size:
             self.quiesce()
@@ -130,7 +130,7 @@ class Scheduler(Lifecycle):
 
     # %% ../../nbs/25_scheduler.scheduler.ipynb #8d1d085d
     def _preempt(self) -> bool:
-        "Retract requests of lower priority for the blocked head of the queue; whether any were"
+        "Whether requests of lower priority were retracted for the blocked head of the queue"
         head = self.prefill.blocked
         if head is None or not self._preemption_victims(head): return False
         self.quiesce()
@@ -166,7 +166,7 @@ class Scheduler(Lifecycle):
         lengths = self.table.lengths
         lengths.launched[batch.rows] = batch.step
         lengths.cached_len[batch.rows] = batch.device_lens
-        lengths.complete(batch.rows[batch.sampled])
+        lengths.advance(batch.rows[batch.sampled])
         if batch.mode is ForwardMode.DECODE: self.decode.filter_reqs()
         else:
             running = self.decode.running

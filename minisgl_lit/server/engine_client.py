@@ -194,8 +194,7 @@ class EngineCoreHandle:
 class AsyncEngineClient:
     """An `EngineClient` whose engine is another process.
 
-    Each rid in `_open` belongs to one request whose last output has not come; no other request
-    can have it until then."""
+    A rid in `_open` is taken until the last output of its request has come."""
     def __init__(
         self,
         process: EngineCoreHandle,  # Of the engine; it has started
@@ -219,7 +218,7 @@ class AsyncEngineClient:
         "Whether new requests are accepted"
         return not self.why
 
-    def _check(self, requests: list[UserMsg]) -> None:
+    def _check_capacity(self, requests: list[UserMsg]) -> None:
         for r in requests:
             if r.rid in self._open:
                 raise RequestError(
@@ -235,7 +234,7 @@ class AsyncEngineClient:
         requests: list[UserMsg],  # Of one call
     ) -> AsyncGenerator[EngineCoreOutput]:
         "Outputs of all of them, until each has ended; to close it aborts"
-        self._check(requests)
+        self._check_capacity(requests)
         output_queue, messages = OutputQueue(), [encode(r) for r in requests]
         left = {r.rid for r in requests}
         for rid in left: self._open[rid] = output_queue

@@ -83,7 +83,7 @@ def _without_grammar(message: UserMsg) -> UserMsg:
 class GrammarQueue:
     """Requests whose grammar is being compiled.
 
-    Their rids are taken, and the scheduler does not know of them. No request ends here.
+    Their rids are taken, but the scheduler does not have them yet; only it ends requests.
     """
     def __init__(
         self,
@@ -105,7 +105,7 @@ class GrammarQueue:
         rid, ids, params = message.rid, message.input_ids, message.params
         if rid in self._waiting:
             raise RequestError('rid', f'rid {rid!r} belongs to a request that is still waiting')
-        if params.grammars: self.scheduler.check(ids, params)
+        if params.grammars: self.scheduler.validate(ids, params)
         compiling = self._compile(params)
         if compiling and not compiling.done():
             self._waiting[rid] = message, compiling

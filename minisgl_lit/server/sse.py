@@ -134,7 +134,7 @@ class OutputQueue:
         if self._getter and not self._getter.done(): self._getter.set_result(None)
 
     async def get(self) -> list[EngineCoreOutput]:
-        "Wait for outputs: one for each request that has some; an error is raised"
+        "Wait for outputs: one for each request that has some; a stored error is raised"
         while not self._waiting and not self._error:
             self._getter = asyncio.get_running_loop().create_future()
             await self._getter
