@@ -45,7 +45,7 @@ class TokenHistogram:
     "A histogram of seconds, cheap enough for every token. For one thread: nothing is locked."
     def __init__(
         self,
-        shortest: float,  # Upper bound of the first bucket, in seconds; of the last: 10,000 times it
+        shortest: float,  # Upper bound of the first bucket, in seconds; the last: 10,000 times
     ):
         multiples = 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 10000
         self.bounds = [round(shortest * o, 6) for o in multiples]   # Upper bounds, seconds
