@@ -38,7 +38,7 @@ def toy_driver(overlap, rows=3, pages=24, queued=4, delay=0.0):
     scheduler = Scheduler(engine, cache, VOCAB, float, EngineConfig(max_queued_req=queued, overlap=overlap),
                           make_stop_check=stop_check_factory(letters := Letters()))
     runtime = SimpleNamespace(scheduler=scheduler, control=Control(scheduler), engine=engine, close=stream.close, tokenizer=letters,
-                              grammars=SimpleNamespace(check=lambda params: None))
+                              grammars=SimpleNamespace(validate=lambda params: None))
     return EngineDriver(runtime)
 
 
@@ -111,7 +111,7 @@ def test_closing_wakes_those_who_wait():
                 for piece in stream: told.append(piece)
     threads = [threading.Thread(target=reader) for _ in range(3)]
     for t in threads: t.start()
-    while len(told) < 6: threading.Event().wait(.001)
+    while len(told) < 6 and all(t.is_alive() for t in threads): threading.Event().wait(.001)
     driver.close()
     for t in threads: t.join(5)
     assert not any(t.is_alive() for t in threads)
