@@ -54,7 +54,7 @@ def benchmarks(peers):
     unit, start = cell(peers["unit"]), peers["start"]
     return f"""# Benchmarks
 
-A speed alone says little: it needs the machine, the work, and what would have been possible. So every benchmark here measures the machine's memory and arithmetic in the same run and prints the least time that prefill and decode could take in any engine. [The chapter on benchmarks](../nbs/61_tools.bench.ipynb) builds them, [limits](../nbs/57_tools.roofline.ipynb) says what they are measured against, and [load](../nbs/58_tools.load_generator.ipynb) asks a server as strangers do.
+A speed alone says little: it needs the machine, the work, and what would have been possible. So every benchmark here measures the machine's memory and arithmetic in the same run and prints the least time that prefill and decode could take in any engine. [The chapter on benchmarks](../nbs/61_tools.bench.ipynb) builds them, [limits](../nbs/57_tools.roofline.ipynb) says what they are measured against, and [load](../nbs/58_tools.load_generator.ipynb) sends a server requests as its callers do.
 
 ## Beside other engines
 
@@ -87,7 +87,7 @@ The last one asks any server that speaks OpenAI's API; so it can be pointed at a
 
 ## Read them with care
 
-A machine shared with strangers runs at two speeds, a third apart, for seconds or minutes at a time. Measure the engines in turn, in one session, three times or more, and compare within a round. With another busy process on one of two cores, two threads that wait for each other can become many times slower, ours and those of other engines.
+A machine shared with other tenants runs at two speeds, a third apart, for seconds or minutes at a time. Measure the engines in turn, in one session, three times or more, and compare within a round. With another busy process on one of two cores, two threads that wait for each other can become many times slower, ours and those of other engines.
 """
 
 def write(docs, nbs):

@@ -215,7 +215,7 @@ LONG = json.dumps(dict(type="array", items=dict(enum=["one", "two", "three"]), m
 def test_a_grammar_survives_retraction(overlap):
     params = [SamplingParams(json_schema=LONG, seed=i, temperature=1.0, max_tokens=150) for i in range(6)]
     compiler = SPEAKERS["embedded"].compiler
-    compiler = GrammarCompiler(compiler._tokenizer, 1152, [0, 2])
+    compiler = GrammarCompiler(compiler._tokenizer, 1536, [0, 2])
     roomy, _, _ = serve(compiler, params, overlap=overlap)
     texts, ends, stats = serve(compiler, params, overlap=overlap, page_size=1, num_pages=190, admission="optimistic", schedule_conservativeness=.05)
     assert stats["retracted"] > 0 and texts == roomy
@@ -223,7 +223,7 @@ def test_a_grammar_survives_retraction(overlap):
 
 
 def test_neighbours_and_limits():
-    compiler = GrammarCompiler(embedded(), 1152, [0, 2])
+    compiler = GrammarCompiler(embedded(), 1536, [0, 2])
     plain = SamplingParams(temperature=0, max_tokens=12)
     (alone,), _, _ = serve(None, [plain])
     texts, ends, _ = serve(compiler, [plain, SamplingParams(json_schema=LONG, temperature=0, max_tokens=5), SamplingParams(regex="yes|no", temperature=0)])
@@ -232,8 +232,8 @@ def test_neighbours_and_limits():
 
 
 def test_without_an_end_token():
-    compiler = GrammarCompiler(embedded(), 1152, [5000])   # the library guesses one
-    g, out, (a,) = compiler(PendingReq("", np.array([1]), SamplingParams(regex="aa?"), 10)), np.zeros(36, dtype=np.int32), embedded().encode("a").ids
+    compiler = GrammarCompiler(embedded(), 1536, [5000])   # the library guesses one
+    g, out, (a,) = compiler(PendingReq("", np.array([1]), SamplingParams(regex="aa?"), 10)), np.zeros(48, dtype=np.int32), embedded().encode("a").ids
     for complete in (False, True):
         g.mask(out)
         assert allowed(out) and all({*embedded().decode([i])} == {"a"} for i in allowed(out))
@@ -241,7 +241,7 @@ def test_without_an_end_token():
 
 
 def test_threads_share_a_compiler():
-    compiler = GrammarCompiler(embedded(), 1157, [0, 2])
+    compiler = GrammarCompiler(embedded(), 1541, [0, 2])
     def life(i):
         speaker = SPEAKERS["embedded"]
         params = SamplingParams(json_schema=json.dumps(dict(type="array", items=dict(type="integer", minimum=0, maximum=i % 3 + 5), minItems=3, maxItems=9)))
@@ -252,7 +252,7 @@ def test_threads_share_a_compiler():
 
 
 def test_old_grammars_make_room():
-    compiler = GrammarCompiler(embedded(), 1152, [0, 2], most=3)
+    compiler = GrammarCompiler(embedded(), 1536, [0, 2], most=3)
     for i in range(5): compiler.validate(SamplingParams(regex=f"a{{{i + 1}}}"))
     assert [text for _, text in compiler._cache] == ['a{3}', 'a{4}', 'a{5}']
 

@@ -60,7 +60,7 @@ class SamplingArrays:
     repetition_penalty: np.ndarray  # float32; 1 is none
     presence_penalty: np.ndarray    # float32
     frequency_penalty: np.ndarray   # float32
-    special: np.ndarray      # bool; whether logits are edited or logprobs reported
+    uses_logits: np.ndarray      # bool; whether logits are edited or logprobs reported
 
     @classmethod
     def empty(cls, n_rows: int) -> 'SamplingArrays':
@@ -70,7 +70,7 @@ class SamplingArrays:
         return cls(
             temperature=filled(0), top_k=filled(0, np.int64), top_p=filled(1), min_p=filled(0),
             seed=filled(0, np.int64), repetition_penalty=filled(1), presence_penalty=filled(0),
-            frequency_penalty=filled(0), special=filled(False, np.bool_))
+            frequency_penalty=filled(0), uses_logits=filled(False, np.bool_))
 
     def put(
         self,
@@ -106,12 +106,12 @@ class PromptLogprobs:
     ):
         self.end = self.start = len(input_ids)
         if params.prompt_logprobs is not None: self.start = params.logprob_start_len or 0
-        self.told = [Logprob(int(o), None, []) for o in input_ids[self.start:1]]
+        self.reported = [Logprob(int(o), None, []) for o in input_ids[self.start:1]]
 
     @property
     def next(self) -> int:
         "The first token of the prompt that is still to be reported"
-        return self.start + len(self.told)
+        return self.start + len(self.reported)
 
     def matchable_len(self, n_tokens: int) -> int:
         "How many of `n_tokens` may be cached: the last is computed, and all from `next - 1` on"
@@ -247,11 +247,11 @@ class ForwardMode(Enum):
 @dataclass(eq=False)
 class LogitEdits:
     "Changes to logits before sampling. Requests are indices into the sampled of a batch."
-    who: np.ndarray         # Requests with penalties, [m]
+    penalized: np.ndarray   # Requests with penalties, [m]
     input_lens: np.ndarray  # Where their answers begin, [m]
     penalties: np.ndarray   # Repetition, presence and frequency, float32, [3, m]
-    places: np.ndarray      # Single logits: request and token, [2, k]
-    added: np.ndarray       # The bias of each; -inf: never choose it, float32, [k]
+    bias_at: np.ndarray     # Single logits: request and token, [2, k]
+    biases: np.ndarray      # The bias of each; -inf: never choose it, float32, [k]
 
 @dataclass(eq=False)
 class LogprobRequests:

@@ -144,7 +144,7 @@ class SamplingParams:
         return replace(self, **{name: defaults.get(name, usual[name]) for name in missing})
 
     @property
-    def special(self) -> bool:
+    def uses_logits(self) -> bool:
         "Whether it asks for more than sampling: for edited logits, or reported logprobs"
         repeated = self.repetition_penalty not in (None, 1)
         penalty = repeated or self.presence_penalty or self.frequency_penalty

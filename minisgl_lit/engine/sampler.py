@@ -114,17 +114,17 @@ def apply_logit_edits(
     token_pool: torch.Tensor,  # Tokens of rows, [n_rows, max_seq_len]
 ) -> None:
     "Apply the penalties and logit biases of the requests"
-    if len(edits.who):
-        ends, starts = places[1, edits.who], edits.input_lens
-        host = np.stack([edits.who, places[0, edits.who], starts, ends])
+    if len(edits.penalized):
+        ends, starts = places[1, edits.penalized], edits.input_lens
+        host = np.stack([edits.penalized, places[0, edits.penalized], starts, ends])
         sampled, row, start, end = to_device(host, logits.device)
         seen, _ = seen_tokens(token_pool, row, torch.zeros_like(start), end, int(ends.max()))
         output = seen_tokens(token_pool, row, start, end, max(int((ends - starts).max()), 1))
         penalties = to_device(edits.penalties[..., None], logits.device)
         apply_penalties(logits, sampled, penalties, seen, output)
-    if len(edits.added):
-        where = to_device(edits.places, logits.device)
-        added = to_device(edits.added, logits.device)
+    if len(edits.biases):
+        where = to_device(edits.bias_at, logits.device)
+        added = to_device(edits.biases, logits.device)
         logits.index_put_(tuple(where), added, accumulate=True)
 
 # %% ../../nbs/40_engine.sampler.ipynb #66f5aa24

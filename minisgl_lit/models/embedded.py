@@ -233,8 +233,8 @@ class Optimizer:
 def train(
     model: 'Qwen3ForCausalLM',  # Changed in place
     tok: 'Tokenizer',           # Of `make_tokenizer`
-    steps: int = 5000,          # Batches, at most
-    minutes: float = 50,        # Time, at most
+    steps: int = 6500,          # Batches, at most
+    minutes: float = 55,        # Time, at most
     tokens: int = 1600,         # Positions in a batch, at most
     show: bool = True,          # A progress bar
 ) -> list[dict[str, float]]:    # Every 100 steps: step, smoothed loss, seconds
@@ -338,8 +338,8 @@ def save_checkpoint(
 # %% ../../nbs/37_models.embedded.ipynb #ad4b185c
 def main(
     path: Path | None = None,  # Where to; `None`: into the package
-    steps: int = 5000,         # Batches to train on, at most
-    minutes: float = 50,       # Time to train, at most
+    steps: int = 6500,         # Batches to train on, at most
+    minutes: float = 55,       # Time to train, at most
     n_exam: int = 50,          # Exam tasks of each kind
     show: bool = True,         # A progress bar, and the result of the exam
 ) -> None:

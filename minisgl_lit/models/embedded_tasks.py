@@ -117,9 +117,11 @@ def draw_count(kind: str, rng: Random) -> Drawn:
 LISTS = ('sort numbers', 'sort words', 'sort down', 'copy')
 
 def draw_items(kind: str, rng: Random) -> list[str]:
-    "Two to five numbers, or up to four words"
+    "Two to five numbers, up to four words, or to copy: one or two words without a meaning"
     if kind in ('sort numbers', 'sort down') or kind == 'copy' and rng.random() < .4:
         return [str(o) for o in rng.sample(range(31), rng.randint(2, 5))]
+    if kind == 'copy' and rng.random() < .4:
+        return [rng.choice((str, str.title))(nonsense(rng)) for _ in range(rng.randint(1, 2))]
     return rng.sample(words('words'), rng.randint(1 if kind == 'copy' else 2, 4))
 
 def in_order(kind: str, items: list[str]) -> list[str]:
@@ -209,7 +211,7 @@ def use_tool(kind: str, rng: Random) -> Task:
     say = phrases()['tools'][tool]['say']
     asked = as_typed(expand(rng.choice(say), rng, city=city), rng)
     if kind == 'tool missing':
-        return Task(kind, asked, phrases()['unknown']['answer'], rng.choice(((), (other,))))
+        return Task(kind, asked, phrases()['unknown']['answer'], rng.choice(((), (other,), (other,))))
     tools = rng.choice(((tool, other), (other, tool), (tool,)))
     call = call_text(tool, city)
     if kind == 'tool call': return Task(kind, asked, call, tools)
@@ -271,10 +273,10 @@ TALK: dict[str, Callable[[str, Random], Task]] = {
     'think compare': think, 'think talk': other_task}
 KINDS = {   # `skill` draws those not in `TALK`
     'glossary': 26, 'questions': 7, 'smalltalk': 8, 'unknown': 6,
-    'add': 8, 'subtract': 5, 'copy': 8, 'sort numbers': 8, 'sort words': 9, 'sort down': 4,
+    'add': 8, 'subtract': 5, 'copy': 9, 'sort numbers': 8, 'sort words': 9, 'sort down': 4,
     'larger': 4, 'smaller': 3, 'count': 6, 'count to': 3, 'count down': 2, 'next': 2, 'before': 2,
-    'tool call': 6, 'tool answer': 5, 'tool missing': 3, 'no tool needed': 5,
-    'think add': 5, 'think sort': 5, 'think compare': 4, 'think talk': 3}
+    'tool call': 8, 'tool answer': 8, 'tool missing': 9, 'no tool needed': 5,
+    'think add': 5, 'think sort': 5, 'think compare': 7, 'think talk': 3}
 
 def new_task(
     rng: Random,                # Draws

@@ -63,8 +63,8 @@ def make_logit_edits(
     reqs = [plan.reqs[i] for i in sampled]
     input_lens = np.array([o.pending.input_len for o in reqs], dtype=np.int64)
     n_made = plan.device_lens[sampled] - input_lens
-    special = np.flatnonzero(sampling.special[rows])
-    biases = [(i, *bias) for i in special for bias in _biases(reqs[i], n_made[i])]
+    editing = np.flatnonzero(sampling.uses_logits[rows])
+    biases = [(i, *bias) for i in editing for bias in _biases(reqs[i], n_made[i])]
     if not (len(penalized) or biases): return None
     places = np.array([o[:2] for o in biases], dtype=np.int64).reshape(-1, 2).T
     added = np.array([o[2] for o in biases], dtype=np.float32)
@@ -121,7 +121,7 @@ def make_batch(
     table.flush()
     owner, positions, sampled = _tokens(plan, mode)
     token_rows, logit_edits, logprob_requests = rows[owner], None, None
-    if table.sampling.special[rows].any():
+    if table.sampling.uses_logits[rows].any():
         logit_edits = make_logit_edits(plan, sampled)
         logprob_requests = make_logprob_requests(plan, sampled)
     return Batch(plan.reqs, mode, step, rows, plan.cached_lens, plan.device_lens,

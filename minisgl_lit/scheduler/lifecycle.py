@@ -379,7 +379,7 @@ class Lifecycle:
             if pending.finish_reason or pending.to_finish or pending.kv_invalid: continue
             if np.isfinite(results.logprobs[[first + k for k in own]]).all():
                 top_n = pending.params.prompt_logprobs or 0
-                pending.prompt_logprobs.told += [_logprob(results, first + k, targets[k], top_n)
+                pending.prompt_logprobs.reported += [_logprob(results, first + k, targets[k], top_n)
                                                  for k in own]
             else: self._process_one_token(pending, no_token, finite=False)
 
