@@ -9,9 +9,13 @@
 import argparse, ast, json, os, re, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
+from multiprocessing import forkserver, get_context
 from pathlib import Path
+from threading import Lock
+from unittest.mock import patch
 
 import nbformat
+from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
@@ -24,7 +28,7 @@ _wstate = "application/vnd.jupyter.widget-state+json"
 _exports = {"export", "exporti", "exports"}
 # no network, one thread (two kernels share the cores), and nothing that differs from run to run
 _env = {"HF_HUB_OFFLINE": "1", **os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "SOURCE_DATE_EPOCH": "0",
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
 
 def notebooks(): return sorted(p for p in (root/"nbs").glob("*.ipynb") if p.name[0] not in "._")
 
@@ -87,9 +91,40 @@ def _joined(outputs):
         else: res.append(o)
     return res
 
+_context, _starting = get_context("forkserver"), Lock()
+_context.set_forkserver_preload(["torch", "matplotlib.pyplot", "ipykernel.kernelapp", "fastcore.all"])
+
+def _start_server():
+    with _starting, patch.dict(os.environ, _env): forkserver.ensure_running()
+
+def _kernel(args, env, cwd):
+    os.setsid()   # a process group of its own
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    from ipykernel.kernelapp import launch_new_instance
+    launch_new_instance(argv=[*args, f"--IPKernelApp.parent_handle={os.getppid()}"])   # ends with the server
+
+class _Fork(_context.Process):
+    "A process with the methods of a `Popen` that a kernel's manager calls"
+    stdin = stdout = stderr = None
+    def poll(self): return self.exitcode
+    def wait(self): return self.join()
+    def send_signal(self, signum): os.kill(self.pid, signum)
+
+class ForkingManager(AsyncKernelManager):
+    "Forks kernels off a process that has imported torch, which spares each notebook two seconds"
+    async def _async_launch_kernel(self, kernel_cmd, *, env, cwd, **kw):
+        args = kernel_cmd[kernel_cmd.index("ipykernel_launcher") + 1:]
+        _start_server()
+        kernel = _Fork(target=_kernel, args=(args, env, cwd))
+        kernel.start()
+        self.provisioner.process, self.provisioner.pid, self.provisioner.pgid = kernel, kernel.pid, kernel.pid
+        self._reconcile_connection_info(self.provisioner.connection_info)
+
 def execute(nb, path, timeout):
     "Run `nb` in a kernel of its own; return an error message or ''."
-    client = NotebookClient(nb, kernel_name="python3", timeout=timeout, startup_timeout=300,
+    client = NotebookClient(nb, kernel_name="python3", timeout=timeout, startup_timeout=300, kernel_manager_class=ForkingManager,
         resources={"metadata": {"path": str(path.parent)}}, extra_arguments=["--log-level=ERROR"])
     try: client.execute(env=_env)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as e:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 # %% ../../nbs/00a_core.sampling_params.ipynb #7b87bcce
 class RequestError(ValueError):
-    "A request that cannot be served as asked; refused at once, and nobody else is touched."
+    "A request that cannot be served as asked; refused at once; no other request is affected."
     def __init__(
         self,
         field: str,    # What the caller would have to change

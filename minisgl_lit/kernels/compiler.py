@@ -181,7 +181,7 @@ INLINE float sum(vf v) {
 def large_pages(
     tensor: torch.Tensor,  # New, and not written to yet
 ) -> torch.Tensor:         # The same
-    "Ask for large pages under a tensor on the CPU; where nobody knows them, nothing happens"
+    "Ask for large pages under a tensor on the CPU; where the system has none, nothing happens"
     if tensor.device.type != 'cpu' or not hasattr(mmap, 'MADV_HUGEPAGE'): return tensor
     size, first = 1 << 21, tensor.data_ptr()
     begin, end = -(-first // size) * size, (first + tensor.nbytes) // size * size

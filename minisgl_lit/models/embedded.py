@@ -233,8 +233,8 @@ class Optimizer:
 def train(
     model: 'Qwen3ForCausalLM',  # Changed in place
     tok: 'Tokenizer',           # Of `make_tokenizer`
-    steps: int = 6500,          # Batches, at most
-    minutes: float = 55,        # Time, at most
+    steps: int = 8500,          # Batches, at most
+    minutes: float = 58,        # Time, at most
     tokens: int = 1600,         # Positions in a batch, at most
     show: bool = True,          # A progress bar
 ) -> list[dict[str, float]]:    # Every 100 steps: step, smoothed loss, seconds
@@ -338,9 +338,9 @@ def save_checkpoint(
 # %% ../../nbs/37_models.embedded.ipynb #ad4b185c
 def main(
     path: Path | None = None,  # Where to; `None`: into the package
-    steps: int = 6500,         # Batches to train on, at most
-    minutes: float = 55,       # Time to train, at most
-    n_exam: int = 50,          # Exam tasks of each kind
+    steps: int = 8500,         # Batches to train on, at most
+    minutes: float = 58,       # Time to train, at most
+    n_exam: int = 200,         # Exam tasks of each kind
     show: bool = True,         # A progress bar, and the result of the exam
 ) -> None:
     "Train the embedded model anew: tokenizer, weights, exam, log"

@@ -334,7 +334,7 @@ class ToyEngine:
 
     # %% ../../nbs/03_testing.toy_engine.ipynb #a2460ce5
     def reset(self) -> None:
-        "Forget a failure, and what was in line behind it"
+        "Forget a failure, and what was enqueued behind it"
         self.stream.reset()
         self._in_flight.clear()
 
