@@ -77,6 +77,20 @@ def test_no_module_imports_a_later_one():
     texts = [(m, mods[dotted(m)], (root/m).read_text(), dotted(m)) for m in modules(root) if dotted(m) in mods]
     assert not (bad := [*reads_ahead(mods, texts)]), "\n".join(bad)
 
+def test_the_evening_stands_alone():
+    "The opening chapter comes first, uses and exports nothing of the package, and is one sitting: words / 180 + shown lines of code / 8"
+    nb = min(notebooks(), key=lambda nb: (nb.stem == "index", nb.stem == "index" or number(nb)))
+    cells = json.loads(nb.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
+    assert nb.name == "00_one_evening.ipynb" and not any(re.match(r"#\|\s*(export|default_exp)", s) for s in code)
+    assert not [m for s in code for m in imports(s) if m.startswith(pkg)]
+    assert not [c["id"] for c in cells if c["cell_type"] == "code" and "".join(c["source"]).count("assert") > 3]
+    prose = re.sub(r"(?s)<details>.*?</details>|```.*?```", "", "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown"))
+    shown = [o for s in code if not re.match(r"(#\|.*\n)*#\|\s*(hide|code-fold)", s) for o in s.splitlines() if o.strip() and not o.startswith("#|")]
+    minutes = len(re.findall(r"\w+", prose)) / 180 + len(shown) / 8
+    assert 30 <= minutes <= 45 and len(shown) <= 250, (minutes, len(shown))
+    assert prose.count("**Predict.**") == 8 and prose.count("\nIn the book: ") == 8
+
 def test_every_mutant_has_its_line():
     from mutants import mutants
     assert not (bad := [o for o in mutants if (root/pkg/f"{o[1]}.py").read_text().count(o[2]) != 1]), bad
