@@ -211,7 +211,8 @@ def use_tool(kind: str, rng: Random) -> Task:
     say = phrases()['tools'][tool]['say']
     asked = as_typed(expand(rng.choice(say), rng, city=city), rng)
     if kind == 'tool missing':
-        return Task(kind, asked, phrases()['unknown']['answer'], rng.choice(((), (other,), (other,))))
+        offered = rng.choice(((), (other,), (other,)))
+        return Task(kind, asked, phrases()['unknown']['answer'], offered)
     tools = rng.choice(((tool, other), (other, tool), (tool,)))
     call = call_text(tool, city)
     if kind == 'tool call': return Task(kind, asked, call, tools)
