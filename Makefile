@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOCK := $(if $(shell command -v flock),flock .venv/.lock)
 PYTEST = $(BIN)/python -m pytest -n $(J) --dist worksteal
 need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=11_kv_cache.table))
-.PHONY: help serve test test-browser screenshot test-long mutants docs wheel nbs export edit done check embedded readme cov install clean
+.PHONY: help serve test test-browser screenshot test-long mutants docs wheel nbs export edit done check embedded readme cov install flashinfer clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 14
@@ -59,8 +59,9 @@ readme: .venv/.all       ## README.md from nbs/index.ipynb
 embedded: .venv/.all     ## train the embedded model anew
 	$(BIN)/python -m minisgl_lit.models.embedded
 install: .venv/.all      ## all that the targets above need
+flashinfer: .flashinfer/.fetched   ## FlashInfer's Python, for tests on a GPU that computes nothing
 clean:           ## remove what was built, .venv included
-	rm -rf .venv docs/_build docs/nbs docs/src build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .flashinfer docs/_build docs/nbs docs/src build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage*
 
 .venv/bin/python:
 	$(PY) -m venv .venv
@@ -70,6 +71,11 @@ clean:           ## remove what was built, .venv included
 .venv/.all: settings.ini setup.py | .venv/bin/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev$(EXTRA:%=,%)]'
 	@touch .venv/.core $@
+# nothing of what FlashInfer needs on a GPU: its Python is enough
+.flashinfer/.fetched: settings.ini | .venv/bin/python
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-compile --upgrade --target .flashinfer \
+	  "$$(grep -o 'flashinfer-python[^ ]*' settings.ini)" apache-tvm-ffi einops nvidia-ml-py && touch $@ || \
+	  echo 'FlashInfer could not be fetched, so the tests that need it are skipped'
 .venv/.browser: .venv/.all
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; } || \

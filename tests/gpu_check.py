@@ -1,13 +1,17 @@
 """Proves and times the GPU engine: each step runs in a process of its own, within what is left of the time; a step that fails is
-recorded and the others go on. Writes one JSON; `tests/gpu_check` starts it."""
-import argparse, json, os, platform, shutil, signal, subprocess, sys, tempfile, time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+recorded and the others go on. Each step is a generator of figures, and what it has told before it fails or is stopped is kept. A line of
+JSON is printed at the end of each step, and all of them are written to one file; `tests/gpu_check` starts it.
+
+FlashInfer's modules, compiled ahead, may lie in `.gpu/` as flashinfer-VERSION-smARCH-aot.tgz; they are unpacked into the FlashInfer that is
+imported if version and architecture are the same."""
+import argparse, fnmatch, json, os, platform, re, shutil, signal, subprocess, sys, tarfile, tempfile, time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-VERSION, ROOT = 1, Path(__file__).parents[1]
+VERSION, ROOT = 2, Path(__file__).parents[1]
 
 # ---- the pure parts: what is asked, what is told ---------------------------------------------------------------------------
 
@@ -20,7 +24,9 @@ class Step:
     error: str | None = None    # why it failed, in one line
     figures: dict = field(default_factory=dict)
 
-LIMITS = dict(machine=30, kernels=180, parity=60, equality=50, bench256=100, profile=70, sanitizer=60, tests=90)   # seconds; in order of weight
+LIMITS = dict(   # seconds; in the order in which they run, what others need first
+    machine=20, modules=120, kernels=25, recorded=25, bench256=110, profile=35, decode=30, sampling=20, parity=45, equality=30, tests=40, cells=20,
+    sanitizer=20)
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser('tests/gpu_check', description=__doc__)
@@ -36,9 +42,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 def shares(names: list[str], left: float) -> float:
-    "Seconds that the first of these steps may take: its limit if the others keep theirs, else its part of what is left"
+    "Seconds that the first of these steps may take: what the others, with their limits, do not need; its part if that is too little"
     limit, rest = LIMITS[names[0]], sum(LIMITS[o] for o in names[1:])
-    return max(min(limit, left - rest), left * limit / (limit + rest), 0)
+    return max(left - rest if left >= limit + rest else left * limit / (limit + rest), 0)
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:
     "How long at least one of these spans lasts"
@@ -47,6 +53,15 @@ def busy(spans: Iterable[tuple[float, float]]) -> float:
         total += max(b - max(a, end), 0)
         end = max(end, b)
     return total
+
+def fitting_archives(folder: Path, version: str, arch: str) -> list[Path]:
+    "Archives of compiled modules for this FlashInfer, '0.6.13', and this architecture, '90'; 90a is 90 with its own instructions"
+    found = [(o, re.fullmatch(r'flashinfer-(.+)-sm(\d+)[a-z]?-aot\.tgz', o.name)) for o in sorted(folder.glob('*.tgz'))]
+    return [o for o, m in found if m and m.groups() == (version, arch)]
+
+def module_state(pattern: str, aot: Iterable[str], kept: Iterable[str]) -> str:
+    "How a module will come: 'aot', 'kept' from an earlier compilation, or 'compiled' now"
+    return 'aot' if fnmatch.filter(aot, pattern) else 'kept' if fnmatch.filter(kept, pattern) else 'compiled'
 
 def report(steps: list[Step], seconds: float) -> dict:
     "The JSON"
@@ -63,10 +78,15 @@ def check_report(told: dict) -> None:
         if set(step) != {f.name for f in fields(Step)} - {'name'}: raise ValueError(f'{name} has {sorted(step)}')
         if step['ok'] == bool(step['error']): raise ValueError(f'{name} must have an error or be ok')
 
-def sentence(o: Step) -> str:
-    "One line for people"
-    told = ', '.join(f'{k} {v:.4g}' if isinstance(v, float) else f'{k} {v}' for k, v in o.figures.items() if isinstance(v, (int, float, str)))
-    return f'{"ok  " if o.ok else "FAIL"} {o.name:10} {o.seconds:5.0f} s  {o.error or told}'
+def read_figures(text: str) -> dict:
+    "What a step has told, in lines of JSON; the last may have been cut off when it was stopped"
+    whole = text[:text.rfind('\n') + 1]
+    return {k: v for o in whole.splitlines() for k, v in json.loads(o).items()}
+
+def line(o: Step) -> str:
+    "The part of a step, as one line of JSON with four digits"
+    def short(x): return float(f'{x:.4g}') if isinstance(x, float) else {k: short(v) for k, v in x.items()} if isinstance(x, dict) else x
+    return json.dumps({o.name: {k: short(v) for k, v in asdict(o).items() if k != 'name'}})
 
 # ---- models and runtimes ---------------------------------------------------------------------------------------------------
 
@@ -113,64 +133,113 @@ def timed(scheduler) -> dict:
     scheduler.step, CudaEvent.synchronize = counted_step, counted_wait
     return told
 
-# ---- the steps: each gives its figures, or raises --------------------------------------------------------------------------
+# ---- the steps: each gives its figures as they come, or raises ---------------------------------------------------------------
 
-def machine(args) -> dict:
-    "What there is"
+Figures = Iterator[dict]
+
+def arch() -> str:
+    import torch
+    return '{}{}'.format(*torch.cuda.get_device_capability())
+
+def flashinfer_folder() -> Path:
+    "Where the FlashInfer that would be imported lies"
+    from minisgl_lit.kernels.flashinfer_reference import set_environment
+    set_environment()
+    import flashinfer
+    return Path(flashinfer.__file__).parent
+
+def machine(args) -> Figures:
+    "What there is; compiled modules that were taken along are unpacked"
     import torch
     import transformers
-    told = dict(gpu=torch.cuda.get_device_name(), capability='{}.{}'.format(*torch.cuda.get_device_capability()), torch=torch.__version__,
-                transformers=transformers.__version__, python=platform.python_version(), cores=os.cpu_count())
-    free, total = torch.cuda.mem_get_info()
-    told |= dict(memory_gib=total / 2**30, free_gib=free / 2**30)
+    from minisgl_lit.tools.doctor import examine
+    yield dict(gpu=torch.cuda.get_device_name(), arch=f'sm_{arch()}', torch=torch.__version__, cuda=torch.version.cuda, transformers=transformers.__version__,
+               python=platform.python_version(), cores=os.cpu_count(), memory_gib=torch.cuda.mem_get_info()[1] / 2**30, free_gib=torch.cuda.mem_get_info()[0] / 2**30)
+    folder = flashinfer_folder()
     import flashinfer
-    return told | dict(flashinfer=flashinfer.__version__)
+    archives = fitting_archives(ROOT/'.gpu', flashinfer.__version__, arch())
+    for path in archives:
+        with tarfile.open(path) as archive: archive.extractall(folder/'data'/'aot', filter='data')
+    yield dict(flashinfer=flashinfer.__version__, unpacked=[o.name for o in archives])
+    yield dict(doctor={o.name: o.found for o in examine()})
 
-def kernels(args) -> dict:
-    "Compile what the later steps use, all at once; then the host's part of a plan, and a layer of decoding against the bytes it reads"
+SHAPES = [(16, 8, 128)]   # query heads, key and value heads, head_dim: what is timed
+
+def all_trials() -> dict:
+    "Every kernel once: the small ones, and attention for the shape that is timed"
+    import torch
+    from minisgl_lit.attention.flashinfer import attention_trials
+    from minisgl_lit.kernels.flashinfer_reference import KernelLibrary, small_trials
+    flashinfer_folder()
+    import flashinfer
+    library, device = KernelLibrary(*(getattr(flashinfer, o.name) for o in fields(KernelLibrary))), torch.device('cuda', 0)
+    return small_trials(library, device) | attention_trials(library, device, torch.bfloat16, SHAPES[0], (None,))
+
+def modules(args) -> Figures:
+    "Load or compile each module, all at once; how it came, how long that took, and what the compiler said if it failed"
+    trials = all_trials()
+    from flashinfer.jit import env
+    aot, kept = ([o.stem for o in Path(folder).glob('*/*.so')] for folder in (env.FLASHINFER_AOT_DIR, env.FLASHINFER_JIT_DIR))
+    first = {o.module: o for o in reversed(trials.values())}    # one trial for each module
+    def load(trial) -> dict:
+        began, told = time.perf_counter(), dict(how=module_state(trial.module, aot, kept))
+        try: trial.run()
+        except Exception as e: told['error'] = str(e)[-800:]
+        return told | dict(seconds=time.perf_counter() - began)
+    with ThreadPoolExecutor(len(first)) as pool:    # each compiles in processes of its own
+        waiting = {pool.submit(load, trial): name for name, trial in first.items()}
+        failed = []
+        for done in as_completed(waiting):
+            told = done.result()
+            failed += [waiting[done]] * ('error' in told)
+            yield {waiting[done].rstrip('_*'): told}
+    if failed: raise AssertionError(f'these modules cannot be used: {", ".join(failed)}')
+
+def decoding_setup(page_size: int, n: int, length: int, layers: int = 1):
+    "A pool of random keys and values, a table with pages in a random order, and a way to make batches"
     import numpy as np
     import torch
     from minisgl_lit.core.request import Batch, ForwardMode
     from minisgl_lit.kv_cache.pool import KVPool
     from minisgl_lit.kv_cache.table import TableManager
-    from minisgl_lit.tools.roofline import best_time, memory_bandwidth
-    from minisgl_lit.attention.torch import TorchAttention
-    from minisgl_lit.attention.flashinfer import choose_attention, kind_of
-    from minisgl_lit.models.layers import add_norm, apply_rope, rope_angles
-    n, length, told = 256, 1024, {}
-    pool = KVPool(1, n * length // 16, 16, 8, 128, torch.bfloat16, 'cuda')
+    pool = KVPool(layers, n * -(-length // page_size), page_size, 8, 128, torch.bfloat16, 'cuda')
     pool.buffer.normal_()
-    table = TableManager(n, length, 16, pool.dummy_page, 'cuda')
-    table.write(*np.indices((n, length // 16)).reshape(2, -1), np.random.default_rng(0).permutation(pool.num_pages).astype(np.int32))
+    table = TableManager(n, length, page_size, pool.dummy_page, 'cuda')
+    table.write(*np.indices((n, -(-length // page_size))).reshape(2, -1), np.random.default_rng(0).permutation(pool.num_pages).astype(np.int32))
     table.flush()
-    def fresh(): return choose_attention('flashinfer', pool, table.page_table, num_heads=16)
-    ours = fresh()
-    reference = TorchAttention(pool, table.page_table)
-    def batch(cached, lens):
+    def batch(cached, lens, mode=ForwardMode.MIXED):
         cached, lens = np.array(cached), np.array(lens)
         rows = np.arange(len(lens))
         owner, at = rows.repeat(lens - cached), np.concatenate([np.arange(*o) for o in zip(cached, lens)])
-        return Batch([], ForwardMode.MIXED, 1, rows, cached, lens, owner, at, table.slots(owner, at), rows)
-    def qkv(b): return torch.randn(len(b.positions), 32, 128, device='cuda').bfloat16().split([16, 8, 8], 1)
-    x = torch.randn(3, 8, 128, device='cuda').bfloat16()
-    table_of, flat, weight = rope_angles(torch.arange(3, device='cuda'), torch.rand(64, device='cuda'), x), x.flatten(1), torch.ones(1024, device='cuda').bfloat16()
-    def first(work):
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-    once = dict(norm=lambda: add_norm(flat.clone(), flat.clone(), weight, 1e-6), rope=lambda: apply_rope(x.clone(), x.clone(), table_of),
-                decode=lambda: fresh().prepare(batch([9], [10])), prefill=lambda: fresh().prepare(batch([0], [10])))
-    with ThreadPoolExecutor(len(once)) as pool:   # each compiles in processes of its own
-        told |= {f'{name}_compile_s': seconds for name, seconds in zip(once, pool.map(first, once.values()))}
+        return Batch([], mode, 1, rows, cached, lens, owner, at, table.slots(owner, at), rows)
+    return pool, table, batch
+
+def random_qkv(batch):
+    import torch
+    return torch.randn(len(batch.positions), 32, 128, device='cuda').bfloat16().split([16, 8, 8], 1)
+
+def kernels(args) -> Figures:
+    "Each kernel once, small, with its error against torch; attention of each kind at length; the host's part of a plan"
+    import torch
+    from minisgl_lit.attention.flashinfer import choose_attention, kind_of
+    from minisgl_lit.attention.torch import TorchAttention
+    from minisgl_lit.kernels.flashinfer_reference import TOLERANCE, largest_error
+    bad = []
+    for name, trial in all_trials().items():
+        try: told = largest_error(trial.run())
+        except Exception as e: told = str(e)[-300:]
+        bad += [name] * (not isinstance(told, float) or not told <= TOLERANCE)
+        yield {f'{name}_error': told}
+    n, length = 256, 1024
+    pool, table, batch = decoding_setup(16, n, length)
+    ours, reference = choose_attention('flashinfer', pool, table.page_table, num_heads=16), TorchAttention(pool, table.page_table)
     for b in (batch([99, 7, 1023], [100, 8, 1024]), batch([0, 64, 1000], [300, 70, 1024]), batch([0, 0], [300, 17])):
-        began, x = time.perf_counter(), qkv(b)
-        got = ours.forward(*x, 0, ours.prepare(b))
-        torch.cuda.synchronize()
-        told[f'{kind_of(b)}_first_s'] = time.perf_counter() - began
-        torch.testing.assert_close(got, reference.forward(*x, 0, reference.prepare(b)), rtol=.02, atol=.02)
+        x = random_qkv(b)
+        error = largest_error([(ours.forward(*x, 0, ours.prepare(b)), reference.forward(*x, 0, reference.prepare(b)))])
+        bad += [kind_of(b)] * (not error <= TOLERANCE)
+        yield {f'{kind_of(b)}_long_error': error}
     full = batch([length - 1] * n, [length] * n)
-    x, planned = qkv(full), ours.prepare(full)
-    static = ours.static(full, planned.out_loc)
+    static = ours.static(full, ours.prepare(full).out_loc)
     def host_us(f):   # without waiting for the device
         times = []
         for _ in range(30):
@@ -179,15 +248,180 @@ def kernels(args) -> dict:
             f()
             times.append(time.perf_counter() - began)
         return sorted(times)[len(times) // 2] * 1e6
-    n_bytes, seconds = 2 * n * length * 8 * 128 * 2, best_time(lambda: ours.forward(*x, 0, planned), 'cuda')
-    return told | dict(plan_us=host_us(lambda: ours.prepare(full)), update_us=host_us(lambda: ours.update(static, full)),
-                       decode_layer_us=seconds * 1e6, decode_layer_share_of_bandwidth=n_bytes / seconds / memory_bandwidth(2**30, 'cuda'))
+    yield dict(plan_us=host_us(lambda: ours.prepare(full)), update_us=host_us(lambda: ours.update(static, full)))
+    if bad: raise AssertionError(f'these kernels say something else than torch: {", ".join(bad)}')
+
+def recorded(args) -> Figures:
+    "One recorded step of the whole model against the same step launched kernel by kernel, for 20 batches of growing lengths"
+    import torch
+    from minisgl_lit.attention.flashinfer import choose_attention
+    from minisgl_lit.core.request import ForwardMode
+    from minisgl_lit.device import CudaStream
+    from minisgl_lit.engine.cuda_graph import CudaCapture, CudaGraphs, GraphEngine
+    from minisgl_lit.engine.engine import Engine
+    from minisgl_lit.kv_cache.table import dummy_batch
+    from minisgl_lit.models.checkpoint import read_config
+    from minisgl_lit.models.decoder import Decoder
+    from minisgl_lit.models.weights import dummy_weights
+    with shape_of_qwen3() as folder: config = read_config(Path(folder))
+    n = 48
+    pool, table, batch = decoding_setup(16, 64, 1024, config.num_layers)
+    attention, stream = choose_attention('flashinfer', pool, table.page_table, num_heads=16), CudaStream()
+    model = Decoder(config, dummy_weights(config, torch.bfloat16, torch.device('cuda')))
+    graphs = CudaGraphs(model, attention, table.token_pool, dummy_batch(table), [64], CudaCapture())
+    parts = model, attention, table.token_pool, stream
+    began = time.perf_counter()
+    replaying, plain = GraphEngine(*parts, graphs), Engine(*parts)
+    yield dict(capture_s=time.perf_counter() - began)
+    def logits(engine, b):
+        launched = engine.forward(b)
+        stream.synchronize()
+        return launched.logits.clone()
+    errors = []
+    for i in range(20):
+        lens = [1 + (k * 7 + i * 50) % 1000 for k in range(n)]
+        b = batch([o - 1 for o in lens], lens, ForwardMode.DECODE)
+        want = logits(plain, b)
+        errors.append(float((logits(replaying, b) - want).abs().max() / want.abs().max()))
+        torch.cuda.synchronize()
+    yield dict(worst_error=max(errors), errors=[float(f'{o:.2g}') for o in errors])
+    if not max(errors) < .05: raise AssertionError(f'a recorded step says something else: {max(errors):.3g} of the largest logit')
+
+def decode_ms(runtime, n: int, context: int = 500, steps: int = 40) -> float:
+    "Milliseconds of a decode step of `n` requests, in the steady state"
+    import torch
+    from minisgl_lit.core.sampling_params import SamplingParams
+    s = runtime.scheduler
+    for i in range(n): s.add(f'd{i}', [i % 1000 + 1] * context, SamplingParams(temperature=0, ignore_eos=True))
+    def wait() -> int:
+        torch.cuda.synchronize()
+        return s.stats()['steps']
+    while s.stats()['waiting'] or s.stats()['running'] < n: s.step()
+    for _ in range(10): s.step()
+    before, began = wait(), time.perf_counter()
+    for _ in range(steps): s.step()
+    done, seconds = wait() - before, time.perf_counter() - began
+    runtime.control.abort_all('d')
+    while s.has_work: s.step()
+    return 1e3 * seconds / done
+
+def bench256(args) -> Figures:
+    "The field's reference run, greedy and at T = 0.6, overlap on and off; the share of this GPU's limit; milliseconds of a decode step by batch size"
+    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.tools.roofline import lower_bound, measure_roofline, workloads
+    with shape_of_qwen3() as folder:
+        for overlap in (True, False):
+            began, name = time.perf_counter(), 'overlap' if overlap else 'normal'
+            with make_llm(folder, True, dummy_weights=True, overlap=overlap, max_running_req=256, max_seq_len=2560, page_size=16) as llm:
+                runtime = runtime_of(llm)
+                yield {f'{name}_start_s': time.perf_counter() - began, 'memory': str(runtime.memory), 'recordings': len(runtime.engine.graphs.sizes)}
+                work = workloads['bench256'].draw(runtime.model_config.vocab_size, seed=0)
+                counts = timed(runtime.scheduler)
+                for kind, temperature in dict(greedy=0., random=.6).items():
+                    params = [SamplingParams(max_tokens=n, temperature=temperature, ignore_eos=True) for n in work.output_lens]
+                    llm.generate(work.prompts[:8], SamplingParams(max_tokens=4, temperature=temperature, ignore_eos=True))   # warm
+                    runtime.control.flush_cache()
+                    before, began = dict(counts), time.perf_counter()
+                    outs = llm.generate(work.prompts, params)
+                    seconds = time.perf_counter() - began
+                    if errors := [o.error for o in outs if o.error]: raise AssertionError(errors[0])
+                    n, steps = sum(len(o.token_ids) for o in outs), counts['steps'] - before['steps']
+                    waited = counts['waited'] - before['waited']
+                    host = counts['seconds'] - before['seconds'] - waited
+                    yield {f'{name}_{kind}': dict(tokens_per_s=n / seconds, seconds=seconds, steps=steps, host_ms_per_step=1e3 * host / steps, waited_ms_per_step=1e3 * waited / steps,
+                                                  cached_tokens=sum(o.cached_tokens for o in outs))}
+                    if overlap and kind == 'greedy': best = n / seconds
+                sizes = [o for o in (256, 128, 32, 1) if o <= runtime.config.max_running_req]
+                yield {f'{name}_step_ms': {str(n): decode_ms(runtime, n) for n in sizes}}
+                if overlap:
+                    limits = measure_roofline(runtime.model_config, runtime.engine.model.head.dtype, runtime.engine.device)
+                    prefill, decode = lower_bound(limits, work, 256)
+                    whole = prefill.plus(decode).seconds
+                    yield dict(input_tokens=sum(map(len, work.prompts)), output_tokens=n, limit_tokens_per_s=n / whole, share_of_limit=best * whole / n,
+                               memory_read_gb_s=limits.bandwidth / 1e9, product_tflop_s=limits.peak_flops / 1e12, limit_one_request_ms=1e3 * limits.decode([500]).seconds)
+            del llm, runtime
+            give_back()
+
+def profile(args) -> Figures:
+    "Steady decode of 256 requests: how busy the GPU is, and the fifteen kernels that take longest"
+    import torch
+    from torch.profiler import ProfilerActivity
+    from minisgl_lit.core.sampling_params import SamplingParams
+    with shape_of_qwen3() as folder:
+        with make_llm(folder, True, dummy_weights=True, overlap=True, max_running_req=256, max_seq_len=2560, page_size=16) as llm:
+            s = runtime_of(llm).scheduler
+            for i in range(256): s.add(f'p{i}', [i % 1000 + 1] * 500, SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True))
+            while s.stats()['waiting'] or s.stats()['steps'] < 60: s.step()
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
+                began, n = time.perf_counter(), 30
+                for _ in range(n): s.step()
+                torch.cuda.synchronize()
+                seconds = time.perf_counter() - began
+            kernels = [(o.time_range.start, o.time_range.end, o.name) for o in seen.events() if o.device_type == torch.autograd.DeviceType.CUDA]
+            if not kernels: raise AssertionError('the profiler saw no kernel')
+            span = max(o[1] for o in kernels) - min(o[0] for o in kernels)
+            yield dict(busy_share=busy(o[:2] for o in kernels) / span, step_ms=1e3 * seconds / n, kernels_per_step=len(kernels) / n)
+            by_name: dict[str, float] = {}
+            for a, b, o in kernels: by_name[o] = by_name.get(o, 0) + (b - a) / n
+            yield dict(longest_us_per_step={o[:120]: round(by_name[o], 1) for o in sorted(by_name, key=by_name.get)[:-16:-1]})
+
+def decode(args) -> Figures:
+    "A layer of decoding, recorded: microseconds and share of the memory's bandwidth, by requests, tensor cores and page size"
+    import torch
+    from unittest.mock import patch
+    from minisgl_lit.attention import flashinfer as attention
+    from minisgl_lit.engine.cuda_graph import CudaCapture
+    from minisgl_lit.tools.roofline import best_time, memory_bandwidth
+    bandwidth, length, times = memory_bandwidth(2**30, 'cuda'), 1024, 10
+    yield dict(memory_read_gb_s=bandwidth / 1e9, length=length)
+    for page_size in (16, 64):
+        pool, table, batch = decoding_setup(page_size, 256, length)
+        for cores in (False, True):
+            with patch.object(attention, 'tensor_cores', lambda group: cores):
+                ours = attention.choose_attention('flashinfer', pool, table.page_table, num_heads=16)
+            for n in (1, 32, 128, 256):
+                b = batch([length - 1] * n, [length] * n)
+                x, m = random_qkv(b), ours.static(b, ours.prepare(b).out_loc)
+                def work():
+                    for _ in range(times): out = ours.forward(*x, 0, m)
+                    return out
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    replay, _ = CudaCapture()(work)
+                    seconds = best_time(replay, 'cuda', .1) / times
+                n_bytes = 2 * n * length * 8 * 128 * 2
+                yield {f'n{n}_page{page_size}_{"tensor" if cores else "plain"}': dict(us=seconds * 1e6, share=n_bytes / seconds / bandwidth)}
+
+def sampling(args) -> Figures:
+    "Microseconds of each stage after the layers, for 256 requests and the vocabulary of Qwen3"
+    import numpy as np
+    import torch
+    from minisgl_lit.core.request import SamplingArrays
+    from minisgl_lit.engine.sampler import inverse_cdf, sample, top_k_threshold, top_p_threshold
+    from minisgl_lit.tools.roofline import best_time
+    n, vocab = 256, QWEN3_06B['vocab_size']
+    hidden, head = torch.randn(n, 1024, device='cuda').bfloat16(), torch.randn(vocab, 1024, device='cuda').bfloat16() * .03
+    logits = torch.nn.functional.linear(hidden, head).float()
+    probs, u = torch.softmax(logits, -1), torch.rand(n, 1, device='cuda', dtype=torch.float64)
+    k, p, at = torch.full((n, 1), 50., device='cuda'), torch.full((n, 1), .9, device='cuda'), np.arange(n)
+    def arrays(**given):
+        made = SamplingArrays.empty(n)
+        for name, value in given.items(): getattr(made, name)[:] = value
+        return made
+    stages = dict(
+        matmul=lambda: torch.nn.functional.linear(hidden, head), float32=lambda: torch.nn.functional.linear(hidden, head).float(), maximum=lambda: logits.max(-1),
+        softmax=lambda: torch.softmax(logits / .6, -1), inverse_cdf=lambda: inverse_cdf(probs, u), top_k=lambda: top_k_threshold(probs, k, p, 50),
+        top_p=lambda: top_p_threshold(probs, p), greedy=lambda: sample(logits, None, at), random=lambda: sample(logits, arrays(temperature=.6), at),
+        random_top_k=lambda: sample(logits, arrays(temperature=.6, top_k=50), at), random_top_p=lambda: sample(logits, arrays(temperature=.6, top_p=.9), at),
+        random_min_p=lambda: sample(logits, arrays(temperature=.6, min_p=.05), at))
+    with torch.inference_mode():
+        for name, work in stages.items(): yield {f'{name}_us': 1e6 * best_time(work, 'cuda', .2)}
 
 def small_checkpoint(folder: str, dtype: str):
     from reference import make_checkpoint
     make_checkpoint('Qwen3', Path(folder), dtype=dtype, head_dim=128, hidden_size=256, max_position_embeddings=256)
 
-def parity(args) -> dict:
+def parity(args) -> Figures:
     "float32 with the reference attention: the tokens of transformers. bfloat16 with FlashInfer and graphs: as near to float32 as transformers is"
     import torch
     from minisgl_lit.core.sampling_params import SamplingParams
@@ -212,11 +446,11 @@ def parity(args) -> dict:
             reference = [theirs.generate(torch.tensor([o]), attention_mask=torch.ones(1, len(o), dtype=torch.long), max_new_tokens=MAX_NEW,
                                          do_sample=False, pad_token_id=0)[0, len(o):].tolist() for o in prompts()]
         told |= dict(bfloat16_same=same(ours), transformers_bfloat16_same=same(reference))
+    yield told
     if told['bfloat16_same'] < told['transformers_bfloat16_same'] - .15:
         raise AssertionError(f'bfloat16 answers are further from float32 than those of transformers: {told}')
-    return told
 
-def equality(args) -> dict:
+def equality(args) -> Figures:
     "Graphs on and off, overlap on and off, bfloat16: the same answers, but for near ties"
     from minisgl_lit.core.sampling_params import SamplingParams
     from reference import prompts
@@ -231,77 +465,8 @@ def equality(args) -> dict:
     def same(a, b): return sum(x == y for x, y in zip(a, b)) / len(a)
     base = answers[False, False]
     told = {f'same_graphs_{g}_overlap_{o}': same(base, answers[g, o]) for g, o in answers if (g, o) != (False, False)}
+    yield told
     if min(told.values()) < .9: raise AssertionError(f'answers differ: {told}')
-    return told
-
-def bench256(args) -> dict:
-    "The field's reference run, with graphs, overlap on and off; the share of this GPU's limit; the host's part of a step; one request alone"
-    from minisgl_lit.core.sampling_params import SamplingParams
-    from minisgl_lit.tools.roofline import lower_bound, measure_roofline, workloads
-    told = {}
-    with shape_of_qwen3() as folder:
-        for overlap in (True, False):
-            with make_llm(folder, True, dummy_weights=True, overlap=overlap, max_running_req=256, max_seq_len=2560, page_size=16) as llm:
-                runtime = runtime_of(llm)
-                work = workloads['bench256'].draw(runtime.model_config.vocab_size, seed=0)
-                wishes = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in work.output_lens]
-                llm.generate(work.prompts[:8], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))   # warm
-                counts = timed(runtime.scheduler)
-                began = time.perf_counter()
-                outs = llm.generate(work.prompts, wishes)
-                seconds = time.perf_counter() - began
-                if errors := [o.error for o in outs if o.error]: raise AssertionError(errors[0])
-                n = sum(len(o.token_ids) for o in outs)
-                name = 'overlap' if overlap else 'normal'
-                told |= {f'{name}_tokens_per_s': n / seconds, f'{name}_seconds': seconds, f'{name}_steps': counts['steps'],
-                         f'{name}_host_ms_per_step': 1e3 * (counts['seconds'] - counts['waited']) / counts['steps'],
-                         f'{name}_waited_ms_per_step': 1e3 * counts['waited'] / counts['steps']}
-                if overlap:
-                    limits = measure_roofline(runtime.model_config, runtime.engine.model.head.dtype, runtime.engine.device)
-                    prefill, decode = lower_bound(limits, work, 256)
-                    whole = prefill.plus(decode).seconds
-                    began = time.perf_counter()
-                    llm.generate([work.prompts[0][:128]], SamplingParams(max_tokens=256, temperature=0, ignore_eos=True))
-                    alone = 256 / (time.perf_counter() - began)
-                    told |= dict(memory=str(runtime.memory), recordings=len(runtime.engine.graphs.sizes), input_tokens=sum(map(len, work.prompts)), output_tokens=n, limit_tokens_per_s=n / whole,
-                                 share_of_limit=whole / seconds, memory_read_gb_s=limits.bandwidth / 1e9, product_tflop_s=limits.peak_flops / 1e12,
-                                 one_request_tokens_per_s=alone, one_request_share=alone * limits.decode([256]).seconds)
-            del llm, runtime
-            give_back()
-    return told
-
-def profile(args) -> dict:
-    "GPU busy share in steady decode of 256 requests, with overlap on and off; the kernels that take longest"
-    import torch
-    from torch.profiler import ProfilerActivity
-    from minisgl_lit.core.sampling_params import SamplingParams
-    told, until = {}, time.perf_counter() + 30
-    with shape_of_qwen3() as folder:
-        for overlap in (True, False):
-            with make_llm(folder, True, dummy_weights=True, overlap=overlap, max_running_req=256, max_seq_len=2560, page_size=16) as llm:
-                s = runtime_of(llm).scheduler
-                for i in range(256): s.add(f'p{i}', [i % 1000 + 1] * 500, SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True))
-                while s.stats()['waiting'] or s.stats()['steps'] < 60: s.step()
-                torch.cuda.synchronize()
-                with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
-                    began, n = time.perf_counter(), 0
-                    while n < 60 and (n < 20 or time.perf_counter() < until):
-                        s.step()
-                        n += 1
-                    torch.cuda.synchronize()
-                    seconds = time.perf_counter() - began
-                kernels = [(o.time_range.start, o.time_range.end, o.name) for o in seen.events() if o.device_type == torch.autograd.DeviceType.CUDA]
-                if not kernels: raise AssertionError('the profiler saw no kernel')
-                span = max(o[1] for o in kernels) - min(o[0] for o in kernels)
-                name = 'overlap' if overlap else 'normal'
-                told |= {f'{name}_busy_share': busy(o[:2] for o in kernels) / span, f'{name}_step_ms': 1e3 * seconds / n, f'{name}_kernels_per_step': len(kernels) / n}
-                if overlap:
-                    by_name: dict[str, float] = {}
-                    for a, b, o in kernels: by_name[o] = by_name.get(o, 0) + (b - a) / n
-                    told['longest_us_per_step'] = {o[:90]: round(by_name[o], 1) for o in sorted(by_name, key=by_name.get)[:-16:-1]}
-            del llm, s
-            give_back()
-    return told
 
 TINY = """
 import sys; sys.path[:0] = ['tests', '.']
@@ -312,26 +477,58 @@ with tempfile.TemporaryDirectory() as folder:
     with gpu_check.make_llm(folder, True, page_size=16, num_pages=20, max_running_req=2, max_seq_len=64) as llm: print(len(llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))))
 """
 
-def sanitizer(args) -> dict:
+def sanitizer(args) -> Figures:
     "memcheck over a tiny run"
     tool = shutil.which('compute-sanitizer') or shutil.which('/usr/local/cuda/bin/compute-sanitizer')
-    if not tool: return dict(skipped='compute-sanitizer is not installed')
+    if not tool:
+        yield dict(skipped='compute-sanitizer is not installed')
+        return
     done = subprocess.run([tool, '--tool', 'memcheck', '--error-exitcode', '9', '--launch-timeout', '60', sys.executable, '-c', TINY], cwd=ROOT,
                           capture_output=True, text=True)
     tail = (done.stdout + done.stderr)[-1500:]
     if done.returncode: raise AssertionError(f'compute-sanitizer ended with {done.returncode}: {tail}')
-    return dict(summary=next((o for o in tail.splitlines() if 'ERROR SUMMARY' in o), tail[-200:]).strip('= '))
+    yield dict(summary=next((o for o in tail.splitlines() if 'ERROR SUMMARY' in o), tail[-200:]).strip('= '))
 
-def tests(args) -> dict:
+def tests(args) -> Figures:
     "The GPU tests of the project; of the kernels' shapes those that are timed above, unless all are wanted"
     chosen = 'on_a_gpu or takes_what' if args.wide else 'on_a_gpu and not (64-100 or 256-33 or float16) or takes_what'
     files = ['tests/test_flashinfer.py', 'tests/test_graph.py', 'tests/test_streams.py']
     done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', *files, '-k', chosen], cwd=ROOT, capture_output=True, text=True)
     if done.returncode: raise AssertionError(done.stdout[-1500:] + done.stderr[-500:])
-    return dict(pytest=done.stdout.strip().splitlines()[-1])
+    yield dict(pytest=done.stdout.strip().splitlines()[-1])
 
-STEPS: dict[str, Callable[[argparse.Namespace], dict]] = dict(
-    machine=machine, kernels=kernels, parity=parity, equality=equality, bench256=bench256, profile=profile, sanitizer=sanitizer, tests=tests)
+CELL_CHAPTERS = ['02_device', '31_attention.torch', '33_attention.flashinfer', '41_engine.engine', '42_engine.cuda_graph']
+
+def script_of(notebook: dict) -> str:
+    "The code cells of a chapter as one program, those for a GPU included; slow ones and those that are never run left out"
+    sources = [''.join(o['source']) for o in notebook['cells'] if o['cell_type'] == 'code']
+    def marks(source): return re.findall(r'^#\| *([\w-]+:? *\w*)', source, re.M)
+    return '\n\n'.join(o for o in sources if not {'slow', 'eval: false'} & set(marks(o)))
+
+NO_IPYTHON = "import sys, types; m = types.ModuleType('IPython.display'); m.HTML = m.SVG = m.display = lambda *a, **k: None; " \
+    "sys.modules.setdefault('IPython', types.ModuleType('IPython')); sys.modules.setdefault('IPython.display', m)\n"
+
+def run_cells(name: str) -> str:
+    "Run a chapter as a program; 'ok', or how it ended"
+    source = script_of(json.loads((ROOT/'nbs'/f'{name}.ipynb').read_text(encoding='utf-8')))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)/'chapter.py'
+        path.write_text(NO_IPYTHON + source, encoding='utf-8')
+        done = subprocess.run([sys.executable, str(path)], cwd=ROOT, capture_output=True, text=True)
+    return 'ok' if done.returncode == 0 else (done.stdout + done.stderr)[-600:]
+
+def cells(args) -> Figures:
+    "The chapters that have cells for a GPU, three at a time"
+    with ThreadPoolExecutor(3) as pool:
+        waiting = {pool.submit(run_cells, name): name for name in CELL_CHAPTERS}
+        told = {}
+        for done in as_completed(waiting):
+            told[waiting[done]] = done.result()
+            yield {waiting[done]: done.result()}
+    if bad := [k for k, v in told.items() if v != 'ok']: raise AssertionError(f'these chapters fail: {", ".join(bad)}')
+
+STEPS: dict[str, Callable[[argparse.Namespace], Figures]] = {o.__name__: o for o in (
+    machine, modules, kernels, recorded, bench256, profile, decode, sampling, parity, equality, tests, cells, sanitizer)}
 
 # ---- running them ----------------------------------------------------------------------------------------------------------
 
@@ -341,16 +538,18 @@ def run_apart(name: str, seconds: float, args: argparse.Namespace) -> Step:
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder)/'figures.json', Path(folder)/'log'
         command = [sys.executable, __file__, '--only', name, '--out', str(out)] + ['--wide'] * args.wide
+        out.touch()
+        def step(error: str | None) -> Step:
+            return Step(name, error is None, time.perf_counter() - began, error, read_figures(out.read_text()))
         with log.open('w') as told:
             child = subprocess.Popen(command, cwd=ROOT, stdout=told, stderr=subprocess.STDOUT, start_new_session=True)
             try: child.wait(seconds)
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-                return Step(name, False, time.perf_counter() - began, f'not done after {seconds:.0f} s: …{tail(log)}')
-        took = time.perf_counter() - began
-        if child.returncode or not out.exists(): return Step(name, False, took, tail(log) or f'ended with {child.returncode}')
-        return Step(name, True, took, figures=json.loads(out.read_text()))
+                return step(f'not done after {seconds:.0f} s: …{tail(log)}')
+        if child.returncode: return step(tail(log) or f'ended with {child.returncode}')
+        return step(None)
 
 def tail(log: Path) -> str: return ' | '.join(log.read_text(errors='replace').split('\n')[-12:])[-1500:].strip(' |')
 
@@ -361,7 +560,7 @@ def run_all(args: argparse.Namespace, run: Callable[[str, float, argparse.Namesp
         left = args.seconds - (time.perf_counter() - began)
         seconds = shares(args.steps[i:], left)
         done.append(run(name, seconds, args) if seconds > 1 else Step(name, error='no time was left'))
-        print(sentence(done[-1]), flush=True)
+        print(line(done[-1]), flush=True)
         told = report(done, time.perf_counter() - began)
         args.out.write_text(json.dumps(told, indent=1))
     return told
@@ -376,7 +575,8 @@ def main(argv: list[str]) -> int:
         print('gpu_check: this machine has no GPU that torch can use, so there is nothing to check.', file=sys.stderr)
         return 2
     if args.only:
-        args.out.write_text(json.dumps(STEPS[args.only](args)))
+        with args.out.open('w') as told:
+            for figures in STEPS[args.only](args): print(json.dumps(figures), file=told, flush=True)
         return 0
     told = run_all(args)
     check_report(told)

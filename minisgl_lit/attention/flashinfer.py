@@ -5,27 +5,27 @@
 # %% auto #0
 __all__ = ['RECOMMENDED_WORKSPACE', 'MAX_TILE', 'PLAN_BYTES', 'PlanArrays', 'plan_arrays', 'page_indices', 'PlanBuffers',
            'workspace_bytes', 'tensor_cores', 'FlashInferMetadata', 'kind_of', 'StaticMetadata', 'PlanOptions',
-           'FlashInferAttention', 'unsupported_reason', 'flashinfer_attention', 'PairMetadata', 'PairAttention',
+           'FlashInferAttention', 'attention_trials', 'unsupported_reason', 'PairMetadata', 'PairAttention',
            'choose_attention', 'graph_attention']
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #b23cbb66
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TypedDict
 
 import numpy as np
 import torch
 
-from ..core.request import Batch
+from ..core.request import Batch, ForwardMode
 from ..device import T, BufferPool, record_event
-from ..kernels.flashinfer_reference import KernelLibrary, find_library
+from ..kernels.flashinfer_reference import KernelLibrary, Pairs, Trial
+from ..kernels.flashinfer_reference import find_library, numbers, try_kernels
 from ..kernels.flashinfer_reference import ReferenceRagged, ReferencePaged
 from ..kernels.flashinfer_reference import ReferencePrefill, ReferenceDecode
-from ..kernels.flashinfer_reference import ReferenceGraphDecode
 from ..kv_cache.pool import KVPool
 from ..kv_cache.table import to_device
-from .torch import AttentionBackend
+from .torch import AttentionBackend, TorchAttention
 from .cpu import backends
 from ..kernels.compiler import warn_once
 
@@ -123,7 +123,7 @@ class StaticMetadata(FlashInferMetadata):
     indptr: torch.Tensor         # int32, [n + 1]
     indices: torch.Tensor        # int32, room for all pages of all rows
     last_page_len: torch.Tensor  # int32, [n]
-    graph_wrappers: Mapping[int | None, ReferenceGraphDecode]   # The same as `paged`
+    graph_wrappers: Mapping[int | None, ReferenceDecode]   # The same as `paged`
     plan_buffers: BufferPool[PlanBuffers]   # With one, so that plans wait for each other
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #61278d4d
@@ -186,7 +186,7 @@ class FlashInferAttention:
     def _make_plan_buffers(self) -> PlanBuffers:
         "Memory for one plan at a time, of any kind"
         library, work = self.library, self.workspace
-        decode = partial(library.BatchDecodeWithPagedKVCacheWrapper, work,
+        decode = partial(library.BatchDecodeWithPagedKVCacheWrapper, work, backend='fa2',
                          use_tensor_cores=self.tensor_cores)
         ragged = partial(library.BatchPrefillWithRaggedKVCacheWrapper, work, backend='fa2')
         prefill = partial(library.BatchPrefillWithPagedKVCacheWrapper, work, backend='fa2')
@@ -248,8 +248,10 @@ class FlashInferAttention:
                 partial(torch.empty, PLAN_BYTES, dtype=torch.uint8, device=self.device))
         indptr, indices, last = self._graph_tensors
         indptr, last = indptr[:n + 1], last[:n]
-        wrappers = self.by_window(lambda: self.library.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
-            self.workspace, indptr, indices, last, use_tensor_cores=self.tensor_cores))
+        wrappers = self.by_window(lambda: self.library.BatchDecodeWithPagedKVCacheWrapper(
+            self.workspace, backend='fa2', use_cuda_graph=True, use_tensor_cores=self.tensor_cores,
+            paged_kv_indptr_buffer=indptr, paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=last))
         for window, wrapper in wrappers.items():
             wrapper.reset_workspace_buffer(self.workspace, self._graph_plans[window])
         buffers = BufferPool([PlanBuffers(self.host_buffer(), {}, {}, wrappers)],
@@ -285,11 +287,64 @@ class FlashInferAttention:
 PLAN_BYTES = 1 << 20   # room for the plan of a graph, on the device
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #87e8c18e
+def attention_trials(
+    library: KernelLibrary,     # Whose kernels
+    device: torch.device,       # Where
+    dtype: torch.dtype,         # Of queries, keys and values
+    shape: tuple[int, int, int],  # Query heads, key and value heads, head_dim
+    windows: Sequence[int | None],  # The different ones
+) -> dict[str, Trial]:          # 'prefill' and 'decode'
+    "Trials of the kernels of attention, in one layer for each window"
+    some = partial(numbers, device=device, dtype=dtype)
+    num_heads, kv_heads, head_dim = shape
+    pool = KVPool(len(windows), 2, 4, kv_heads, head_dim, dtype, device)
+    pool.buffer.copy_(some(*pool.buffer.shape))
+    args = pool, torch.tensor([[0, 1]], dtype=torch.int32, device=device), windows
+    ours = FlashInferAttention(*args, num_heads=num_heads, library=library)
+    reference = TorchAttention(*args)
+    def batch(cached: int, length: int) -> Batch:
+        at, row = np.arange(cached, length), np.zeros(length - cached, dtype=np.int64)
+        lens = np.array([cached]), np.array([length])
+        return Batch([], ForwardMode.MIXED, 0, row[:1], *lens, row, at, at, row[:1])
+    def pairs(batch: Batch, metadata: object) -> Pairs:
+        sizes = [num_heads, kv_heads, kv_heads]
+        def answer(backend: AttentionBackend, layer: int, metadata: object) -> torch.Tensor:
+            q, k, v = some(len(batch.positions), sum(sizes), head_dim).split(sizes, dim=1)
+            return backend.forward(q, k, v, layer, metadata)
+        right = reference.prepare(batch)
+        return [(answer(ours, layer, metadata), answer(reference, layer, right))
+                for layer in range(len(windows))]
+    def prefill() -> Pairs:
+        both = batch(0, 5), batch(5, 7)
+        return [pair for o in both for pair in pairs(o, ours.prepare(o))]
+    def decode() -> Pairs:
+        last = batch(7, 8)
+        static = ours.static(batch(3, 4), to_device(last.out_loc, device))
+        ours.update(static, last)
+        return pairs(last, static) + pairs(last, ours.prepare(last))
+    kind = f'dtype_q_{"bf16" if dtype == torch.bfloat16 else "f16"}_*head_dim_qk_{head_dim}_*'
+    modules = dict(prefill=f'batch_prefill_*{kind}', decode=f'batch_decode_*{kind}')
+    if ours.tensor_cores: modules['decode'] = modules['prefill']
+    return dict(prefill=Trial(modules['prefill'], prefill), decode=Trial(modules['decode'], decode))
+
+# %% ../../nbs/33_attention.flashinfer.ipynb #ac62fb78
+@cache
+def _failed_attention(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int],
+                      windows: tuple[int | None, ...]) -> dict[str, str]:
+    "Why kernels of attention failed their trial, by kind; tried once in a process"
+    library = find_library(device)
+    assert not isinstance(library, str)   # `unsupported_reason` has asked
+    return try_kernels(attention_trials(library, device, dtype, shape, windows))
+
 def unsupported_reason(
+    kind: str,       # 'prefill', for mixed batches too, or 'decode'
     pool: KVPool,    # Where keys and values lie
+    windows: Sequence[int | None],  # Of each layer, in tokens; `None`: all
+    num_heads: int,  # Query heads of the model
 ) -> str | None:     # A sentence, or `None` if it can
-    "Why FlashInfer does not support this pool"
-    device, dtype, head_dim = pool.buffer.device, pool.buffer.dtype, pool.buffer.shape[-1]
+    "Why FlashInfer cannot compute such batches over this pool"
+    device, dtype, shape = pool.buffer.device, pool.buffer.dtype, pool.buffer.shape
+    kv_heads, head_dim = shape[-2:]
     if device.type != 'cuda':
         return f'FlashInfer needs an NVIDIA GPU, and this runs on {device.type}'
     if dtype not in (torch.bfloat16, torch.float16):
@@ -297,21 +352,10 @@ def unsupported_reason(
     if head_dim not in (64, 128, 256):
         return f'FlashInfer has kernels for a head_dim of 64, 128 or 256, not of {head_dim}'
     found = find_library(device)
-    return found if isinstance(found, str) else None
-
-def flashinfer_attention(
-    pool: KVPool,              # On a GPU
-    page_table: torch.Tensor,  # On the same, int32, [n_rows, max_pages]
-    windows: Sequence[int | None] = (),  # Of each layer, in tokens; `None` or none given: all
-    *,
-    num_heads: int,            # Query heads of the model
-) -> FlashInferAttention:
-    "FlashInfer's kernels; `ValueError` if they cannot serve this pool"
-    if sentence := unsupported_reason(pool):
-        raise ValueError(f"attention cannot be 'flashinfer' here: {sentence}")
-    library = find_library(pool.buffer.device)
-    assert not isinstance(library, str)   # that was the reason
-    return FlashInferAttention(pool, page_table, windows, num_heads=num_heads, library=library)
+    if isinstance(found, str): return found
+    different = tuple(dict.fromkeys(windows)) or (None,)
+    failed = _failed_attention(device, dtype, (num_heads, kv_heads, head_dim), different)
+    return f'its kernels for {kind} fail: {failed[kind]}' if kind in failed else None
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #c74207e8
 @dataclass(frozen=True)
@@ -359,15 +403,21 @@ def choose_attention(
     num_heads: int,            # Query heads of the model
 ) -> AttentionBackend:
     "The backend of that name; 'auto' takes the fastest that supports this pool"
-    known = backends | dict(flashinfer=partial(flashinfer_attention, num_heads=num_heads))
-    def resolve(part: str) -> str:
-        if part != 'auto': return part
-        if pool.buffer.device.type != 'cuda': return 'native'
-        if not (sentence := unsupported_reason(pool)): return 'flashinfer'
-        warn_once(f'Attention in plain torch: {sentence}')
+    def resolve(part: str, kind: str) -> str:
+        if part == 'auto' and pool.buffer.device.type != 'cuda': return 'native'
+        if part not in ('auto', 'flashinfer'): return part
+        if not (reason := unsupported_reason(kind, pool, windows, num_heads)): return 'flashinfer'
+        if part != 'auto': raise ValueError(f"attention cannot be 'flashinfer' here: {reason}")
+        warn_once(f'Attention in plain torch: {reason}')
         return 'torch'
-    made = [known[resolve(part)](pool, page_table, windows) for part in name.split(',')]
-    return PairAttention(*made) if len(made) > 1 else made[0]
+    def make(part: str) -> AttentionBackend:
+        if part != 'flashinfer': return backends[part](pool, page_table, windows)
+        library = find_library(pool.buffer.device)
+        assert not isinstance(library, str)   # that would have been a reason
+        return FlashInferAttention(pool, page_table, windows, num_heads=num_heads, library=library)
+    parts = name.split(',')
+    prefill, decode = resolve(parts[0], 'prefill'), resolve(parts[-1], 'decode')
+    return make(prefill) if prefill == decode else PairAttention(make(prefill), make(decode))
 
 def graph_attention(
     attention: AttentionBackend,  # From `choose_attention`

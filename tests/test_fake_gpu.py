@@ -1,0 +1,59 @@
+"""FlashInfer's own Python on a GPU that computes nothing (`fake_gpu.py`, in a process of its own): every configuration is built, captured and
+generates, a module that does not compile takes nothing else with it, what a decode step launches outside its graph may only shrink, and the
+steps of `gpu_check` run to their end."""
+import importlib.util, json, os, subprocess, sys
+from pathlib import Path
+
+import pytest
+
+root = Path(__file__).parents[1]
+fetched = root/'.flashinfer'
+here = importlib.util.find_spec('flashinfer') is not None or (fetched/'flashinfer').exists()
+pytestmark = pytest.mark.skipif(not here, reason='needs the package flashinfer: make flashinfer')
+
+def on_fake_gpu(*names):
+    "What `fake_gpu.py` says of these, by name"
+    path = os.pathsep.join(map(str, [root, root/'tests', fetched, *filter(None, [os.environ.get('PYTHONPATH')])]))
+    done = subprocess.run([sys.executable, root/'tests'/'fake_gpu.py', *names], cwd=root, capture_output=True, text=True, timeout=300, env=os.environ | dict(PYTHONPATH=path))
+    told = [json.loads(o) for o in done.stdout.splitlines()]
+    assert len(told) == len(names) and not done.returncode, done.stderr[-3000:]
+    return {o['name']: o for o in told}
+
+WORK = ['qwen3', 'prefix', 'sampled', 'mixed', 'tensor_cores', 'llama', 'group5', 'window', 'page1']
+BROKEN = ['no_norm', 'no_rope', 'no_prefill']
+
+def test_every_configuration_is_built_captured_and_generates():
+    """No call is refused, and nothing is copied or planned while a graph is captured: both would raise. A module that does not compile takes
+    nothing else with it."""
+    told = on_fake_gpu(*WORK, *BROKEN)
+    for name, o in told.items(): assert o['ok'] and o['tokens'] == 6 * o['requests'], (name, o.get('error'), o.get('at'))
+    for name in WORK:
+        o, on_tensor_cores = told[name], name in ('tensor_cores', 'group5')
+        assert o['captured'] == 3 and o['replays'] > 3 and o['ragged'] > 0, o
+        assert ('captured paged' in o) == on_tensor_cores and ('captured decode' in o) == (not on_tensor_cores), o
+        assert o['captured rope'] and o['captured silu_and_mul'] and o['captured rmsnorm'] and o['captured fused_add_rmsnorm']
+    norm, rope, prefill = (told[o] for o in BROKEN)
+    assert 'rmsnorm' not in norm and norm['captured rope'] and norm['captured decode']   # torch's own is captured instead
+    assert 'rope' not in rope and rope['rmsnorm'] and rope['silu_and_mul']
+    assert 'ragged' not in prefill and prefill['captured decode']
+
+# copies to the device and kernels of a decode step outside its graph, on average: a smaller number is welcome here, a larger one is a bug.
+# Every sixteenth step of a request writes a new page to the table, so the averages are not whole.
+MOST = dict(greedy=dict(copies=6.1, kernels=13.2), random=dict(copies=7.1, kernels=23.2))
+STEPS = ['machine', 'modules', 'kernels', 'recorded', 'bench256', 'decode', 'sampling']
+
+def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_their_end():
+    "On a real GPU there is one run of nine minutes: no line of it may be the first to be wrong"
+    told = on_fake_gpu(*MOST, *STEPS)
+    for name, o in told.items(): assert o['ok'], (name, o['error'], o['at'])
+    for name in MOST:
+        o = told[name]
+        assert o['replays'] == o['plans'] == 1 and o['copies to the host'] == 2, o
+        for what, most in MOST[name].items():
+            assert o[what] <= most, (name, what, o)
+            assert o[what] > most - 1, f'{name} launches fewer {what} now, {o[what]}: lower the number in MOST'
+    figures = {name: told[name]['figures'] for name in STEPS}
+    assert figures['machine']['arch'] == 'sm_90' and figures['machine']['flashinfer'] and 'torch' in figures['machine']['doctor']
+    assert len(figures['modules']) == 5 and {o['how'] for o in figures['modules'].values()} <= {'aot', 'kept', 'compiled'}
+    assert len(figures['recorded']['errors']) == 20 and len(figures['decode']) == 2 + 4 * 2 * 2 and len(figures['sampling']) == 12
+    assert {f'{a}_{b}' for a in ('overlap', 'normal') for b in ('greedy', 'random', 'step_ms')} <= set(figures['bench256'])
