@@ -129,5 +129,6 @@ def test_the_other_commands(model, capsys):
     out, err = capsys.readouterr()
     assert (code, out, err.count('\n')) == (2, '', 1) and err.startswith('minisgl-lit chat: ') and 'damaged' in err
     done = subprocess.run([sys.executable, '-m', 'minisgl_lit', '--port', '0', '--model', str(model)], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout, done.stderr.count('\n')) == (2, '', 1), done.stderr
-    assert done.stderr.startswith('minisgl-lit serve: ') and 'damaged' in done.stderr
+    *waits, said = done.stderr.splitlines()   # a busy machine may say first that it is still loading
+    assert (done.returncode, done.stdout) == (2, '') and all('still loading' in o for o in waits), done.stderr
+    assert said.startswith('minisgl-lit serve: ') and 'damaged' in said
