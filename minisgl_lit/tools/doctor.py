@@ -73,7 +73,8 @@ _CUDA_TORCH = 'install the torch built for your CUDA, which its own site tells h
 def gpus() -> list[Finding]:
     "The driver, and the GPUs that torch can use"
     query = '--query-gpu=name,driver_version', '--format=csv,noheader'
-    lines = (said('nvidia-smi', *query) or '').splitlines()
+    said_lines = (said('nvidia-smi', *query) or '').splitlines()
+    lines = [o for o in said_lines if ', ' in o]   # it may also say that it found none
     n = torch.cuda.device_count()
     if not n and not lines: return [Finding('GPU', 'none')]
     cards = [torch.cuda.get_device_properties(i) for i in range(n)]
