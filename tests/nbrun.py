@@ -9,9 +9,9 @@
 import argparse, ast, json, os, re, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, parent_process
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from unittest.mock import patch
 
 import nbformat
@@ -97,13 +97,18 @@ _context.set_forkserver_preload(["torch", "ipykernel.kernelapp", "fastcore.all"]
 def _start_server():
     with _starting, patch.dict(os.environ, _env): forkserver.ensure_running()
 
+def _end_with_parent():
+    parent_process().join()
+    os._exit(1)
+
 def _kernel(args, env, cwd):
+    Thread(target=_end_with_parent, daemon=True).start()   # the server itself waits for its last kernel
     os.setsid()   # a process group of its own
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
     from ipykernel.kernelapp import launch_new_instance
-    launch_new_instance(argv=[*args, f"--IPKernelApp.parent_handle={os.getppid()}"])   # ends with the server
+    launch_new_instance(argv=[*args, f"--IPKernelApp.parent_handle={os.getppid()}"])
 
 class _Fork(_context.Process):
     "A process with the methods of a `Popen` that a kernel's manager calls"

@@ -1,6 +1,8 @@
 """Every notebook runs from top to bottom in a fresh kernel, and its stored outputs are true."""
-import os
-import pytest
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+import nbformat, pytest
 from nbrun import notebooks, run
 
 flags, package = os.environ.get("TST_FLAGS", "").split(), bool(os.environ.get("TST_PACKAGE"))
@@ -10,3 +12,22 @@ def test_notebook(path):
     err, stale, _ = run(path, flags, package=package)
     if err: pytest.fail(err, pytrace=False)
     if stale: pytest.fail(f"stored outputs are not those of this code, in cells {stale}: run `make nbs`", pytrace=False)
+
+def test_a_kernel_ends_with_who_started_it(tmp_path):
+    "Even if that is killed in the middle of a notebook"
+    told, path = tmp_path/"pid", tmp_path/"slow.ipynb"
+    cell = nbformat.v4.new_code_cell(f"import os, time\nopen({str(told)!r}, 'w').write(str(os.getpid()))\ntime.sleep(100)")
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
+    runner = subprocess.Popen([sys.executable, Path(__file__).with_name("nbrun.py"), path])
+    def wait(done):
+        until = time.monotonic() + 60
+        while not done() and time.monotonic() < until: time.sleep(.1)
+        return done()
+    try: assert wait(lambda: told.exists() and told.read_text())
+    finally:
+        runner.send_signal(signal.SIGKILL)
+        runner.wait()
+    def gone():
+        try: os.kill(int(told.read_text()), 0)
+        except ProcessLookupError: return True
+    assert wait(gone)
