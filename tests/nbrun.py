@@ -127,9 +127,9 @@ class ForkingManager(AsyncKernelManager):
         self.provisioner.process, self.provisioner.pid, self.provisioner.pgid = kernel, kernel.pid, kernel.pid
         self._reconcile_connection_info(self.provisioner.connection_info)
 
-def execute(nb, path, timeout):
+def execute(nb, path, timeout, allow_errors=False):
     "Run `nb` in a kernel of its own; return an error message or ''."
-    client = NotebookClient(nb, kernel_name="python3", timeout=timeout, startup_timeout=300, kernel_manager_class=ForkingManager,
+    client = NotebookClient(nb, kernel_name="python3", timeout=timeout, startup_timeout=300, kernel_manager_class=ForkingManager, allow_errors=allow_errors,
         resources={"metadata": {"path": str(path.parent)}}, extra_arguments=["--log-level=ERROR"])
     try: client.execute(env=_env)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as e:
