@@ -56,6 +56,8 @@ export: .venv/.all       ## notebooks -> minisgl_lit/
 	@$(LOCK) $(BIN)/python tests/export.py
 try: .venv/.all          ## try NB=12_kv_cache.radix EX=2: an exercise's edit in a copy of its chapter, and which cells fail
 	$(need_nb)@$(BIN)/python tests/exercises.py $(NB) $(EX)
+lab: .venv/.lab          ## the book in JupyterLab, with all that it needs (ARGS=more flags)
+	@exec $(BIN)/python -m jupyter lab --notebook-dir nbs $(ARGS)
 readme: .venv/.all       ## README.md from nbs/index.ipynb
 	$(BIN)/python docs/readme.py
 embedded: .venv/.all     ## train the embedded model anew
@@ -73,6 +75,9 @@ clean:           ## remove what was built, .venv included
 .venv/.all: settings.ini setup.py | .venv/bin/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev$(EXTRA:%=,%)]'
 	@touch .venv/.core $@
+.venv/.lab: .venv/.all
+	$(BIN)/python -m pip install -q --disable-pip-version-check jupyterlab
+	@touch $@
 # nothing of what FlashInfer needs on a GPU: its Python is enough
 .flashinfer/.fetched: settings.ini | .venv/bin/python
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-compile --upgrade --target .flashinfer \

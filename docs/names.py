@@ -110,6 +110,9 @@ class Terms:
         blocks = re.findall(r"```\{glossary\}\n(.*?)```", glossary, re.S)
         terms = [o for block in blocks for o in re.findall(r"^[\w ]+$", block, re.M) if o[0] != " "]
         self._names = {o.lower(): o for o in terms}
+        self.built = {}   # {notebook: the terms whose entry says "See" it}
+        for names, entry in re.findall(r"(?m)^((?:[\w, ]+\n)+)((?:    .*\n?)+)", "\n".join(blocks)):
+            for nb in re.findall(r"See \[[^\]]*\]\(nbs/([\w.]+\.ipynb)\)", entry): self.built.setdefault(nb, []).extend(names.strip().split("\n"))
         words = set(terms)
         self._word = re.compile(rf"(?<![\w-])(?:{self._any(words - self.two_senses)}|(?<=\*)(?:{self._any(self.two_senses & words)})(?=s?\*))s?(?![\w-])")
 
