@@ -1,7 +1,8 @@
 "The built site (`make docs`) in Chromium: home, a chapter, a film that needs no kernel, search; on a desk, on a phone, in the dark."
-import functools, threading
+import functools, re, threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from selenium.webdriver.common.by import By
@@ -30,7 +31,7 @@ def test_home_leads_everywhere(visit):
     page = visit("index.html")
     assert "Two commands" in text(page) and "make serve" in text(page)
     links = [o.get_attribute("href") for o in page.all(".sidebar-tree a")]
-    for place in ("guides/index", "made/cli", "made/benchmarks", "nbs/00b_core.request", "nbs/60_tools.widgets", "design", "glossary", "changelog", "contributing"):
+    for place in ("guides/index", "guides/coming-from", "made/cli", "made/benchmarks", "nbs/00b_core.request", "nbs/60_tools.widgets", "made/path", "design", "glossary", "changelog", "contributing"):
         assert any(place + ".html" in o for o in links), place
 
 @pytest.mark.parametrize("path", ["index.html", "nbs/12_kv_cache.radix.html", "nbs/60_tools.widgets.html", "made/cli.html", "guides/tune.html", "glossary.html"])
@@ -70,10 +71,36 @@ def test_a_chapter_goes_on_to_the_next(visit):
     on.click()
     page.until(lambda: "12_kv_cache.radix" in page.driver.current_url)
 
-def test_search_finds(visit):
-    page = visit("search.html?q=retract")
+@pytest.mark.parametrize("words, chapter", [
+    ("retract", "22_scheduler.decode"), ("middleware", "49_server.middleware"), ("continuous batching", "25_scheduler.scheduler"),
+    ("online softmax", "32_attention.cpu"), ("causal mask", "31_attention.torch"), ("GQA", "31_attention.torch"), ("chunked prefill", "21_scheduler.prefill"),
+    ("block table", "11_kv_cache.table"), ("radix cache", "12_kv_cache.radix"), ("CUDA graph", "42_engine.cuda_graph")])
+def test_search_finds_the_chapter_that_builds_it(visit, words, chapter):
+    page = visit(f"search.html?q={quote(words)}")
     page.until(lambda: page.all("#search-results li a"))
-    assert any("decode" in o.get_attribute("href") for o in page.all("#search-results li a"))
+    first = [o.get_attribute("href") for o in page.all("#search-results li a")][:2]
+    assert any(f"nbs/{chapter}.html" in o for o in first), first
+
+def test_the_menu_is_the_map(visit):
+    "Parts fold; the one of the open chapter is open, and shows numbers"
+    page = visit("nbs/12_kv_cache.radix.html")
+    visible = [o.text for o in page.all(".sidebar-tree a.reference.internal") if o.is_displayed()]
+    assert "1 Where the KV lives" in visible and "12 radix cache ★" in visible and "2 Scheduling" in visible
+    assert not any(o.startswith(("25 ", "00b ")) for o in visible)
+    assert page.all(".sidebar-tree .current-page > .reference")[0].text == "12 radix cache ★"
+
+def test_the_home_page_shows_the_page_at_work(visit):
+    "on three screens"
+    page = visit("index.html")
+    assert page.js("document.querySelector('article img').naturalWidth") > 1000
+    assert page.js("document.querySelector('article').getBoundingClientRect().height") <= 3 * 820
+
+def test_checks_are_folded(visit):
+    page = visit("nbs/05a_tools.drawing.html")
+    fold = next(o for o in page.all("details.hide") if re.search(r"\d+ checks", o.text))
+    assert "test_eq" not in fold.text
+    page.driver.execute_script("arguments[0].open = true", fold)
+    page.until(lambda: "test_eq" in fold.text)
 
 def test_dark(visit):
     def brightness(page): return sum(map(int, page.js("getComputedStyle(document.body).backgroundColor").strip("rgba()").split(",")[:3]))
@@ -93,7 +120,7 @@ def test_a_film_moves_without_a_kernel(visit):
 @pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desk"])
 def test_diagrams_can_be_read(visit, width):
     "One that is too wide from left to right is drawn from top to bottom"
-    page = visit("index.html")
+    page = visit("nbs/56_server.serve.html")
     page.size(width, 820, mobile=width < 500)
     page.driver.refresh()
     scale = "(() => { const o = document.querySelector('.mermaid svg'); return o && o.getBoundingClientRect().width / o.viewBox.baseVal.width })()"
