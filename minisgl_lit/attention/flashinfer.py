@@ -117,6 +117,7 @@ def kind_of(
     if (batch.extend_lens == 1).all(): return 'decode'
     return 'prefill' if batch.cached_lens.any() else 'ragged'
 
+# %% ../../nbs/33_attention.flashinfer.ipynb #294c470e
 @dataclass(frozen=True)
 class StaticMetadata(FlashInferMetadata):
     "Metadata for a CUDA graph: tensors that never move, for a fixed number of requests."
@@ -133,6 +134,7 @@ class PlanOptions(TypedDict):
     q_data_type: torch.dtype
     kv_data_type: torch.dtype
 
+# %% ../../nbs/33_attention.flashinfer.ipynb #6099936f
 class FlashInferAttention:
     """Attention by FlashInfer's paged kernels; `unsupported_reason` says whether they can serve.
 
@@ -419,6 +421,7 @@ def choose_attention(
     prefill, decode = resolve(parts[0], 'prefill'), resolve(parts[-1], 'decode')
     return make(prefill) if prefill == decode else PairAttention(make(prefill), make(decode))
 
+# %% ../../nbs/33_attention.flashinfer.ipynb #98320a37
 def graph_attention(
     attention: AttentionBackend,  # From `choose_attention`
 ) -> FlashInferAttention | None:  # `None`: none

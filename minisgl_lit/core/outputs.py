@@ -26,6 +26,7 @@ class EngineCoreOutput:
     prompt_logprobs: list[Logprob] | None = None     # Of its prompt, if that was asked for
     logprobs: list[Logprob] | None = None  # Of each new token, in any output, if asked for
 
+# %% ../../nbs/05_core.outputs.ipynb #eb4b4588
 def final_output(
     pending: PendingReq,              # It ends now
     reason: FinishReason,             # Why

@@ -43,6 +43,7 @@ def _attention(
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)   # heads first
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1)
 
+# %% ../../nbs/14_kernels.flashinfer_reference.ipynb #b5206ae4
 def _check_on_host(*arrays: torch.Tensor) -> None:
     "Refuse what would make the host wait for the device"
     for array in arrays:
@@ -214,6 +215,7 @@ def fused_add_rmsnorm(input: torch.Tensor, residual: torch.Tensor, weight: torch
     residual.copy_(total)
     input.copy_(_norm(total, weight, eps))
 
+# %% ../../nbs/14_kernels.flashinfer_reference.ipynb #b8fd89f6
 def silu_and_mul(input: torch.Tensor) -> torch.Tensor:
     "As FlashInfer's: SiLU of the left half times the right half"
     if input.shape[-1] * input.dtype.itemsize % 32:

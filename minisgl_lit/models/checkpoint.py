@@ -43,6 +43,7 @@ def resolve_model(
         raise ValueError(f'model={str(name)!r} is no folder here, '
                          f'and the hub did not give it: {_reason(e)}') from None
 
+# %% ../../nbs/38_models.checkpoint.ipynb #fb83494c
 def _reason(e: Exception) -> str:
     "What went wrong with the hub, in a few words"
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
@@ -80,11 +81,13 @@ _kinds = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 
           list: 'a list', dict: 'an object'}
 _T = TypeVar('_T', bool, int, float, str, list, dict)
 
+# %% ../../nbs/38_models.checkpoint.ipynb #0b93dc34
 def _in_range(value: object, low: float | None) -> bool:
     "Whether a number is at least `low`, and neither NaN nor near infinity; others have no range"
     if isinstance(value, bool) or not isinstance(value, (int, float)): return True
     return (-1e300 if low is None else low) <= value < 1e300
 
+# %% ../../nbs/38_models.checkpoint.ipynb #06517243
 def read_optional(
     raw: Mapping[str, object],  # An object of a JSON file
     name: str,                  # A field
@@ -101,6 +104,7 @@ def read_optional(
     bound = '' if low is None else f' of at least {low}'
     raise ValueError(f'{name}={value!r} of {file} must be {_kinds[kind]}{bound}')
 
+# %% ../../nbs/38_models.checkpoint.ipynb #f4b654e2
 def read_field(
     raw: Mapping[str, object],  # An object of a JSON file
     name: str,                  # A field
@@ -286,6 +290,7 @@ def read_config(
     _check_rope(config)
     return config
 
+# %% ../../nbs/38_models.checkpoint.ipynb #d03f4b09
 def _check_rope(config: ModelConfig) -> None:
     "`ValueError` if the RoPE frequencies of the first or the last position are not finite"
     rope, head_dim = config.rope, config.head_dim

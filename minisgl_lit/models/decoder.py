@@ -74,6 +74,7 @@ class LinearRope(Rope):
         "`factor` times lower"
         return super().freqs(head_dim) / self.factor
 
+# %% ../../nbs/34_models.decoder.ipynb #bfdbc080
 @dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
     "Low frequencies divided, as in Llama 3.1; see `Llama3Scaling` for its fields."
@@ -189,6 +190,7 @@ def shard_size(
     "Rows or columns of each rank, rounded up; the last ranks are padded with zeros"
     return -(-n // size)
 
+# %% ../../nbs/34_models.decoder.ipynb #c105c25b
 def _bias(weights: Weights, name: str) -> torch.Tensor | None:
     "A bias, `None` if the layer has none"
     bias = weights.get(name)
@@ -201,6 +203,7 @@ def _norm(weights: Weights, name: str) -> torch.Tensor:
     assert isinstance(norm, torch.Tensor), f'{name} is packed'
     return norm
 
+# %% ../../nbs/34_models.decoder.ipynb #9b738e1d
 @dataclass(frozen=True)
 class DenseMlp:
     "One gated MLP for every token."
@@ -257,7 +260,7 @@ class ModelConfig:
 
 dtypes = dict(float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16)
 
-# %% ../../nbs/34_models.decoder.ipynb #ef512559
+# %% ../../nbs/34_models.decoder.ipynb #ab918e7e
 def layer_shapes(
     config: ModelConfig,  # The model
     layer: int = 0,       # Number of the layer
@@ -276,6 +279,7 @@ def layer_shapes(
     if config.qk_norm: shapes |= {f'self_attn.{o}_norm.weight': (head_dim,) for o in 'qk'}
     return shapes | config.mlp(layer).shapes(hidden)
 
+# %% ../../nbs/34_models.decoder.ipynb #ef512559
 def weight_shapes(
     config: ModelConfig,  # The model
 ) -> dict[str, tuple[int, ...]]:
@@ -298,6 +302,7 @@ def kv_heads(
     step = math.gcd(mine, per_kv_head)
     return [(group.rank * mine + i) // per_kv_head for i in range(0, mine, step)]
 
+# %% ../../nbs/34_models.decoder.ipynb #727fc705
 def shard_config(
     config: ModelConfig,  # The whole model
     size: int,            # Ranks
@@ -377,6 +382,7 @@ class Decoder:
         rows = embed(own * known, self.embedding)
         return self.group.all_reduce(rows.masked_fill(~known[:, None], 0))
 
+    # %% ../../nbs/34_models.decoder.ipynb #161920e0
     def hidden(
         self,
         input_ids: torch.Tensor,   # Tokens of all requests, one after the other, [n_tokens]

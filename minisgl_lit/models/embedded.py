@@ -143,6 +143,7 @@ def to_batch(
     both = torch.tensor(even, dtype=torch.long).view(len(rows), longest, 2)
     return both[..., 0], both[..., 1].bool()
 
+# %% ../../nbs/37_models.embedded.ipynb #7dfc2548
 def batches(
     tok: 'Tokenizer',  # Of `make_tokenizer`
     rng: Random,       # Draws
@@ -192,6 +193,7 @@ def share_of_rate(
     "How much of the full learning rate to use: it rises, stays, and falls to nearly nothing"
     return min(1., (step + 1) / 50, max(.02, 1.6 * (1 - progress)))
 
+# %% ../../nbs/37_models.embedded.ipynb #cb314cd4
 class Optimizer:
     "Muon for the matrices of the layers, AdamW for the embedding and the norms"
     def __init__(
@@ -268,6 +270,7 @@ def question(
     asked = ''.join(text for text, _ in pieces(system + task_messages(task)[:-1]))
     return asked + '<|im_start|>assistant\n' + ('<think>\n' if task.thought else '')
 
+# %% ../../nbs/37_models.embedded.ipynb #1f839897
 def answers(
     model: 'Qwen3ForCausalLM',  # In evaluation mode
     tok: 'Tokenizer',           # Its tokenizer
@@ -286,7 +289,7 @@ def answers(
     texts = [o[:o.index(END)] if END in o else o for o in out]
     return [tok.decode(o, skip_special_tokens=False) for o in texts]
 
-# %% ../../nbs/37_models.embedded.ipynb #1f839897
+# %% ../../nbs/37_models.embedded.ipynb #7112a09a
 Graded = list[tuple[Task, str, bool]]   # a task, what the model said, whether it is right
 
 def is_right(
@@ -307,6 +310,7 @@ def grade(
     said = [text for batch in fifties for text in answers(model, tok, batch)]
     return [(task, text, is_right(task, text)) for task, text in zip(tasks, said)]
 
+# %% ../../nbs/37_models.embedded.ipynb #86f9e5d7
 def by_kind(
     graded: Graded,  # Of `grade`
 ) -> dict[str, tuple[int, int]]:  # Right and asked

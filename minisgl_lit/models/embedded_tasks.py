@@ -101,6 +101,7 @@ def draw_numbers(kind: str, rng: Random) -> Drawn:
                   next=a + 1, before=a - 1)[kind]
     return dict(a=a, b=b, things=rng.choice(words('things'))), str(answer)
 
+# %% ../../nbs/36a_models.embedded_tasks.ipynb #d824739a
 def draw_count(kind: str, rng: Random) -> Drawn:
     "A run of two to fifteen numbers, up or down"
     if kind == 'count to': a, b = 1, rng.randint(2, 15)
@@ -162,6 +163,7 @@ def explain(kind: str, rng: Random) -> Task:
     answer = f"{entry['what']} {entry['why']}" if ask == 'explain' else entry[ask]
     return Task(kind, as_typed(pattern.replace('§', name), rng), answer)
 
+# %% ../../nbs/36a_models.embedded_tasks.ipynb #3ffd3023
 def small_talk(kind: str, rng: Random) -> Task:
     "Greetings and questions about the model, or questions that no single term answers"
     entry = rng.choice(phrases()[kind])
@@ -189,6 +191,7 @@ def call_text(tool: str, city: str) -> str:
     call = json.dumps({'name': tool, 'arguments': {'city': city}})
     return f'<tool_call>\n{call}\n</tool_call>'
 
+# %% ../../nbs/36a_models.embedded_tasks.ipynb #71f4c7fe
 def draw_result(tool: str, city: str, rng: Random) -> tuple[str, str]:
     "What a tool may say, as an object or as text, and the answer made of it"
     if tool == 'get_time':
@@ -266,6 +269,7 @@ def other_task(kind: str, rng: Random) -> Task:
     if kind == 'think talk': return replace(task, kind=kind, thought='No steps are needed.')
     return replace(task, kind=kind, tools=rng.choice((TOOLS, TOOLS[::-1], TOOLS[:1], TOOLS[1:])))
 
+# %% ../../nbs/36a_models.embedded_tasks.ipynb #e724d667
 TALK: dict[str, Callable[[str, Random], Task]] = {
     'glossary': explain, 'new wording': explain, 'smalltalk': small_talk,
     'questions': small_talk, 'unknown': unknown,
@@ -279,6 +283,7 @@ KINDS = {   # `skill` draws those not in `TALK`
     'tool call': 8, 'tool answer': 8, 'tool missing': 9, 'no tool needed': 5,
     'think add': 5, 'think sort': 5, 'think compare': 7, 'think talk': 3}
 
+# %% ../../nbs/36a_models.embedded_tasks.ipynb #ac508c71
 def new_task(
     rng: Random,                # Draws
     kind: str | None = None,    # `None`: any, by the weights of `KINDS`
@@ -309,6 +314,7 @@ def tool_block(
     lines = [json.dumps({'name': tool, 'parameters': ['city']}) + '\n' for tool in tools]
     return f"<tools>\n{''.join(lines)}</tools>"
 
+# %% ../../nbs/36a_models.embedded_tasks.ipynb #079efc4b
 def task_messages(
     task: Task,  # Of any kind
 ) -> list[Message]:

@@ -31,6 +31,7 @@ class Placement(NamedTuple):
     shape: tuple[int, ...]  # Of the tensor in the file
     slices: tuple[tuple[slice, ...], ...] = ((slice(None),),)   # Its parts of this rank, in order
 
+# %% ../../nbs/36_models.weights.ipynb #acbe61cf
 def shard_slices(
     config: ModelConfig,     # The model
     module: str,             # Of the tensor, such as 'q_proj'

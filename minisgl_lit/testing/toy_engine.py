@@ -29,6 +29,7 @@ def mix(
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)
 
+# %% ../../nbs/03_testing.toy_engine.ipynb #54d34ae6
 def powers(
     n: int,       # How many
 ) -> np.ndarray:  # uint64, [n]
@@ -56,6 +57,7 @@ def choose(
     steps = (np.arange(vocab_size) - tokens[:, None]) % vocab_size
     return np.where(allowed, steps, vocab_size).argmin(1)
 
+# %% ../../nbs/03_testing.toy_engine.ipynb #7d69ffa1
 def toy_next(
     tokens: Sequence[int],  # All tokens so far, at least one
     vocab_size: int,        # How many tokens there are
@@ -206,6 +208,7 @@ class ToyKV:
 class ToyError(RuntimeError):
     "Something that shows one request another's tokens, or wrong ones."
 
+# %% ../../nbs/03_testing.toy_engine.ipynb #5354c1f8
 def _refuse(
     batch: Batch,
     owner: np.ndarray,            # Whose each item is, [n]
@@ -228,6 +231,7 @@ def _arrays(batch: Batch) -> dict[str, np.ndarray]:
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
     return {name: o for name, o in values.items() if isinstance(o, np.ndarray)}
 
+# %% ../../nbs/03_testing.toy_engine.ipynb #4cd99b44
 @dataclass(eq=False)
 class ToyLaunch:
     "A launched batch, as the engine remembers it."
@@ -241,7 +245,7 @@ class ToyLaunch:
 
     def __post_init__(self): self.copy = self.batch
 
-    # %% ../../nbs/03_testing.toy_engine.ipynb #4cd99b44
+    # %% ../../nbs/03_testing.toy_engine.ipynb #867cd009
     def take_snapshot(
         self,
         kv: ToyKV,  # Whose pages it uses
@@ -262,6 +266,7 @@ class ToyLaunch:
         if not changed: return
         raise ToyError(f'step {self.copy.step}: {", ".join(changed)} changed after the launch')
 
+    # %% ../../nbs/03_testing.toy_engine.ipynb #e061bc29
     def check_owned(
         self,
         kv: ToyKV,                # Whose pages it uses
@@ -275,7 +280,7 @@ class ToyLaunch:
                     f'step {self.batch.step}, request {rid!r}: {kind} {number} is in use by '
                     f'request {user!r} in step {other.batch.step}, which has not completed')
 
-# %% ../../nbs/03_testing.toy_engine.ipynb #4cd99b44
+# %% ../../nbs/03_testing.toy_engine.ipynb #bc9950db
 def _used(batch: Batch, kv: ToyKV, starts: np.ndarray) -> list[tuple[tuple[str, int], str]]:
     "Rows, and pages from positions `starts` on, each with its user: (('page', 3), 'a')"
     first, last, res = starts // kv.page_size, -(-batch.device_lens // kv.page_size), []
@@ -361,6 +366,7 @@ class ToyEngine:
         if self.nan_rids: self._poison(launch)
         if self.verify: self.kv.check_reads(batch)
 
+    # %% ../../nbs/03_testing.toy_engine.ipynb #55eb4884
     def _poison(self, launch: ToyLaunch) -> None:
         "Let the requests in `nan_rids` become NaN, in their pages and on the way to `sample`"
         batch = launch.batch
@@ -369,6 +375,7 @@ class ToyEngine:
             mine = batch.token_rows == batch.rows[i]
             self.kv.hash[batch.out_loc[mine]] = launch.hashes[i] = nan_hash
 
+    # %% ../../nbs/03_testing.toy_engine.ipynb #33623a02
     def _sample(self, launch: ToyLaunch, tokens: np.ndarray, finite: np.ndarray,
                 mask: np.ndarray | None) -> None:
         "On the stream: choose, write to the token pool, send to the host"
