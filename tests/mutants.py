@@ -134,7 +134,7 @@ def make(folder: Path, module: str, line: str, instead: str) -> None:
 def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     "The first test that fails on a mutant"
     name, module, line, instead = mutant
-    env = {**os.environ, 'TST_PACKAGE': '1', 'TST_LIVES': '150', 'TST_SHRINK': '0', 'OMP_NUM_THREADS': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
+    env = {**os.environ, 'TST_PACKAGE': '1', 'TST_LIVES': '300', 'TST_SHRINK': '0', 'OMP_NUM_THREADS': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
     number = int(chapters[module].split('_')[0])
     above = [o for o in chapters.values() if int(o.split('_')[0]) > number]
     tries = [['tests/test_notebooks.py', '-k', chapters[module]], ['tests/test_radix.py', 'tests/test_scheduler.py', '-k', 'not every'],
