@@ -92,13 +92,6 @@ class CacheManager:
         return self.ready_size + self.releasing.size
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #61511cfd
-    def pages_for(
-        self,
-        n_tokens: Count,  # Tokens of one request, or of each of several
-    ) -> Count:           # Pages
-        "Pages that so many tokens need, the last one perhaps half full"
-        return -(-n_tokens // self.page_size)
-
     def match(
         self,
         pending: PendingReq,  # A waiting request
@@ -110,6 +103,14 @@ class CacheManager:
         ids, params = pending.input_ids[:matchable_len], pending.params
         return self.prefix.match_prefix(ids, params.extra_key, params.priority)
 
+    # %% ../../nbs/13_kv_cache.manager.ipynb #79f61aeb
+    def pages_for(
+        self,
+        n_tokens: Count,  # Tokens of one request, or of each of several
+    ) -> Count:           # Pages
+        "Pages that so many tokens need, the last one perhaps half full"
+        return -(-n_tokens // self.page_size)
+
     def lock(self, handle: PrefixHandle) -> None:
         "Protect this prefix from eviction"
         self.prefix.lock(handle)
@@ -117,6 +118,25 @@ class CacheManager:
     def unlock(self, handle: PrefixHandle) -> None:
         "Release one lock on this prefix"
         self.prefix.unlock(handle)
+
+    def _push(self, pages: np.ndarray) -> None:
+        "Put pages on the stack of free ones"
+        self._stack[self.free_size:self.free_size + len(pages)] = pages
+        self.free_size += len(pages)
+
+    def _cached_len(self, pending: PendingReq) -> int:
+        "Tokens of a request whose keys and values have a slot in its pages"
+        return int(self.table.lengths.cached_len[pending.table_idx])
+
+    def _launched(self, pending: PendingReq) -> int:
+        "Number of the last batch that was launched with this request"
+        return int(self.table.lengths.launched[pending.table_idx])
+
+    def _own_pages(self, pending: PendingReq) -> np.ndarray:
+        "Pages of a request that are not in the tree"
+        end = self.pages_for(self._cached_len(pending))
+        first = _locked_prefix(pending).cached_len // self.page_size
+        return self.table.pages[pending.table_idx, first:end].astype(np.int64)
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #ceb48f6e
     def allocate(
@@ -137,11 +157,6 @@ class CacheManager:
         self._allocated[pages] = True
         return pages
 
-    def _push(self, pages: np.ndarray) -> None:
-        "Put pages on the stack of free ones"
-        self._stack[self.free_size:self.free_size + len(pages)] = pages
-        self.free_size += len(pages)
-
     # %% ../../nbs/13_kv_cache.manager.ipynb #7e14b80b
     def _release(
         self,
@@ -154,6 +169,7 @@ class CacheManager:
         self._allocated[pages] = False
         self.releasing.put(pages, step)
 
+    # %% ../../nbs/13_kv_cache.manager.ipynb #8489321c
     def collect(
         self,
         completed: int,  # Number of the last batch that has completed
@@ -164,71 +180,6 @@ class CacheManager:
             self._push(pages)
         for handles in self._unlocking.take(completed):
             for handle in handles: self.unlock(handle)
-
-    # %% ../../nbs/13_kv_cache.manager.ipynb #c31aaf31
-    def _insert_prefix(
-        self,
-        pending: PendingReq,  # It has a row
-        n_known: int,         # Tokens from the start that the host knows for sure
-    ) -> None:
-        "Insert full pages that are computed and known into the prefix cache; the lock moves on"
-        row, handle = pending.table_idx, _locked_prefix(pending)
-        start = handle.cached_len
-        n_tokens = min(self._cached_len(pending), n_known)
-        first = start // self.page_size              # pages before it are the tree's
-        last = max(n_tokens // self.page_size, first)
-        own = self.table.pages[row, first:last].astype(np.int64)
-        ids = pending.input_ids[start:last * self.page_size]
-        cached = self.prefix.extend(handle, ids, own)
-        own = own[:len(cached)]                      # none are cached if nothing is kept
-        duplicates = np.flatnonzero(own != cached)
-        self.table.write(np.full(len(duplicates), row), first + duplicates, cached[duplicates])
-        self._release(own[duplicates], self._launched(pending))
-        inserted = np.delete(own, duplicates)
-        self._allocated[inserted] = False
-        self.held_size -= len(inserted)
-
-    def _cached_len(self, pending: PendingReq) -> int:
-        "Tokens of a request whose keys and values have a slot in its pages"
-        return int(self.table.lengths.cached_len[pending.table_idx])
-
-    def _launched(self, pending: PendingReq) -> int:
-        "Number of the last batch that was launched with this request"
-        return int(self.table.lengths.launched[pending.table_idx])
-
-    def cache_unfinished(
-        self,
-        pending: PendingReq,  # It has been launched, and goes on
-    ) -> None:
-        "Let other requests share what this one has computed so far"
-        self._insert_prefix(pending, pending.n_tokens)
-
-    # %% ../../nbs/13_kv_cache.manager.ipynb #4d8413a1
-    def cache_finished(
-        self,
-        pending: PendingReq,  # It has ended, and still has its row
-        keep: bool = True,    # Whether what it computed can be trusted
-    ) -> None:
-        "Free all pages of a request: full ones go to the tree, the rest to the release list"
-        handle, launched = _locked_prefix(pending), self._launched(pending)
-        if keep: self._insert_prefix(pending, max(pending.input_len, pending.n_tokens - 1))
-        self._release(self._own_pages(pending), launched)
-        self._unlocking.put([handle], launched)
-        pending.handle = None
-
-    def _own_pages(self, pending: PendingReq) -> np.ndarray:
-        "Pages of a request that are not in the tree"
-        end = self.pages_for(self._cached_len(pending))
-        first = _locked_prefix(pending).cached_len // self.page_size
-        return self.table.pages[pending.table_idx, first:end].astype(np.int64)
-
-    def freed_by(
-        self,
-        pendings: Sequence[PendingReq],  # All have rows, and no batch in flight uses them
-    ) -> int:                            # Pages
-        "How many more pages would be available if these requests were retracted"
-        own = sum(len(self._own_pages(p)) for p in pendings)
-        return own + self.prefix.freed_by([_locked_prefix(p) for p in pendings])
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #850ae564
     def owners(
@@ -269,6 +220,58 @@ class CacheManager:
                                    f'{in_row.tolist()}, but its prefix is in {cached.tolist()}')
         self.prefix.check_integrity()
 
+    # %% ../../nbs/13_kv_cache.manager.ipynb #8f84dd92
+    def _insert_prefix(
+        self,
+        pending: PendingReq,  # It has a row
+        n_known: int,         # Tokens from the start that the host knows for sure
+    ) -> None:
+        "Insert full pages that are computed and known into the prefix cache; the lock moves on"
+        row, handle = pending.table_idx, _locked_prefix(pending)
+        start = handle.cached_len
+        n_tokens = min(self._cached_len(pending), n_known)
+        first = start // self.page_size              # pages before it are the tree's
+        last = max(n_tokens // self.page_size, first)
+        own = self.table.pages[row, first:last].astype(np.int64)
+        ids = pending.input_ids[start:last * self.page_size]
+        cached = self.prefix.extend(handle, ids, own)
+        own = own[:len(cached)]                      # none are cached if nothing is kept
+        duplicates = np.flatnonzero(own != cached)
+        self.table.write(np.full(len(duplicates), row), first + duplicates, cached[duplicates])
+        self._release(own[duplicates], self._launched(pending))
+        inserted = np.delete(own, duplicates)
+        self._allocated[inserted] = False
+        self.held_size -= len(inserted)
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #ad15d853
+    def cache_unfinished(
+        self,
+        pending: PendingReq,  # It has been launched, and goes on
+    ) -> None:
+        "Let other requests share what this one has computed so far"
+        self._insert_prefix(pending, pending.n_tokens)
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #46fc579c
+    def cache_finished(
+        self,
+        pending: PendingReq,  # It has ended, and still has its row
+        keep: bool = True,    # Whether what it computed can be trusted
+    ) -> None:
+        "Free all pages of a request: full ones go to the tree, the rest to the release list"
+        handle, launched = _locked_prefix(pending), self._launched(pending)
+        if keep: self._insert_prefix(pending, max(pending.input_len, pending.n_tokens - 1))
+        self._release(self._own_pages(pending), launched)
+        self._unlocking.put([handle], launched)
+        pending.handle = None
+
+    def freed_by(
+        self,
+        pendings: Sequence[PendingReq],  # All have rows, and no batch in flight uses them
+    ) -> int:                            # Pages
+        "How many more pages would be available if these requests were retracted"
+        own = sum(len(self._own_pages(p)) for p in pendings)
+        return own + self.prefix.freed_by([_locked_prefix(p) for p in pendings])
+
     # %% ../../nbs/13_kv_cache.manager.ipynb #680bcc51
     def invalidate(
         self,
@@ -292,7 +295,8 @@ class CacheManager:
                 'flush_cache', 'the cache can be flushed only while nothing runs; '
                 f'its pages are {self.page_counts}') from None
 
-# %% ../../nbs/13_kv_cache.manager.ipynb #c31aaf31
+# %% ../../nbs/13_kv_cache.manager.ipynb #79f61aeb
+
 def _locked_prefix(pending: PendingReq) -> PrefixHandle:
     "What a request with a row has locked; `RuntimeError` if it was freed, as after a double free"
     if not isinstance(pending.handle, PrefixHandle):
