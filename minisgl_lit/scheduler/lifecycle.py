@@ -124,6 +124,7 @@ class Lifecycle:
         self.decode = DecodeManager(cache.table, self.ratio)
         self._init_state()
 
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #ef746428
     def _init_state(self) -> None:
         "The state of a server before its first request"
         self.counts = dict.fromkeys(('prompt_tokens', 'cached_tokens', 'generated_tokens',
@@ -189,6 +190,7 @@ class Lifecycle:
         eos = () if params.ignore_eos else self.eos_token_ids
         return tuple(o for o in {*eos, *params.stop_token_ids} if o < self.validator.vocab_size)
 
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #ec18135d
     def _check_queue(self, priority: int) -> None:
         "Make sure that the queue has room: if it is full, only by displacing a waiting request"
         waiting = self.prefill.waiting.values()
@@ -199,7 +201,7 @@ class Lifecycle:
         error = f'displaced by a request of higher priority: {full}'
         self.mark_to_finish(last, FinishReason.ERROR, error)
 
-    # %% ../../nbs/23_scheduler.lifecycle.ipynb #6abd033e
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #32ec0dfa
     def finish(
         self,
         pending: PendingReq,                    # Alive; what is in flight of it will be dropped
@@ -221,6 +223,7 @@ class Lifecycle:
         self._outputs.outputs.append(output)
         self.observer.ended(pending)
 
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #6abd033e
     def mark_to_finish(
         self,
         pending: PendingReq,       # Alive
@@ -289,6 +292,41 @@ class Lifecycle:
         self.prefill.requeue(pending, at_head)
         self.counts['retracted'] += 1
 
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #f7e1ff9a
+    def _requeue_to_recompute(self) -> None:
+        "Retract the requests to recompute, as soon as nothing of them is in flight"
+        if not self._to_recompute: return
+        lengths = self.table.lengths
+        alive = [o for o in self._to_recompute if o.finish_reason is None]
+        landed = [o for o in alive if lengths.launched[o.table_idx] <= self.completed]
+        self._to_recompute = [o for o in alive if o not in landed]
+        for pending in landed:
+            self.retract(pending)
+            pending.kv_invalid = False
+
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #43cf30c9
+    def _process_tokens(self, batch: Batch, output: ForwardOutput) -> None:
+        "What new tokens mean for their requests"
+        rows, n_tokens = batch.rows[batch.sampled], batch.device_lens[batch.sampled] + 1
+        special = may_finish(output.next_tokens, n_tokens, rows, self.table.lengths, self._is_eos)
+        special |= ~output.finite
+        pendings = [o.pending for o in batch.sampled_reqs]
+        tokens, logprobs = output.next_tokens.tolist(), {}
+        if batch.logprob_requests:
+            assert output.logprobs is not None   # the engine answers what a batch asks
+            for k, i in enumerate(batch.logprob_requests.sampled.tolist()):
+                top_n = pendings[i].params.logprobs or 0
+                logprobs[i] = [_logprob(output.logprobs, k, tokens[i], top_n)]
+                special[i] = True
+        if special.any():
+            for i in np.flatnonzero(special).tolist():
+                finite = bool(output.finite[i])
+                self._process_one_token(pendings[i], tokens[i], finite, logprobs.get(i))
+            plain = (~special).tolist()
+            pendings, tokens = list(compress(pendings, plain)), list(compress(tokens, plain))
+        for pending, token in zip(pendings, tokens): pending.append(token)
+        self._emit_tokens(pendings, tokens)
+
     # %% ../../nbs/23_scheduler.lifecycle.ipynb #2d2db60b
     def _process_one_token(self, pending: PendingReq, token: int, finite: bool,
                            logprobs: list[Logprob] | None = None) -> None:
@@ -338,17 +376,6 @@ class Lifecycle:
         self.table.lengths.watched[pending.table_idx] = True
         self._to_recompute.append(pending)
 
-    def _requeue_to_recompute(self) -> None:
-        "Retract the requests to recompute, as soon as nothing of them is in flight"
-        if not self._to_recompute: return
-        lengths = self.table.lengths
-        alive = [o for o in self._to_recompute if o.finish_reason is None]
-        landed = [o for o in alive if lengths.launched[o.table_idx] <= self.completed]
-        self._to_recompute = [o for o in alive if o not in landed]
-        for pending in landed:
-            self.retract(pending)
-            pending.kv_invalid = False
-
     # %% ../../nbs/23_scheduler.lifecycle.ipynb #35dea579
     def _process_prefill(self, batch: Batch, output: ForwardOutput) -> None:
         "What it means that prompts, or chunks of them, are computed"
@@ -382,29 +409,6 @@ class Lifecycle:
                 pending.prompt_logprobs.reported += [_logprob(results, first + k, targets[k], top_n)
                                                  for k in own]
             else: self._process_one_token(pending, no_token, finite=False)
-
-    # %% ../../nbs/23_scheduler.lifecycle.ipynb #43cf30c9
-    def _process_tokens(self, batch: Batch, output: ForwardOutput) -> None:
-        "What new tokens mean for their requests"
-        rows, n_tokens = batch.rows[batch.sampled], batch.device_lens[batch.sampled] + 1
-        special = may_finish(output.next_tokens, n_tokens, rows, self.table.lengths, self._is_eos)
-        special |= ~output.finite
-        pendings = [o.pending for o in batch.sampled_reqs]
-        tokens, logprobs = output.next_tokens.tolist(), {}
-        if batch.logprob_requests:
-            assert output.logprobs is not None   # the engine answers what a batch asks
-            for k, i in enumerate(batch.logprob_requests.sampled.tolist()):
-                top_n = pendings[i].params.logprobs or 0
-                logprobs[i] = [_logprob(output.logprobs, k, tokens[i], top_n)]
-                special[i] = True
-        if special.any():
-            for i in np.flatnonzero(special).tolist():
-                finite = bool(output.finite[i])
-                self._process_one_token(pendings[i], tokens[i], finite, logprobs.get(i))
-            plain = (~special).tolist()
-            pendings, tokens = list(compress(pendings, plain)), list(compress(tokens, plain))
-        for pending, token in zip(pendings, tokens): pending.append(token)
-        self._emit_tokens(pendings, tokens)
 
 # %% ../../nbs/23_scheduler.lifecycle.ipynb #e1af016d
 no_token = -1   # in place of a token that was not sampled

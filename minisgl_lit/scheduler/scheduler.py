@@ -49,6 +49,15 @@ class Scheduler(Lifecycle):
         self._prefill_streak = 0   # prefill steps in a row while other requests wait to decode
         self._in_flight: tuple[Batch, ForwardOutput] | None = None
 
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #f035fdbd
+    def _schedule_next_batch(self) -> Batch | None:
+        "The next batch, with its pages; `None` if nothing can run now"
+        if self._has_timeouts: self._expire()
+        self._run_deferred()
+        if self.paused: return None
+        reqs, mode = self._select_reqs()
+        return self._prepare_batch(reqs, mode) if reqs else None
+
     # %% ../../nbs/25_scheduler.scheduler.ipynb #117a7496
     def _select_reqs(self) -> tuple[list[Req], ForwardMode]:
         "The requests that run next"
@@ -80,14 +89,6 @@ class Scheduler(Lifecycle):
         return reqs
 
     # %% ../../nbs/25_scheduler.scheduler.ipynb #b6f3a881
-    def _schedule_next_batch(self) -> Batch | None:
-        "The next batch, with its pages; `None` if nothing can run now"
-        if self._has_timeouts: self._expire()
-        self._run_deferred()
-        if self.paused: return None
-        reqs, mode = self._select_reqs()
-        return self._prepare_batch(reqs, mode) if reqs else None
-
     def _prepare_batch(self, reqs: list[Req], mode: ForwardMode) -> Batch | None:
         "A batch of these; `None` if all of them had to be retracted or ended"
         plan = BatchPlan(reqs, self.cache, self.decode.rows if mode is ForwardMode.DECODE else None)
@@ -214,12 +215,13 @@ class Scheduler(Lifecycle):
             except RequestError as e: self.mark_to_finish(pending, FinishReason.ERROR, str(e))
         return mask
 
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #1d35f27d
     def _sample(self, batch: Batch, forwarded: object) -> None:
         "Let the engine sample; the batch has been in flight since its forward"
         output = self.engine.sample(batch, forwarded, self._grammar_mask(batch))
         self._in_flight = batch, output
 
-    # %% ../../nbs/25_scheduler.scheduler.ipynb #b305059f
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #c06358a1
     def _drain(self) -> None:
         "Process the batch in flight, if there is one"
         if self._in_flight:
@@ -231,12 +233,14 @@ class Scheduler(Lifecycle):
         self._drain()
         self._run_deferred()
 
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #4dcdffbb
     def normal_loop(self) -> None:
         "Schedule and launch a batch, wait for it, process it"
         if batch := self._schedule_next_batch():
             self._sample(batch, self._launch(batch))
             self._drain()
 
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #b305059f
     def overlap_loop(self) -> None:
         "Schedule and launch a batch, and process the one before while it runs"
         batch = self._schedule_next_batch()
@@ -245,6 +249,7 @@ class Scheduler(Lifecycle):
         if batch and batch.step > self.completed:   # else the engine failed on the one before
             self._sample(batch, forwarded)
 
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #0236aafd
     def step(self) -> EngineCoreOutputs:
         "One turn, and the outputs it brought"
         before, self.n_steps = (self.launched, self.completed), self.n_steps + 1
@@ -257,7 +262,7 @@ class Scheduler(Lifecycle):
         outputs, self._outputs = self._outputs, EngineCoreOutputs()
         return outputs
 
-    # %% ../../nbs/25_scheduler.scheduler.ipynb #0236aafd
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #12516637
     @property
     def has_work(self) -> bool:
         "Whether `step` has anything to do; if not, a driver may block until a request comes"

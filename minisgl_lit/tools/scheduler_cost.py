@@ -83,8 +83,6 @@ def loaded(
     return s
 
 # %% ../../nbs/27_tools.scheduler_cost.ipynb #2bfc9ca2
-parts = ('receive', 'schedule', 'prepare', 'launch', 'process', 'message')
-
 @contextmanager
 def no_garbage_collection():
     "Python's collector pauses; what is there now it will not look at any more"
@@ -102,6 +100,9 @@ def _seconds(work: Callable[[], object]) -> float:
         began = time.perf_counter()
         work()
         return time.perf_counter() - began
+
+# %% ../../nbs/27_tools.scheduler_cost.ipynb #de086a05
+parts = ('receive', 'schedule', 'prepare', 'launch', 'process', 'message')
 
 def step_times(
     s: Scheduler,                    # With enough work for so many steps
@@ -168,6 +169,7 @@ def order_time(
     order, waiting = make_policy(policy, s.cache, seed=0), _waiting(n, n_prefixes)
     return _seconds(lambda: list(order.order(waiting)))
 
+# %% ../../nbs/27_tools.scheduler_cost.ipynb #e63e1f43
 def grouping_time(
     n: int,                 # Requests that wait
     n_prefixes: int = 50,   # Different prefixes that they share
@@ -179,6 +181,7 @@ def grouping_time(
     def group(): return list(one_per_shared_prefix(waiting, matches, page_size, 32))
     return _seconds(group)
 
+# %% ../../nbs/27_tools.scheduler_cost.ipynb #401e9a26
 def _waiting(n: int, n_prefixes: int) -> list[PendingReq]:
     "Requests with prompts of 1,000 tokens, of which the first 500 or more are shared"
     waiting = []
