@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
-chapters = {'kv_cache/table': '11_kv_cache.table', 'kv_cache/radix': '12_kv_cache.radix', 'kv_cache/manager': '13_kv_cache.manager', 'scheduler/prefill': '21_scheduler.prefill',
+chapters = {'kv_cache/table': '11_kv_cache.table', 'kv_cache/eviction': '11a_kv_cache.eviction', 'kv_cache/radix': '12_kv_cache.radix', 'kv_cache/manager': '13_kv_cache.manager', 'scheduler/prefill': '21_scheduler.prefill',
             'scheduler/decode': '22_scheduler.decode', 'scheduler/lifecycle': '23_scheduler.lifecycle', 'scheduler/batch': '24_scheduler.batch',
             'scheduler/scheduler': '25_scheduler.scheduler', 'scheduler/control': '26_scheduler.control'}
 
@@ -101,6 +101,10 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('a request to recompute outputs its tokens', 'scheduler/lifecycle', 'if pending in self._to_recompute: return\n        if not finite:', 'if not finite:'),
     ('a request is recomputed while in flight', 'scheduler/lifecycle', 'landed = [o for o in alive if lengths.launched[o.table_idx] <= self.completed]', 'landed = alive'),
     ('a request that fails by its cached prefix ends', 'scheduler/lifecycle', '        self._mark_to_recompute(pending)\n        pending.shares_cache = False', '        pending.shares_cache = False'),
+    ('a stale entry is evicted', 'kv_cache/eviction', 'if entry_no != item.entry_no: continue', 'pass'),
+    ('a rank that rose by itself is not noticed', 'kv_cache/eviction', 'if (*rank,) == self.rank(item): return item', 'return item'),
+    ('what is invalid waits for its turn', 'kv_cache/eviction', 'return (-math.inf,) if item.invalid else self._policy(item)', 'return self._policy(item)'),
+    ('stale entries are never swept out', 'kv_cache/eviction', 'if len(self.entries) > self.sweep_at: self._sweep()', 'pass'),
     ('what is exchanged for another\'s does not count as borrowed', 'kv_cache/radix', 'if n: handle.borrowed = True', 'pass'),
     ('what is found does not count as borrowed', 'kv_cache/radix', 'priority, borrowed=n > 0)', 'priority)'),
     ('who begins anew by itself finds the same', 'kv_cache/manager', 'if pending.shares_cache:', 'if True:'),
@@ -135,8 +139,7 @@ def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     "The first test that fails on a mutant"
     name, module, line, instead = mutant
     env = {**os.environ, 'TST_PACKAGE': '1', 'TST_LIVES': '300', 'TST_SHRINK': '0', 'OMP_NUM_THREADS': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
-    number = int(chapters[module].split('_')[0])
-    above = [o for o in chapters.values() if int(o.split('_')[0]) > number]
+    above = [o for o in chapters.values() if o > chapters[module]]
     tries = [['tests/test_notebooks.py', '-k', chapters[module]], ['tests/test_radix.py', 'tests/test_scheduler.py', '-k', 'not every'],
              ['tests/test_notebooks.py', '-k', ' or '.join(above) or 'none']]
     with tempfile.TemporaryDirectory() as folder:

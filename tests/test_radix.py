@@ -1,5 +1,5 @@
 """The radix cache and the ledger of pages against models that make the same promises in the plainest way."""
-import os, sys, tracemalloc
+import gc, os, sys, tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -11,7 +11,8 @@ from minisgl_lit.core.request import PendingReq
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.kv_cache import radix as chapter
 from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.radix import NaiveCache, RadixCache, evictions, make_prefix_cache
+from minisgl_lit.kv_cache.eviction import evictions
+from minisgl_lit.kv_cache.radix import NaiveCache, RadixCache, make_prefix_cache
 from minisgl_lit.kv_cache.table import TableManager
 
 SIZES = [1, 2, 7, 16]
@@ -335,9 +336,12 @@ def count_calls(work):
     "Calls of Python and C functions: what an operation costs, whatever else the machine is doing"
     n = Counter()
     def see(frame, event, arg): n[event in ('call', 'c_call')] += 1
+    gc.disable()   # what it calls is not the operation's
     sys.setprofile(see)
     try: work()
-    finally: sys.setprofile(None)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
     return n[True]
 
 def peak_bytes(work):
@@ -352,7 +356,7 @@ def bush(n, size=4, eviction='lru'):
     ids[:, size:] = np.arange(n + 50)[:, None]
     cache = RadixCache(size, eviction)
     for i in range(n): cache.insert(ids[i], [0, i + 1])
-    cache._sweep_at = 10**9    # paid for by many operations, so it is no part of one
+    cache._heap.sweep_at = 10**9    # paid for by many operations, so it is no part of one
     return cache, ids
 
 def test_no_operation_walks_the_tree():
@@ -391,13 +395,13 @@ def test_a_long_prompt_in_pieces_is_not_copied_again_and_again():
 @pytest.mark.parametrize('eviction', ['lru', 'mru', 'lfu'])
 def test_the_heap_does_not_outgrow_the_tree(eviction):
     cache, ids = bush(600, eviction=eviction)
-    cache._sweep_at, used, rng = 1000, {i: (0, i - 600) for i in range(600)}, np.random.default_rng(0)
+    cache._heap.sweep_at, used, rng = 1000, {i: (0, i - 600) for i in range(600)}, np.random.default_rng(0)
     for step, i in enumerate(rng.integers(0, 600, 5_000).tolist()):
         cache.insert(ids[i], [0, i + 1])
         used[i] = used[i][0] + 1, step
-        assert len(cache._heap) <= 2200 + 1
+        assert len(cache._heap.entries) <= 2200 + 1
     cache.check_integrity()
-    assert 2000 < cache._sweep_at <= 2200
+    assert 2000 < cache._heap.sweep_at <= 2200
     rank = dict(lru=lambda i: used[i][1], mru=lambda i: -used[i][1], lfu=lambda i: used[i])[eviction]
     assert cache.evict(600).tolist() == [i + 1 for i in sorted(used, key=rank)]
 
@@ -425,7 +429,7 @@ def test_a_page_is_as_important_as_the_most_important_who_uses_it():
 
 def test_the_largest_first(monkeypatch):
     "A rank that rises by itself, when a match splits a node"
-    monkeypatch.setitem(chapter.evictions, 'largest', lambda node: (-len(node.pages),))
+    monkeypatch.setitem(evictions, 'largest', lambda node: (-len(node.pages),))
     cache = RadixCache(1, 'largest')
     cache.insert(np.array([1, 1, 1, 1, 1]), np.arange(5))
     cache.insert(np.array([2, 2, 2]), np.arange(5, 8))
@@ -447,7 +451,7 @@ def broken(how):
     return cache
 
 def drop_entry(cache, top, locked, free): free.entry_no = 0
-def late_entry(cache, top, locked, free): cache._heap = [(99, *o[-2:]) for o in cache._heap]
+def late_entry(cache, top, locked, free): cache._heap.entries = [(99, *o[-2:]) for o in cache._heap.entries]
 def extra_entry(cache, top, locked, free): locked.entry_no = free.entry_no
 def short_key(cache, top, locked, free): free.key = free.key[:1]
 def no_pages(cache, top, locked, free): free.key, free.pages = free.key[:0], free.pages[:0]

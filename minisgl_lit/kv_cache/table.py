@@ -41,6 +41,7 @@ class TableManager:
         self._free, self._allocated = list(reversed(range(max_running_req))), set[int]()
         self._changed: list[tuple[np.ndarray, np.ndarray]] = []  # rows and columns to send
 
+    # %% ../../nbs/11_kv_cache.table.ipynb #1f0c78ff
     @property
     def available_size(self) -> int:
         "Rows that can still be allocated"

@@ -64,12 +64,12 @@ def test_every_page_fits(visit, site, width):
     assert not bad
 
 def test_a_chapter_goes_on_to_the_next(visit):
-    page = visit("nbs/11_kv_cache.table.html")
-    assert "rows for running requests" in text(page)
+    page = visit("nbs/12_kv_cache.radix.html")
+    assert "Who may share a page" in text(page)
     on = page.all("a.next-page")[0]
     page.driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", on)
     on.click()
-    page.until(lambda: "12_kv_cache.radix" in page.driver.current_url)
+    page.until(lambda: "13_kv_cache.manager" in page.driver.current_url)
 
 @pytest.mark.parametrize("words, chapter", [
     ("retract", "22_scheduler.decode"), ("middleware", "49_server.middleware"), ("continuous batching", "25_scheduler.scheduler"),
