@@ -9,7 +9,7 @@ __all__ = ['BLOCK', 'attention_c']
 from ..kernels.vector_math import exp_c
 from ..kernels.linear import linear_c
 
-# %% ../../nbs/31a_attention.cpu_kernels.ipynb #40f633a6
+# %% ../../nbs/31a_attention.cpu_kernels.ipynb #12642ddf
 _dots_c = linear_c + r"""
 INLINE vu operand(const char *k, int i, int bf16) {
     if (!bf16 || PAIRS) return raw(k + i * 4 * W);
@@ -58,7 +58,7 @@ INLINE void dots(int R, int N, const char **q, const char **k, i64 n, int bf16,
 }
 """
 
-# %% ../../nbs/31a_attention.cpu_kernels.ipynb #607cee8a
+# %% ../../nbs/31a_attention.cpu_kernels.ipynb #5a50b7c5
 BLOCK = 64   # positions in a block: whole registers, whole panels
 _mask_c = _dots_c + f'enum {{ BLOCK = {BLOCK} }};' + r"""
 typedef int32_t vi __attribute__((vector_size(4 * W)));

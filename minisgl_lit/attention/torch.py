@@ -69,19 +69,6 @@ def _slots(
     return torch.where(at < lens, slots, slots[:, :1])
 
 # %% ../../nbs/31_attention.torch.ipynb #15e11064
-@dataclass(frozen=True)
-class PaddedGroup:
-    "Requests with equally many new tokens, padded to the longest of them."
-    tokens: torch.Tensor   # Where their tokens stand in the batch, [n, extend_len]
-    slots: torch.Tensor    # Of keys and values, position by position, [n, longest]
-    masks: dict[int | None, torch.Tensor | None]  # For each window, the mask that `attend` takes
-
-@dataclass(frozen=True)
-class TorchMetadata:
-    "The metadata of `TorchAttention`."
-    out_loc: torch.Tensor      # Slot of each new token, [n_tokens]
-    groups: list[PaddedGroup]  # Every request of the batch is in one of them
-
 def _mask(
     positions: torch.Tensor,  # Of the new tokens of a group, [n, extend_len]
     longest: int,             # Tokens of its longest request
@@ -94,6 +81,20 @@ def _mask(
     mask = at <= until
     if window is not None: mask &= at > until - window
     return mask[:, None]
+
+# %% ../../nbs/31_attention.torch.ipynb #5e4b854c
+@dataclass(frozen=True)
+class PaddedGroup:
+    "Requests with equally many new tokens, padded to the longest of them."
+    tokens: torch.Tensor   # Where their tokens stand in the batch, [n, extend_len]
+    slots: torch.Tensor    # Of keys and values, position by position, [n, longest]
+    masks: dict[int | None, torch.Tensor | None]  # For each window, the mask that `attend` takes
+
+@dataclass(frozen=True)
+class TorchMetadata:
+    "The metadata of `TorchAttention`."
+    out_loc: torch.Tensor      # Slot of each new token, [n_tokens]
+    groups: list[PaddedGroup]  # Every request of the batch is in one of them
 
 # %% ../../nbs/31_attention.torch.ipynb #06aec63b
 def _group(
@@ -136,7 +137,7 @@ def attend(
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
     return out.transpose(1, 2)
 
-# %% ../../nbs/31_attention.torch.ipynb #b696594f
+# %% ../../nbs/31_attention.torch.ipynb #ca7600ec
 # On a GPU each small kernel costs a launch, on a CPU a large copy costs more than small ones.
 GPU_MAX_SLOTS, CPU_MAX_SLOTS = 1 << 18, 1 << 12
 
@@ -170,6 +171,7 @@ class TorchAttention:
                   for reqs in group_requests(batch, self.max_slots)]
         return TorchMetadata(to_device(batch.out_loc, self.device), groups)
 
+    # %% ../../nbs/31_attention.torch.ipynb #c52ca8c9
     def forward(
         self,
         q: torch.Tensor,   # Queries of the new tokens, [n_tokens, num_heads, head_dim]

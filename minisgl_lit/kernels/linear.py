@@ -26,7 +26,7 @@ enum { PANEL = WIDE * W, ROWS = 6 };      // outputs of a panel, rows of a tile
 void panel(void *size) { *(i64 *)size = PANEL; }
 """
 
-# %% ../../nbs/06_kernels.linear.ipynb #a0365d27
+# %% ../../nbs/06_kernels.linear.ipynb #bb9005a5
 linear_c += r"""
 void pack(void *w, i64 n_out, i64 words, i64 threads) {
     #pragma omp parallel num_threads(threads)
@@ -44,7 +44,7 @@ void pack(void *w, i64 n_out, i64 words, i64 threads) {
 }
 """
 
-# %% ../../nbs/06_kernels.linear.ipynb #bb9005a5
+# %% ../../nbs/06_kernels.linear.ipynb #c2633f01
 linear_c += r"""
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -63,7 +63,7 @@ INLINE vf mac(vf sum, vu x, vu w, int bf16) {
 }
 """
 
-# %% ../../nbs/06_kernels.linear.ipynb #c2633f01
+# %% ../../nbs/06_kernels.linear.ipynb #ceaa046a
 linear_c += r"""
 INLINE void tile(int R, const char *x, i64 ld, const char *w, i64 words, i64 ahead,
                  float *y, i64 apart, int bf16) {
@@ -91,7 +91,7 @@ INLINE void tile(int R, const char *x, i64 ld, const char *w, i64 words, i64 ahe
 }
 """
 
-# %% ../../nbs/06_kernels.linear.ipynb #ceaa046a
+# %% ../../nbs/06_kernels.linear.ipynb #b93b19c5
 linear_c += r"""
 enum { K_BLOCK = 512 };
 INLINE i64 lesser(i64 a, i64 b) { return a < b ? a : b; }
@@ -117,7 +117,7 @@ INLINE void multiply(const char *x, i64 ld, i64 rows, const char *w, i64 words,
 }
 """
 
-# %% ../../nbs/06_kernels.linear.ipynb #b93b19c5
+# %% ../../nbs/06_kernels.linear.ipynb #5775e513
 linear_c += r"""
 typedef struct {      // y[rows, n_out] = x[rows, n_in] w[n_out, n_in] + bias, with w packed
     char *y, *x;      // x with `ld` bytes from row to row

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['exp_c']
 
-# %% ../../nbs/06a_kernels.vector_math.ipynb #dc91db04
+# %% ../../nbs/06a_kernels.vector_math.ipynb #292fe343
 exp_c = r"""
 INLINE vf exp_vector(vf x) {      // e to the x, for x up to 87
     vf lowest = (vf){0} - 87.f;

@@ -141,7 +141,7 @@ def _plain_mlp(
     "`gated_mlp`, in one call for each step"
     return linear(silu_mul(linear(x, gate_up, gate_up_bias)), down, down_bias)
 
-# %% ../../nbs/30_models.layers.ipynb #0a204dae
+# %% ../../nbs/30_models.layers.ipynb #4067f4ed
 layers_c += exp_c + r"""
 INLINE vu to_bf16(vf x) {      // rounded, in the upper halves
     vu u = (vu)x, nan = (vu)(x != x);
