@@ -174,6 +174,7 @@ def _chat_with(
     talk(remote(url, key, model, params), system)
     return 0
 
+# %% ../nbs/63_cli.ipynb #40521421
 def chat(
     args: Namespace,  # With the fields of `ChatConfig`, the sampler's flags, `system`
 ) -> int:
@@ -206,6 +207,7 @@ def _lines(args: Namespace, stdin: Iterable[str]) -> dict[int, str]:
 # %% ../nbs/63_cli.ipynb #28f38e2c
 Question = tuple[dict[str, object], 'SamplingParams']   # a prompt by its kind, with its `id`
 
+# %% ../nbs/63_cli.ipynb #748358b9
 def _is_text(value: object) -> bool: return isinstance(value, str)
 
 def _is_ids(value: object) -> bool:
@@ -219,6 +221,7 @@ _kinds = dict(
     prompt=('a text', _is_text), input_ids=('a list of token ids', _is_ids),
     messages=('a list of objects with role and content', _is_dialog))
 
+# %% ../nbs/63_cli.ipynb #f04abae5
 def question(
     text: str,                  # A line of JSON
     params: 'SamplingParams',   # For what the line does not set itself
@@ -259,6 +262,7 @@ def _exit_code(errors: Iterable[str | None]) -> int:
     for error in found: print(error, file=sys.stderr)
     return 1 if found else 0
 
+# %% ../nbs/63_cli.ipynb #11b13751
 def generate(
     args: Namespace,  # Fields of `EngineConfig`, sampler, `prompts`, `file`, `json`, `jsonl`
 ) -> int:
@@ -294,6 +298,7 @@ benchmarks = dict(
     limits='What this machine could do at best for a model, whose weights are not read',
     start='Times from nothing to the import, to the first answer, and to the first over HTTP')
 
+# %% ../nbs/63_cli.ipynb #c0dc70a8
 def settings_of(
     function: Callable[..., object],  # Its parameters have defaults and comments
 ) -> type:
@@ -341,6 +346,7 @@ def _fill_bench(parser: Parser) -> None:
     parser.add_argument('--json', action='store_true', help='print JSON, in one line')
     add_settings(parser, config)
 
+# %% ../nbs/63_cli.ipynb #0b851188
 def bench(
     args: Namespace,  # With `config`, a class, its fields, `measure`, `json`
 ) -> int:

@@ -27,6 +27,7 @@ def nearest(
     near = difflib.get_close_matches(name, list(known), 1)
     return f'; did you mean {near[0]}?' if near else ''
 
+# %% ../nbs/62a_cli_arguments.ipynb #bb4c664c
 class Parser(ArgumentParser):
     "A parser whose errors are one sentence; `fill`, if set, adds its arguments on first use."
     def __init__(self, prog: str | None = None, description: str | None = None,

@@ -270,6 +270,7 @@ def as_list(
     if len(prompts) > 0 and isinstance(prompts[0], Integral): return [cast(Prompt, prompts)]
     return cast(Sequence[Prompt], prompts)
 
+# %% ../nbs/52_llm.ipynb #39820bf4
 class LLM(LoadedModel):
     """Offline inference. It has no server and no thread: the caller that waits runs its steps.
 

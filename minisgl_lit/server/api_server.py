@@ -72,12 +72,6 @@ class RequestGroup:
             self.metrics.aborted.inc(sum(o.output is None for o in self.collectors))
             raise
 
-    def _ended(self, timer: RequestTimer, output: EngineCoreOutput) -> None:
-        timer.end(output.times)
-        if output.finish_reason is FinishReason.ABORT: self.metrics.aborted.inc()
-        if output.finish_reason is FinishReason.ERROR:
-            raise ApiError(output.error or 'the engine failed', 500)
-
     @property
     def outputs(self) -> list[RequestOutput]:
         "All answers, in the order of the prompts, once they have ended"
@@ -85,8 +79,16 @@ class RequestGroup:
         assert len(outputs) == len(self.collectors), 'some have not ended'
         return outputs
 
+    # %% ../../nbs/55_server.api_server.ipynb #16b5b913
+    def _ended(self, timer: RequestTimer, output: EngineCoreOutput) -> None:
+        "Count how it ended; `ApiError` if the engine failed"
+        timer.end(output.times)
+        if output.finish_reason is FinishReason.ABORT: self.metrics.aborted.inc()
+        if output.finish_reason is FinishReason.ERROR:
+            raise ApiError(output.error or 'the engine failed', 500)
+
     async def done(self) -> list[RequestOutput]:
-        "The same; wait until they have ended"
+        "All answers; wait until they have ended"
         async for _ in self.pieces(): pass
         return self.outputs
 
@@ -120,7 +122,7 @@ async def events(
         yield sse((e if isinstance(e, ApiError) else ApiError.of(e)).body)
     yield DONE
 
-# %% ../../nbs/55_server.api_server.ipynb #e600fe62
+# %% ../../nbs/55_server.api_server.ipynb #04d61725
 _MAX_TOKEN_ID = 2**31 - 1      # what the tokenizers library can decode
 _UNLIMITED = 1 << 30           # tool calls, if the model may make several at once
 _HEALTH_SECONDS = 20           # that `/health_generate` waits for a step
@@ -160,6 +162,7 @@ class Api:
         "Raise `ApiError` 503 if the engine accepts no requests"
         if not self.client.alive: raise ApiError(self.client.why, 503)
 
+    # %% ../../nbs/55_server.api_server.ipynb #e600fe62
     async def ask(
         self,
         method: Callable[..., Awaitable[dict[str, object]]],  # Of the client

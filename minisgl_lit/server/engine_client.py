@@ -83,6 +83,7 @@ def _decode_reply(data: bytes) -> FromScheduler:
     if isinstance(message, FromScheduler): return message
     raise MessageError(f'{type(message).__name__} is no message of the engine core')
 
+# %% ../../nbs/53a_server.engine_client.ipynb #07c02793
 class EngineCoreHandle:
     """The engine core process, the sockets to it, and the folder with the socket's file.
 
@@ -108,6 +109,7 @@ class EngineCoreHandle:
         self._heartbeat_socket.setblocking(False)
         self.loop.add_reader(self._heartbeat_socket, self._on_heartbeat)
 
+    # %% ../../nbs/53a_server.engine_client.ipynb #9b145746
     def _bind(self) -> str:
         "Our address: a file, or where that cannot be, a port of this machine"
         try:

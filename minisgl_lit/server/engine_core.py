@@ -97,6 +97,7 @@ class GrammarQueue:
 
     def __len__(self) -> int: return len(self._waiting)
 
+    # %% ../../nbs/53_server.engine_core.ipynb #424e2df3
     def add(
         self,
         message: UserMsg,  # A request
@@ -238,6 +239,7 @@ class ControlHandler:
                 raise RequestError('command', what)
         return {}
 
+    # %% ../../nbs/53_server.engine_core.ipynb #0c0785eb
     def abort(self, rid: str, whole: bool = True) -> int:
         "Abort a request, or all whose names begin so; how many there were"
         here = self.grammar_queue.abort(rid, whole)

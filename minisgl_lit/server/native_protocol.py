@@ -26,6 +26,7 @@ def _triples(
     return {f'{side}_token_logprobs': [(o.logprob, o.token, None) for o in logprobs],
             f'{side}_top_logprobs': [[(x, t, None) for t, x in o.top] for o in logprobs]}
 
+# %% ../../nbs/54a_server.native_protocol.ipynb #57472fca
 @dataclass(frozen=True)
 class GenerateWriter(ResponseWriter):
     "Writes an answer of `/generate`: text, tokens, and what is known about them."
@@ -78,6 +79,7 @@ class DetokenizeRequest(BaseModel):
         lists = [ids for ids in self.tokens if isinstance(ids, list)]
         return lists or [[i for i in self.tokens if isinstance(i, int)]]
 
+# %% ../../nbs/54a_server.native_protocol.ipynb #060fe856
 class AbortRequest(BaseModel):
     "The body of `/abort_request`: a rid, or all requests."
     model_config = ConfigDict(strict=True)

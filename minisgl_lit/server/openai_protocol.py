@@ -54,6 +54,7 @@ class ApiObject(BaseModel):
     "An object in a request: types are checked, and unknown fields ignored."
     model_config = ConfigDict(strict=True)
 
+# %% ../../nbs/54_server.openai_protocol.ipynb #88806eba
 class TextPart(ApiObject):
     "A content part of a message."
     type: Literal['text']  # Other types are not served
@@ -124,6 +125,7 @@ class NamedTool(ApiObject):
     type: Literal['function']
     function: NamedFunction
 
+# %% ../../nbs/54_server.openai_protocol.ipynb #a3cd0d4f
 def call_schema(
     functions: Sequence[Function],  # One of these must be called
 ) -> dict[str, object]:             # A JSON schema
@@ -188,7 +190,12 @@ class ChatRequest(ApiRequest):
 
     def sampling_fields(self) -> dict[str, object]:
         "Fields of `SamplingParams`, from those that only chats have, too"
-        given = super().sampling_fields()
+        return super().sampling_fields() | self._own_fields() | self._structured_output()
+
+    # %% ../../nbs/54_server.openai_protocol.ipynb #38fb4c6d
+    def _own_fields(self) -> dict[str, object]:
+        "Limit and logprobs, which chats name otherwise"
+        given: dict[str, object] = {}
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise ApiError(f'max_tokens={self.max_tokens} and max_completion_tokens='
@@ -198,7 +205,7 @@ class ChatRequest(ApiRequest):
         if self.top_logprobs and not self.logprobs:
             raise ApiError('top_logprobs must come with logprobs=true', param='top_logprobs')
         if self.logprobs: given['logprobs'] = self.top_logprobs or 0
-        return given | self._structured_output()
+        return given
 
     # %% ../../nbs/54_server.openai_protocol.ipynb #72c62129
     def dialog(self) -> tuple[list[dict], list[dict]]:
@@ -299,7 +306,10 @@ class ResponseWriter:
         "Why a choice has ended; `None` if it has not"
         return None if output.finish_reason is None else str(output.finish_reason)
 
-    def _response(self, object_type: str, choices: list[_Json], **fields: object) -> _Json:
+    # %% ../../nbs/54_server.openai_protocol.ipynb #284127b5
+    def _response(
+        self, object_type: str, choices: list[_Json], **fields: object
+    ) -> _Json:
         return {'id': self.id, 'object': object_type, 'created': self.created,
                 'model': self.model, 'choices': choices, **fields}
 

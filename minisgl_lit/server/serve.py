@@ -126,7 +126,9 @@ class Server:
     def __exit__(self, *error: object) -> None: self.stop()
     def __repr__(self) -> str: return f'Server({self.model!r}, {self.url})'
 
+    # %% ../../nbs/56_server.serve.ipynb #3642100c
     def _run(self) -> None:
+        "The thread: what goes wrong before the server is ready is for `serve`, later for `wait`"
         try:
             with self._listener, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
@@ -154,6 +156,7 @@ class Server:
         finally: stopping.cancel()
         return not self._stopping.is_set()
 
+    # %% ../../nbs/56_server.serve.ipynb #68b9ac80
     async def _load(self) -> tuple[EngineCoreHandle, ReadyMsg]:
         "A process that has started, to be closed at the end; raises what kept it from starting"
         self._process = EngineCoreHandle(self._config)
@@ -178,6 +181,7 @@ class Server:
             client.failed = ''
             self._log('the engine answers again')
 
+    # %% ../../nbs/56_server.serve.ipynb #e9aff651
     async def _run_until_stopped(
         self, client: AsyncEngineClient, answering: asyncio.Future,
     ) -> None:

@@ -109,6 +109,7 @@ class BenchmarkRun:
     token_times: TokenTimes
     peak: int           # Peak memory of this process so far, bytes
 
+# %% ../../nbs/61_tools.bench.ipynb #de5501a8
 def peak_memory() -> int:
     "Peak memory of this process so far, bytes; macOS counts in bytes, others in KiB"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -390,6 +391,7 @@ def _other_costs() -> dict[str, tuple[str, Callable[[], float]]]:
             'evict_1000_ms': ('ms', lambda: min(eviction_time() for _ in range(3)) * 1e3),
             'overlap_share': ('of the engine', overlap_share)}
 
+# %% ../../nbs/61_tools.bench.ipynb #66ad66d2
 def scheduler(
     steps: int = 300,    # Decode steps to time in each setting
 ) -> Report:

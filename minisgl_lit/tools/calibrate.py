@@ -28,6 +28,7 @@ class _TimedLaunch(NamedTuple):
     began: float       # When it was called
     host: float        # Seconds of the host before
 
+# %% ../../nbs/66_tools.calibrate.ipynb #b4f85398
 class StepTimer:
     """A proxy of an engine that notes how long each step takes.
 

@@ -328,6 +328,7 @@ def _flag(value: object) -> str:
     "A setting's value as it is typed"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
+# %% ../../nbs/58_tools.load_generator.ipynb #51db9f14
 @contextmanager
 def own_server(
     config: EngineConfig,                # What to serve, and how
@@ -347,6 +348,7 @@ def own_server(
             yield ready[-1]
         finally: process.terminate()
 
+# %% ../../nbs/58_tools.load_generator.ipynb #4ca9e0c2
 def main() -> None:
     "The command line of this package, without a log line for each HTTP call"
     logging.basicConfig(level='WARNING')

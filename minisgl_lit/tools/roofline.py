@@ -53,6 +53,7 @@ class ModelCosts:
         routed = sum(n * (1 - (1 - share)**n_tokens) for n, share in self.experts)
         return self.layer_weights + routed
 
+    # %% ../../nbs/57_tools.roofline.ipynb #cf7dbce5
     def attended(
         self,
         end: Counts,   # Tokens of a sequence, [n]; or one number
@@ -217,6 +218,7 @@ class Workload:
 
 MAX_PROMPT_TOKENS = 10_000_000   # of a whole benchmark, so that no typing error fills the memory
 
+# %% ../../nbs/57_tools.roofline.ipynb #95fce76f
 @dataclass(frozen=True)
 class WorkloadShape:
     "What kind of requests. Lengths are drawn evenly from two bounds, both included."

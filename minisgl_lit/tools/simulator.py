@@ -43,6 +43,7 @@ class Clock(Protocol):
         "Return when it is `t`, or at once if it was already"
         ...
 
+# %% ../../nbs/62_tools.simulator.ipynb #a888e96e
 class WallClock:
     "Real time."
     def __init__(self):
@@ -133,6 +134,7 @@ class SimEvent:
         "Wait for it"
         self.clock.until(self.at)
 
+# %% ../../nbs/62_tools.simulator.ipynb #0b21e689
 class SimEngine:
     "An `EngineProtocol` that computes nothing and only says when a batch would be done."
     def __init__(
@@ -168,6 +170,7 @@ def _given(name: str, value: int | None) -> int:
         raise ValueError(f'{name} must be given for a simulation, for there is no model to ask')
     return value
 
+# %% ../../nbs/62_tools.simulator.ipynb #aafcc26f
 def sim_scheduler(
     config: EngineConfig,  # With `num_pages` and `max_seq_len`; `overlap` is off unless True
     cost: CostModel,       # How long steps take
@@ -328,6 +331,7 @@ def goodput(
     good = stats.served[:bin_of(ttft) + 1, :bin_of(tpot) + 1].sum()
     return float(good) / max(stats.seconds, 1e-9)
 
+# %% ../../nbs/62_tools.simulator.ipynb #d8b7544e
 def report(
     stats: ServingStats,   # Of a run
     ttft: float = 1.,      # Seconds allowed to the first token

@@ -147,6 +147,7 @@ def _parse_request(line: str, number: int, earliest: float) -> Turn:
     own = random_tokens((0, number), n - prefix_len)
     return Turn(arrival, np.concatenate([prefix, own]), output_len)
 
+# %% ../../nbs/59_tools.traces.ipynb #ee6c669c
 def _single_turn(turn: Turn) -> Session:
     "A session of one turn"
     yield turn
