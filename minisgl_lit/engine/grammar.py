@@ -165,7 +165,7 @@ class GrammarCompiler:
     def prepare(self) -> bool:
         "Read the vocabulary in now; whether grammars can be compiled at all"
         try: return bool(self._vocabulary)
-        except (ImportError, ValueError): return False   # `check` says why, when a request asks
+        except (ImportError, ValueError): return False   # `validate` says why, when a request asks
 
     def begin(
         self,
