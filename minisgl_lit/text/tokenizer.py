@@ -243,6 +243,7 @@ class TextDecoder:
         if piece: self._move_context()
         return piece
 
+    # %% ../../nbs/51_text.tokenizer.ipynb #1a701e43
     def _move_context(self) -> None:
         "What was held back has left, and is the context from now on"
         start = -_MAX_TOKENS_PER_CHAR if self._incomplete else self._n_context
