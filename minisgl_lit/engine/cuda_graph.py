@@ -125,11 +125,6 @@ class CudaGraphs:
             return self.model.hidden(self.token_pool[rows, positions], positions, attend)
         return CapturedStep(places, metadata, *self.capture(work))
 
-    def _places(self, batch: Batch) -> torch.Tensor:
-        "Row, position and slot of each token, on the device"
-        host = np.stack([batch.token_rows, batch.positions, batch.out_loc])
-        return to_device(host, self.token_pool.device)
-
     # %% ../../nbs/42_engine.cuda_graph.ipynb #14e51771
     def can_run(
         self,
@@ -151,6 +146,11 @@ class CudaGraphs:
         self.attention.update(step.metadata, batch)
         step.replay()
         return step.hidden[:n]
+
+    def _places(self, batch: Batch) -> torch.Tensor:
+        "Row, position and slot of each token, on the device"
+        host = np.stack([batch.token_rows, batch.positions, batch.out_loc])
+        return to_device(host, self.token_pool.device)
 
 # %% ../../nbs/42_engine.cuda_graph.ipynb #fc57d089
 class GraphEngine(Engine):

@@ -142,13 +142,6 @@ class GrammarCompiler:
         try: return LLTokenizer(source, n_vocab=self._vocab_size, eos_token=eos)
         except ValueError as e: raise ValueError(f"of this model's tokenizer: {e}") from None
 
-    def validate(
-        self,
-        params: SamplingParams,   # They may ask for a grammar
-    ) -> None:
-        "Compile the grammar, if any, and wait for it; `RequestError` if it is refused"
-        for name in params.grammars: self._compiled(GrammarSpec(name, getattr(params, name)))
-
     def __call__(
         self,
         pending: PendingReq,   # It asks for a grammar
@@ -165,7 +158,7 @@ class GrammarCompiler:
     def prepare(self) -> bool:
         "Read the vocabulary in now; whether grammars can be compiled at all"
         try: return bool(self._vocabulary)
-        except (ImportError, ValueError): return False   # `check` says why, when a request asks
+        except (ImportError, ValueError): return False   # `validate` says why, when a request asks
 
     def begin(
         self,
@@ -181,6 +174,7 @@ class GrammarCompiler:
             if len(self._cache) > self._most: del self._cache[next(iter(self._cache))]
         return compiling
 
+    # %% ../../nbs/45_engine.grammar.ipynb #432e99b1
     def _outcome(self, spec: GrammarSpec) -> 'LLMatcher | RequestError':
         try: return self._compile(spec)
         except RequestError as e: return e.with_traceback(None)
@@ -189,6 +183,13 @@ class GrammarCompiler:
         outcome = self._begin(spec).result()
         if isinstance(outcome, RequestError): raise RequestError(outcome.field, str(outcome))
         return outcome
+
+    def validate(
+        self,
+        params: SamplingParams,   # They may ask for a grammar
+    ) -> None:
+        "Compile the grammar, if any, and wait for it; `RequestError` if it is refused"
+        for name in params.grammars: self._compiled(GrammarSpec(name, getattr(params, name)))
 
     # %% ../../nbs/45_engine.grammar.ipynb #827fa0ad
     def _compile(self, spec: GrammarSpec) -> 'LLMatcher':

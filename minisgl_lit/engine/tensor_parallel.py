@@ -351,6 +351,7 @@ class RankProcesses:
             if isinstance(reply, RankError): raise ValueError(reply.error)
         return [reply for reply in replies if isinstance(reply, RankReady)]
 
+    # %% ../../nbs/43_engine.tensor_parallel.ipynb #10c10453
     def _exit_codes(self) -> dict[int, int]:
         "Of the ranks that have ended"
         codes = {rank: process.poll() for rank, process in enumerate(self.processes, 1)}

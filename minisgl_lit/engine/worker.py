@@ -287,8 +287,7 @@ def start_ranks(
     "Start the processes of the others; they wait for their first message"
     return RankProcesses(size, partial(start_module, 'minisgl_lit.engine.worker'))
 
-# %% ../../nbs/44_engine.worker.ipynb #572bf9d0
-
+# %% ../../nbs/44_engine.worker.ipynb #5c9303d6
 def load_model(
     resolved: ResolvedConfig,  # Of rank 0
     ranks: RankProcesses,      # The others, which wait for their first message

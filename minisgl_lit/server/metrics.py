@@ -115,6 +115,7 @@ class Metrics:
             metric.add_metric([self.model], value)
             yield metric
 
+    # %% ../../nbs/49a_server.metrics.ipynb #9906739e
     def _throughput(self, tokens: float) -> float:
         "Tokens per second since the last call, or the same as then within a second"
         (then, before), now = self._last_rate, perf_counter()

@@ -47,6 +47,7 @@ def failure_line(
     if not as_json: return f'{message}\n{trace}'
     return json.dumps(dict(message=message, traceback=trace))
 
+# %% ../../nbs/49_server.middleware.ipynb #408b8603
 def log_to_stderr() -> None:
     "Send the log to standard error, unless the program has configured a handler"
     if log.hasHandlers(): return

@@ -129,6 +129,7 @@ class SamplingRequest(BaseModel):
     priority: int | None = None
     extra_key: str | None = None
 
+    # %% ../../nbs/48_server.protocol.ipynb #5ad31dd8
     def sampling_fields(self) -> dict[str, object]:
         "The fields of `SamplingParams` that were given"
         given = _from_json(self.__dict__)

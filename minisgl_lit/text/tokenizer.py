@@ -166,17 +166,22 @@ class Tokenizer:
         while ids[:2] == [self._bos]*2: del ids[0]
         return np.array(ids, dtype=np.int64)
 
-    def chat(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True,
-             tools: Sequence[Mapping[str, object]] | None = None) -> np.ndarray:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        "The text of all these tokens"
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    # %% ../../nbs/51_text.tokenizer.ipynb #0bd0c3a0
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],   # Each with a 'role' and a 'content'
+        add_generation_prompt: bool = True,         # End with the header of the model's turn
+        tools: Sequence[Mapping[str, object]] | None = None,   # Functions the model may call
+    ) -> np.ndarray:
         "Token ids of a conversation, int64, [n], up to where the model's turn begins"
         template = self.tool_template if tools else self.chat_template
         if template is None:
             raise RequestError('messages', 'this model has no chat template; use a prompt instead')
         return self.encode(template.render(messages, add_generation_prompt, tools), False)
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        "The text of all these tokens"
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     # %% ../../nbs/51_text.tokenizer.ipynb #bf961f7b
     def has_text(self, token: int, skip_special_tokens: bool = True) -> bool:
@@ -243,6 +248,7 @@ class TextDecoder:
         if piece: self._move_context()
         return piece
 
+    # %% ../../nbs/51_text.tokenizer.ipynb #1a701e43
     def _move_context(self) -> None:
         "What was held back has left, and is the context from now on"
         start = -_MAX_TOKENS_PER_CHAR if self._incomplete else self._n_context

@@ -180,6 +180,7 @@ class ToolParser:
             if end: self._braces = None
         return out
 
+    # %% ../../nbs/46a_text.tool_calls.ipynb #d0b9494a
     def _count(self, calls: list[ToolCall]) -> list[ToolCall]:
         "Count these calls, and return those within `max_calls`"
         room = max(0, self._max_calls - self.n_calls)
