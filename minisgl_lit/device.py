@@ -93,6 +93,7 @@ class InlineStream:
     def _wait(self, event: HostEvent) -> None:
         "Return when an event has come; here it always has"
 
+    # %% ../nbs/02_device.ipynb #66f3cc3d
     def submit(
         self,
         work: Work,  # What to do
@@ -116,6 +117,7 @@ class InlineStream:
         self.submit(copy)
         return self.record()
 
+    # %% ../nbs/02_device.ipynb #a772470c
     def synchronize(self) -> None:
         "Wait for all work submitted so far, and raise as an event would"
         self.record().synchronize()

@@ -29,8 +29,9 @@ class FinishReason(StrEnum):
 class Lengths:
     """How far each running request has come: arrays, indexed by table row.
 
-    `cached_len`, `device_len` and `max_device_len` count tokens. `launched` is the number of
-    the last batch with that row; `watched`, whether each of its tokens needs a second look.
+    `cached_len`, `device_len` and `max_device_len` count tokens. `launched` is the number
+    of the last batch with that row; `watched`, whether each of its tokens needs a second
+    look.
     """
     def __init__(
         self,
@@ -162,15 +163,16 @@ class PendingReq:
         self.handle: CacheHandle | None = None  # its locked prefix, while it has one
         self.cached_tokens = 0                  # prompt tokens that need no computing
         self.kv_invalid = False                 # its keys and values contain NaN or inf
-        self.shares_cache = True                # it may use cached prefixes and share its own
-        self.to_finish: PendingFinish | None = None   # how it ends once nothing is in flight
+        self.shares_cache = True                # it may use and share cached prefixes
+        self.to_finish: PendingFinish | None = None   # how it ends, once out of flight
         self.finish_reason: FinishReason | None = None
         self.stop_check: StopCheck | None = None  # finds its stop strings, if it has any
         self.grammar: Grammar | None = None     # what its answer must follow, if anything
-        self.forbidden_tokens: tuple[int, ...] = ()   # never chosen before `min_tokens` are made
+        self.forbidden_tokens: tuple[int, ...] = ()   # not chosen before `min_tokens`
         self.prompt_logprobs = PromptLogprobs(self.input_ids, params)
-        self.times: dict[str, float] = {}       # of its first step, and of its first token
+        self.times: dict[str, float] = {}       # of its first step and first token
 
+    # %% ../../nbs/00b_core.request.ipynb #d0b64e53
     @property
     def input_ids(self) -> np.ndarray:
         "All tokens that the host knows, a view"
@@ -236,7 +238,7 @@ class Req:
         name, lens = type(self).__name__, f'{self.cached_len}→{self.device_len}'
         return f'{name}({self.rid}: {lens} of {self.max_device_len})'
 
-# %% ../../nbs/00b_core.request.ipynb #9331874a
+# %% ../../nbs/00b_core.request.ipynb #f89cc037
 class ForwardMode(Enum):
     "What a batch computes."
     PREFILL = 'prefill'  # prompts, or pieces of them
@@ -244,6 +246,7 @@ class ForwardMode(Enum):
     MIXED = 'mixed'      # both
     IDLE = 'idle'        # nothing
 
+# %% ../../nbs/00b_core.request.ipynb #9331874a
 @dataclass(eq=False)
 class LogitEdits:
     "Changes to logits before sampling. Requests are indices into the sampled of a batch."
@@ -265,11 +268,11 @@ class LogprobRequests:
 # %% ../../nbs/00b_core.request.ipynb #557e8770
 @dataclass(eq=False)
 class Batch:
-    """One step for the engine: flat arrays (int64) on the host, never changed after launch.
+    """One step for the engine: flat arrays (int64) on the host, not changed after launch.
 
-    `n` counts requests; entries beyond `len(reqs)` are padding and point at the dummy row.
-    Token ids are read on the device, from `token_pool[token_rows, positions]`; the next one
-    of each sampled request is written there, to `token_pool[rows, device_lens]`.
+    `n` counts requests; entries beyond `len(reqs)` are padding, with the dummy row. Token
+    ids are read on the device, from `token_pool[token_rows, positions]`; the next one of
+    each sampled request is written there, to `token_pool[rows, device_lens]`.
     """
     reqs: list[Req]          # The requests, in order
     mode: ForwardMode        # What is computed
@@ -285,6 +288,7 @@ class Batch:
     logit_edits: LogitEdits | None = None             # Changes to their logits
     logprob_requests: LogprobRequests | None = None   # Which logprobs are reported
 
+    # %% ../../nbs/00b_core.request.ipynb #cbaf203d
     @property
     def extend_lens(self) -> np.ndarray:
         "Tokens that each request computes, [n]"
@@ -318,6 +322,7 @@ class LogprobResults:
     top_ids: np.ndarray   # The likeliest tokens, likeliest first, int64, [n, width]
     top: np.ndarray       # Theirs, float32, [n, width]
 
+# %% ../../nbs/00b_core.request.ipynb #953caba7
 @dataclass
 class ForwardOutput:
     "Next tokens, readable once `copy_done` has come."
@@ -327,7 +332,7 @@ class ForwardOutput:
     logprobs: LogprobResults | None = None   # What the batch's `logprob_requests` ask for
 
 # %% ../../nbs/00b_core.request.ipynb #082940a5
-ForwardResult = TypeVar('ForwardResult')   # what an engine's `forward` leaves for its `sample`
+ForwardResult = TypeVar('ForwardResult')   # what `forward` leaves for `sample`
 
 class EngineProtocol(Protocol[ForwardResult]):
     "Computes batches, in the order in which they are given."
@@ -336,7 +341,7 @@ class EngineProtocol(Protocol[ForwardResult]):
         ...
     def sample(self, batch: Batch, launched: ForwardResult,
                mask: np.ndarray | None = None) -> ForwardOutput:
-        "Enqueue the sampling of next tokens, from those that `mask` allows, and their copy"
+        "Enqueue the sampling of next tokens, of those that `mask` allows, and their copy"
         ...
     def reset(self) -> None:
         "Be ready again after a failure; what was enqueued is lost"

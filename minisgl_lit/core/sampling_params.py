@@ -9,6 +9,7 @@ __all__ = ['RequestError', 'QueueFull', 'SamplingParams']
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
+
 # %% ../../nbs/00a_core.sampling_params.ipynb #7b87bcce
 class RequestError(ValueError):
     "A request that cannot be served as asked; refused at once; no other request is affected."
@@ -121,17 +122,13 @@ class SamplingParams:
             object.__setattr__(self, name, _tuple(getattr(self, name)))
         _check(self)
 
+    # %% ../../nbs/00a_core.sampling_params.ipynb #e1c52b77
     @property
     def grammars(self) -> list[str]:
         "Names of the fields that give the answer a grammar; one at most"
         return [o for o in ('json_schema', 'regex', 'ebnf') if getattr(self, o) is not None]
 
-    def choices(self) -> list['SamplingParams']:
-        "Parameters for each of the `n` answers; of one seed come `n`, far from each other"
-        def seed(i: int) -> int | None:
-            return None if self.seed is None else (self.seed + i * 0x9E3779B97F4A7C15) % 2**63
-        return [replace(self, n=1, seed=seed(i)) for i in range(self.n)]
-
+    # %% ../../nbs/00a_core.sampling_params.ipynb #0e9dd378
     def resolve(
         self,
         defaults: Mapping[str, float],  # What the checkpoint advises, by field name
@@ -143,6 +140,14 @@ class SamplingParams:
         missing = [name for name in usual if getattr(self, name) is None]
         return replace(self, **{name: defaults.get(name, usual[name]) for name in missing})
 
+    # %% ../../nbs/00a_core.sampling_params.ipynb #23e0b885
+    def choices(self) -> 'list[SamplingParams]':
+        "Parameters for each of the `n` answers; of one seed come `n`, far from each other"
+        def seed(i: int) -> int | None:
+            return None if self.seed is None else (self.seed + i * 0x9E3779B97F4A7C15) % 2**63
+        return [replace(self, n=1, seed=seed(i)) for i in range(self.n)]
+
+    # %% ../../nbs/00a_core.sampling_params.ipynb #0b8970d1
     @property
     def uses_logits(self) -> bool:
         "Whether it asks for more than sampling: for edited logits, or reported logprobs"
