@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOCK := $(if $(shell command -v flock),flock .venv/.lock)
 PYTEST = $(BIN)/python -m pytest -n $(J) --dist worksteal
 need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=11_kv_cache.table))
-.PHONY: help serve test test-browser screenshot test-long mutants docs wheel nbs export edit done check embedded readme try lab cov install flashinfer clean
+.PHONY: help serve test test-browser screenshot test-long mutants docs wheel nbs export edit done check embedded readme try exercises lab cov install flashinfer clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 14
@@ -56,6 +56,8 @@ export: .venv/.all       ## notebooks -> minisgl_lit/
 	@$(LOCK) $(BIN)/python tests/export.py
 try: .venv/.all          ## try NB=12_kv_cache.radix EX=2: an exercise's edit in a copy of its chapter, and which cells fail
 	$(need_nb)@$(BIN)/python tests/exercises.py $(NB) $(EX)
+exercises: .venv/.all    ## try all exercises of the weekend path
+	TST_EXERCISES=1 $(PYTEST) -q tests/test_chapters.py -k goes_as
 lab: .venv/.lab          ## the book in JupyterLab, with all that it needs (ARGS=more flags)
 	@exec $(BIN)/python -m jupyter lab --notebook-dir nbs $(ARGS)
 readme: .venv/.all       ## README.md from nbs/index.ipynb

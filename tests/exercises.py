@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-from nbrun import _key, cfg, directives, execute, notebooks, root
+from nbrun import _ansi, _key, cfg, directives, execute, notebooks, root
 
 @dataclass
 class Exercise:
@@ -59,7 +59,7 @@ def place(nb, quote, code=lambda c: c.source):
     return found[0]
 
 def attempt(exercise):
-    "Try it: the cells that failed, with their errors, and the ids of all cells that printed something else"
+    "Try it: the notebook before and after, the errors of the cells that failed, and the ids of all that printed something else"
     path = root/cfg["nbs_path"]/f"{exercise.chapter}.ipynb"
     nb = nbformat.read(path, as_version=4)
     before = copy.deepcopy(nb)
@@ -70,26 +70,41 @@ def attempt(exercise):
         d = directives(c)
         if d.get("eval", "").lower() == "false" or set(cfg["tst_flags"].split()) & d.keys(): c.metadata.tags = ["skip-execution"]
     if error := execute(nb, path, timeout=600, allow_errors=True): raise RuntimeError(error)
-    errors = {c.id: next((f"{o.ename}: {o.evalue}" for o in c.outputs if o.output_type == "error"), "") for c in nb.cells if c.cell_type == "code"}
-    failed = {k: v for k, v in errors.items() if v}
+    failed = {c.id: o for c in nb.cells if c.cell_type == "code" for o in c.outputs if o.output_type == "error"}
     changed = {a.id for a, b in zip(before.cells, nb.cells) if a.cell_type == "code" and a.id not in failed and "skip-execution" not in b.metadata.get("tags", [])
                and _key(a.outputs, v := "volatile" in directives(a)) != _key(b.outputs, v)}
-    return before, failed, changed
+    return before, nb, failed, changed
+
+def failing_line(error):
+    "The line of the cell at which it failed"
+    marked = re.findall(r"(?m)^-+> *\d+ (.*)", _ansi.sub("", "\n".join(error.traceback)))
+    return marked[0].strip() if marked else ""
+
+def printed(cell):
+    "What a cell shows as text"
+    return "".join(o.get("text", "") or o.get("data", {}).get("text/plain", "") for o in cell.outputs).splitlines()
 
 def verdict(exercise):
     "(what happened, in words; what the solution says otherwise, or '')"
-    nb, failed, changed = attempt(exercise)
+    nb, after, failed, changed = attempt(exercise)
     cells, heading, said = {}, "", []
-    for c in nb.cells:
+    for c, new in zip(nb.cells, after.cells):
         if c.cell_type == "markdown": heading = next(reversed(re.findall(r"(?m)^#+ (.*)", c.source)), heading)
-        cells[c.id] = c, heading
+        cells[c.id] = c, new, heading
     def first(c): return next((line for line in c.source.splitlines() if line.strip() and not line.startswith("#")), "")
-    for k, error in failed.items(): said.append(f"  fails, under “{cells[k][1]}”: {first(cells[k][0])}\n      {error.splitlines()[0]}")
-    for k in changed: said.append(f"  prints otherwise, under “{cells[k][1]}”: {first(cells[k][0])}")
+    for k, error in failed.items():
+        why = " ".join(f"{error.ename}: {error.evalue}".split())
+        said.append(f"  fails, under “{cells[k][2]}”: {failing_line(error)}\n      {why[:300]}")
+    for k, (c, new, under) in cells.items():
+        if k not in changed: continue
+        was, now = printed(c), printed(new)
+        said.append(f"  prints otherwise, under “{under}”: {first(c)}")
+        said += [f"      {sign} {line[:150]}" for sign, lines, others in (("-", was, now), ("+", now, was)) for line in lines if line not in others][:12]
+        if was == now: said.append("      another picture")
     wrong = []
     expected = {place(nb, quote).id: quote for quote in exercise.fails}
     wrong += [f"does not fail: {expected[k]}" for k in expected.keys() - failed.keys()]
-    wrong += [f"fails, and the solution does not say so: {first(cells[k][0])}" for k in failed.keys() - expected.keys()]
+    wrong += [f"fails, and the solution does not say so: {failing_line(failed[k])}" for k in failed.keys() - expected.keys()]
     wrong += [f"prints the same as before: {quote}" for quote in exercise.changes if place(nb, quote).id not in changed]
     return "\n".join(said or ["  nothing fails"]), "\n".join(wrong)
 
@@ -105,7 +120,7 @@ def main():
         return
     if a.number not in found: sys.exit(f"{path.stem} has exercises {', '.join(map(str, found)) or 'none'}")
     exercise = found[a.number]
-    print(f"{path.stem}, exercise {a.number}: running a copy of the chapter with")
+    print(f"{path.stem}, exercise {a.number}: running a copy of the chapter with the edit of its solution")
     for old, new in exercise.edits: print("".join(f"  - {line}\n" for line in old.splitlines()) + "".join(f"  + {line}\n" for line in new.splitlines()), end="")
     said, wrong = verdict(exercise)
     print(said)

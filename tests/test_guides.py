@@ -167,6 +167,8 @@ def test_flags_and_defaults_in_the_prose():
     flags(cli.make_parser())
     for page in guides:
         prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+        if page.stem == "coming-from":   # other engines' flags stand behind ours: | what | here | ...
+            prose = "\n".join(row.split(" | ")[1] if row.startswith("| ") else row for row in prose.splitlines())
         for flag in re.findall(r"`(--[a-z-]+)", prose): assert flag in known, f"{page.stem}: {flag}"
         for flag, value in re.findall(r"^\| `(--[a-z-]+)` \| `([^`]+)` \|", prose, re.M): assert defaults[flag] == value, f"{page.stem}: {flag}"
 
