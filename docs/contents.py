@@ -15,7 +15,7 @@ CHECKS = re.compile(r"\btest_\w+\(|\bassert\b|\bexpect_fail\(|\btest_fail\(")
 class Chapter:
     stem: str     # of its notebook
     words: str    # in the map
-    kind: str     # core, C or reference
+    kind: str     # opening, core, C or reference
 
     @property
     def number(self): return self.stem.split("_")[0]
@@ -34,7 +34,8 @@ def parts(index):
     "The parts of the map"
     rows = re.findall(r"(?m)^\| \*\*(?:(\d) )?([^*]+)\*\* \| (.*) \|$", "\n".join(s for kind, s in cells(index) if kind == "markdown"))
     link = re.compile(r"\[([^\]]+)\]\(([\w.]+)\.ipynb\)\s?([★ᶜ]?)")
-    return [Part(number, name, tuple(Chapter(stem, words, KINDS[mark]) for words, stem, mark in link.findall(links))) for number, name, links in rows]
+    return [Part(number, name, tuple(Chapter(stem, words, KINDS[mark] if number else "opening") for words, stem, mark in link.findall(links)))
+            for number, name, links in rows]
 
 def checks(source): return len(CHECKS.findall(source))
 

@@ -16,8 +16,6 @@ chapters = {c.stem: c for part in book for c in part.chapters}
 core = [c.stem for c in chapters.values() if c.kind == "core"]
 every = pytest.mark.parametrize("stem", [nb.stem for nb in notebooks() if nb.stem != "index"])
 
-LONG = []   # chapters over an hour that wait for their turn: this list may only shrink
-
 def prose_and_code(stem):
     "(type, source, outputs) of each cell"
     return [(c["cell_type"], "".join(c["source"]), c.get("outputs", [])) for c in json.loads((nbs/f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]]
@@ -41,8 +39,7 @@ def test_the_menu_is_the_map():
 @every
 def test_a_chapter_is_one_sitting(stem):
     minutes, most = contents.minutes(nbs/f"{stem}.ipynb"), 45 if stem in [*core, "00_one_evening"] else 60
-    if stem in LONG: assert minutes > most, f"{stem} takes {minutes:.0f} minutes now: strike it from LONG"
-    else: assert minutes <= most, f"{minutes:.0f} minutes to read: fold what only proves, or split"
+    assert minutes <= most, f"{minutes:.0f} minutes to read: fold what only proves, or split"
 
 @every
 def test_what_is_shown_shows(stem):
