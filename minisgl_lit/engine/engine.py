@@ -64,7 +64,7 @@ class Engine:
         assert isinstance(launched, Launched), 'from this `forward`'
         on_host, results = self._host_arrays(batch), []
         self.stream.submit(partial(self._sample, batch, launched, mask, results))
-        copy_done = self.stream.fetch(lambda: zip(on_host, results))
+        copy_done = self.stream.fetch(lambda: zip(on_host, results))   # called on the stream
         tokens, finite, *reported = (o.numpy() for o in on_host)
         return ForwardOutput(tokens, finite, copy_done,
                              LogprobResults(*reported) if reported else None)
