@@ -127,7 +127,7 @@ class Engine:
         places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
         if batch.logit_edits: apply_logit_edits(logits, batch.logit_edits, places, self.token_pool)
         if mask is not None: apply_mask(logits, mask)
-        tokens, finite = sample(logits, batch.sampling, places[1])
+        tokens, finite = sample(logits, batch.sampling, places[1])   # position and seed decide
         self._write_tokens(batch, tokens)
         results += tokens, finite
         if asked is None or as_made is None: return
