@@ -96,6 +96,17 @@ class TorchMetadata:
     out_loc: torch.Tensor      # Slot of each new token, [n_tokens]
     groups: list[PaddedGroup]  # Every request of the batch is in one of them
 
+# %% ../../nbs/31_attention.torch.ipynb #5c1e07a2
+def _index(
+    batch: Batch,      # What will be computed
+    reqs: np.ndarray,  # Indices of requests with equally many new tokens, [n]
+) -> np.ndarray:       # A line for each request, [n, 1 + 2*extend_len]
+    "Table row, where the new tokens stand in the batch, and their positions"
+    back = np.arange(-batch.extend_lens[reqs[0]], 0)   # -2, -1: the last two
+    ends = batch.extend_lens.cumsum()[reqs, None]      # where each request ends in the batch
+    lens = batch.device_lens[reqs, None]               # and its positions
+    return np.c_[batch.rows[reqs], ends + back, lens + back]
+
 # %% ../../nbs/31_attention.torch.ipynb #06aec63b
 def _group(
     batch: Batch,              # What will be computed
@@ -105,12 +116,9 @@ def _group(
     windows: AbstractSet[int | None] = frozenset({None}),  # Of all layers; `None`: no window
 ) -> PaddedGroup:
     "The slots and masks of one group"
-    lens, ends = batch.device_lens[reqs], batch.extend_lens.cumsum()[reqs]
-    extend_len, longest = int(batch.extend_lens[reqs[0]]), int(lens.max())
-    back = np.arange(-extend_len, 0)   # counted from the end of each request
-    index = np.c_[batch.rows[reqs], ends[:, None] + back, lens[:, None] + back]
-    sizes = [1, extend_len, extend_len]
-    rows, tokens, positions = to_device(index, page_table.device).split(sizes, dim=1)
+    extend_len, longest = int(batch.extend_lens[reqs[0]]), int(batch.device_lens[reqs].max())
+    index = to_device(_index(batch, reqs), page_table.device)
+    rows, tokens, positions = index.split([1, extend_len, extend_len], dim=1)
     slots = _slots(page_table, page_size, rows, positions[:, -1:] + 1, longest)
     return PaddedGroup(tokens, slots, {o: _mask(positions, longest, o) for o in windows})
 

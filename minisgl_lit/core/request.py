@@ -211,7 +211,7 @@ class Req:
 
     @property
     def device_len(self) -> int:
-        "Tokens that the engine has, or is just making"
+        "Tokens whose keys and values exist after its next step"
         return int(self._lengths.device_len[self.table_idx])
 
     @property
@@ -226,7 +226,7 @@ class Req:
 
     @property
     def remain_len(self) -> int:
-        "Tokens still to be made"
+        "The rest, still to come: of the answer, and of a prompt computed in pieces"
         return self.max_device_len - self.device_len
 
     @property

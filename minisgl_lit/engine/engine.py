@@ -64,7 +64,7 @@ class Engine:
         assert isinstance(launched, Launched), 'from this `forward`'
         on_host, results = self._host_arrays(batch), []
         self.stream.submit(partial(self._sample, batch, launched, mask, results))
-        copy_done = self.stream.fetch(lambda: zip(on_host, results))
+        copy_done = self.stream.fetch(lambda: zip(on_host, results))   # called on the stream
         tokens, finite, *reported = (o.numpy() for o in on_host)
         return ForwardOutput(tokens, finite, copy_done,
                              LogprobResults(*reported) if reported else None)
@@ -127,7 +127,7 @@ class Engine:
         places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
         if batch.logit_edits: apply_logit_edits(logits, batch.logit_edits, places, self.token_pool)
         if mask is not None: apply_mask(logits, mask)
-        tokens, finite = sample(logits, batch.sampling, places[1])
+        tokens, finite = sample(logits, batch.sampling, places[1])   # position and seed decide
         self._write_tokens(batch, tokens)
         results += tokens, finite
         if asked is None or as_made is None: return
