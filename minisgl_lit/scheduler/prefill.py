@@ -78,7 +78,8 @@ class PrefillAdder:
         self.lengths.device_len[row] = end
         self.token_budget -= end - start
         self.reserved_pages += self._pages_left(pending, start)
-        prompt_ends, wants_output = end == pending.n_tokens, pending.n_tokens < pending.max_len
+        prompt_ends = end == pending.n_tokens
+        wants_output = pending.n_tokens < pending.max_len
         view = Req if prompt_ends and wants_output else ChunkedReq
         return view(pending, self.lengths)
 
