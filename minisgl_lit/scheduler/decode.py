@@ -44,7 +44,7 @@ class NewTokenRatio:
     ) -> None:
         "The pages ran out: expect what has been seen, and some tokens more of each"
         expected = n_output.sum() + self.spare_tokens * len(n_output)
-        seen = expected / (max_new_tokens.sum() + 1)
+        seen = expected / (max_new_tokens.sum() + 1)   # the 1: never divide by zero
         self.ratio = float(min(max(seen, self.ratio), 1.))
 
     def reset(self) -> None:

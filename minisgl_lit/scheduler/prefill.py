@@ -70,15 +70,17 @@ class PrefillAdder:
     ) -> Req | None:          # Its view for this batch; `None` if there is no room
         "Admit a request, or let it go on"
         limit = self.chunk_size if self._whole_chunk else min(self.chunk_size, self.token_budget)
-        if limit <= 0 or pending.table_idx is None and not self._admit(pending): return None
+        if limit <= 0: return None
+        if pending.table_idx is None and not self._admit(pending): return None
         row, self._whole_chunk = pending.table_idx, False
         start = int(self.lengths.cached_len[row])
         end = min(start + limit, pending.n_tokens)
         self.lengths.device_len[row] = end
         self.token_budget -= end - start
         self.reserved_pages += self._pages_left(pending, start)
-        sampled = end == pending.n_tokens < pending.max_len
-        view = Req if sampled else ChunkedReq
+        prompt_ends = end == pending.n_tokens
+        wants_output = pending.n_tokens < pending.max_len
+        view = Req if prompt_ends and wants_output else ChunkedReq
         return view(pending, self.lengths)
 
     def _pages_left(self, pending: PendingReq, start: int) -> int:
