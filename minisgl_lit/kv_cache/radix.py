@@ -248,7 +248,7 @@ class RadixCache:
         below = self._walk(handle.node, np.asarray(ids, dtype=np.int32), handle.extra_key)
         first = handle.matched_len is None
         if first: handle.matched_len = handle.cached_len
-        for node in (handle.path + below if first else below): node.hits += 1
+        for node in handle.path + below if first else below: node.hits += 1
         n = sum(len(node.key) for node in below)   # tokens that are cached already
         if n: handle.borrowed = True
         if below: handle.node = below[-1]
