@@ -44,7 +44,7 @@ class KVPool:
         self.num_pages, self.page_size, self.dummy_page = num_pages, page_size, num_pages
         shape = num_layers, 2, (num_pages + 1) * page_size, num_kv_heads, head_dim
         self.buffer = torch.empty_permuted(shape, layouts[layout], dtype=dtype, device=device)
-        # padding reads the dummy page; pages never written to cost no physical memory yet
+        # padding reads it, so it must be finite; untouched pages cost no physical memory yet
         self.buffer[:, :, -page_size:] = 0
 
     def k(self, layer: int) -> torch.Tensor:  # [slots, num_kv_heads, head_dim]

@@ -145,9 +145,9 @@ class RadixCache:
 
     It owns the pages of its nodes. A prefix is a path from the root. A lock counts on each
     node of its path, so below an unlocked node nothing is locked, and while
-    `evictable_size > 0` some leaf can be evicted. Each unlocked leaf is on offer in a heap:
-    what a node is ranked by changes only under a lock, or by `_hide`, which offers it
-    again; and a node only loses pages.
+    `evictable_size > 0` some leaf can be evicted. Each unlocked leaf is on offer in a heap.
+    Its rank there stays true: it changes only while the node is locked, so not on offer, or
+    in `_hide`, which offers it again. A node may lose pages, and never gains any.
     """
     def __init__(
         self,
@@ -244,7 +244,7 @@ class RadixCache:
         if len(ids) != len(pages) * self.page_size:
             raise ValueError(f'{len(ids)} tokens do not fill {len(pages)} pages of {self.page_size}')
         if not handle.locks: raise RuntimeError(f'{handle} must be locked to go on from it')
-        if handle.invalid: return self.root.pages
+        if handle.invalid: return self.root.pages   # an empty array
         below = self._walk(handle.node, np.asarray(ids, dtype=np.int32), handle.extra_key)
         first = handle.matched_len is None
         if first: handle.matched_len = handle.cached_len
