@@ -71,7 +71,7 @@ mutants = [   # what breaks, module, the line, what becomes of it
      '(ends - lens) // self.page_size'),
     ('the chunked request waits its turn', 'scheduler/prefill', 'if self.chunked: yield self.chunked', 'pass'),
     ('two requests are in chunks at once', 'scheduler/prefill', 'self.chunked = pending\n                break', 'self.chunked = pending'),
-    ('a chunk is sampled', 'scheduler/prefill', 'sampled = end == pending.n_tokens < pending.max_len', 'sampled = pending.n_tokens < pending.max_len'),
+    ('a chunk is sampled', 'scheduler/prefill', 'prompt_ends = end == pending.n_tokens', 'prompt_ends = True'),
     ('the row keeps the cached length of its last owner', 'scheduler/prefill', 'self.lengths.cached_len[row] = handle.cached_len', 'pass'),
     ('stop tokens are not watched', 'scheduler/prefill', 'ends = pending.params.stop_token_ids, pending.stop_check, pending.grammar', 'ends = pending.grammar,'),
     ('grammars are not watched', 'scheduler/prefill', 'ends = pending.params.stop_token_ids, pending.stop_check, pending.grammar', 'ends = pending.params.stop_token_ids, pending.stop_check'),
