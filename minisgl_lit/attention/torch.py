@@ -102,7 +102,7 @@ def _index(
     reqs: np.ndarray,  # Indices of requests with equally many new tokens, [n]
 ) -> np.ndarray:       # A line for each request, [n, 1 + 2*extend_len]
     "Table row, where the new tokens stand in the batch, and their positions"
-    back = np.arange(-batch.extend_lens[reqs[0]], 0)   # -2, -1: the last two
+    back = np.arange(-int(batch.extend_lens[reqs[0]]), 0)   # -2, -1: the last two
     ends = batch.extend_lens.cumsum()[reqs, None]      # where each request ends in the batch
     lens = batch.device_lens[reqs, None]               # and its positions
     return np.c_[batch.rows[reqs], ends + back, lens + back]
