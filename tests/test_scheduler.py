@@ -4,18 +4,21 @@ from collections import Counter
 from dataclasses import fields
 from statistics import median
 from typing import get_args
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, Phase, seed, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 import pytest
 
 from minisgl_lit.config import AdmissionName, EngineConfig, EvictionName, PolicyName
+from minisgl_lit.core.request import ForwardMode
 from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
 from minisgl_lit.device import ManualStream
 from minisgl_lit.kv_cache.manager import CacheManager
 from minisgl_lit.kv_cache.radix import make_prefix_cache
 from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.scheduler.control import Control
+from minisgl_lit.scheduler.prefill import PrefillAdder
 from minisgl_lit.scheduler.scheduler import Observer, Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
 
@@ -56,17 +59,37 @@ def in_threes(prompt: list[int], n: int, stop) -> list[int]:
     return tokens[len(prompt):]
 
 class Ledger(CacheManager):
-    "Notes duplicates"
-    deduped = 0
+    "Notes duplicates, and prompts that are passed over"
+    deduped, passed_over = 0, 0
     def _insert_prefix(self, *args, **kwargs):
         before = self.releasing.size
         super()._insert_prefix(*args, **kwargs)
         self.deduped += self.releasing.size - before
 
 class Notes(Observer):
-    "Notes hits"
-    hit = False
-    def launched(self, batch): self.hit |= any(o.pending.cached_tokens for o in batch.reqs)
+    "Notes hits and chunks; at most one prompt is in chunks, and goes first, with as much as is allowed"
+    hit, beside, chunked = False, False, None
+    def __init__(self, config): self.config = config
+    def launched(self, batch):
+        self.hit |= any(o.pending.cached_tokens for o in batch.reqs)
+        if batch.mode is ForwardMode.DECODE: return
+        cut = [o.pending for o, end in zip(batch.reqs, batch.device_lens) if end < o.pending.n_tokens]
+        assert len(cut) <= 1, 'two prompts in chunks'
+        budget, chunk, first = self.config.max_prefill_tokens, self.config.chunked_prefill_size, batch.reqs[0]
+        if batch.mode is ForwardMode.PREFILL:
+            assert len(batch.positions) <= (budget if len(batch.reqs) > 1 else chunk)
+            self.beside |= cut == [first.pending] and len(batch.reqs) > 1
+        o = self.chunked
+        if o is None or o.table_idx is None or o.finish_reason or o.to_finish or o.kv_invalid: return
+        assert first.pending is o, 'others before the chunk'
+        n = int(batch.device_lens[0] - batch.cached_lens[0])
+        assert n == min(chunk, o.n_tokens - int(batch.cached_lens[0])) or batch.mode is ForwardMode.MIXED and n >= 1
+
+def pass_over(adder: PrefillAdder, pages: int, really=PrefillAdder._pass_over) -> bool:
+    "What a `PrefillAdder` does, noted in its `Ledger`"
+    passed = really(adder, pages)
+    adder.cache.passed_over += passed
+    return passed
 
 def serving(seen: Counter, lives: list[int]):
     "A class of servers that note what has happened to them"
@@ -80,10 +103,11 @@ def serving(seen: Counter, lives: list[int]):
             page_size = setting['page_size']
             num_pages = -(-MAX_SEQ_LEN // page_size) + setting['num_pages'] // page_size
             table = TableManager(setting['max_running_req'], MAX_SEQ_LEN, page_size, dummy_page=num_pages)
-            self.stream, self.notes = ManualStream(), Notes()
+            self.stream = ManualStream()
             engine = ToyEngine(table.page_table, table.token_pool, page_size, num_pages, VOCAB, stream=self.stream)
             self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']))
             config = EngineConfig(**setting | dict(num_pages=num_pages))
+            self.notes = Notes(config)
             self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, make_grammar=InThrees)
             self.s.prefill.policy.min_shared_tokens = at_least   # tokens worth waiting for, if somebody else computes them
             self.right, self.told, self.ends, self.aborted, self.n = {}, {}, {}, set(), 0
@@ -152,6 +176,7 @@ def serving(seen: Counter, lives: list[int]):
             for _ in range(n): self.step()
 
         def step(self):
+            self.notes.chunked = self.s.prefill.chunked
             for o in self.s.step():
                 assert o.rid not in self.ends, 'news after the end'
                 self.told[o.rid] += o.token_ids
@@ -189,7 +214,8 @@ def serving(seen: Counter, lives: list[int]):
             Control(self.s).self_check()
             lives.append(self.steps)
             self.marks |= {name for name, holds in dict(
-                hit=self.notes.hit, eviction=self.ledger.evicted_pages, dedup=self.ledger.deduped, retraction=self.s.counts['retracted']).items() if holds}
+                hit=self.notes.hit, eviction=self.ledger.evicted_pages, dedup=self.ledger.deduped, retraction=self.s.counts['retracted'],
+                beside=self.notes.beside, passed_over=self.ledger.passed_over).items() if holds}
             seen.update(self.marks)
 
     return Serving
@@ -199,9 +225,9 @@ def run(examples: int, shard: int, tell, steps: int = 40) -> None:
     seen, lives = Counter(), []
     machine = seed(shard)(serving(seen, lives))
     phases = [Phase.generate] + [Phase.shrink]*(os.environ.get('TST_SHRINK') != '0')   # minutes, where only the failure counts
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None,
-                                                         phases=phases, suppress_health_check=list(HealthCheck)))
-    shares = {o: seen[o] / len(lives) for o in ('hit', 'eviction', 'chunk', 'abort in flight', 'dedup', 'retraction', 'grammar')}
+    how = settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck))
+    with patch.object(PrefillAdder, '_pass_over', pass_over): run_state_machine_as_test(machine, settings=how)
+    shares = {o: seen[o] / len(lives) for o in ('hit', 'eviction', 'chunk', 'beside', 'passed_over', 'abort in flight', 'dedup', 'retraction', 'grammar')}
     tell('schedules', f'{len(lives)} lives, median {median(lives):.0f} steps; ' + ', '.join(f'{k} {v:.0%}' for k, v in shares.items()))
     if examples >= 500: assert median(lives) >= 25 and min(shares.values()) >= .05, shares
 

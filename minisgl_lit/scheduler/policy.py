@@ -27,7 +27,8 @@ Key = float | tuple[int, ...]   # smaller goes first
 class Fcfs:
     """First come, first served. Other policies are this one with other `keys`.
 
-    Under equal priorities no request is overtaken in more than `max_overtaken` passes.
+    Under equal priorities no request is overtaken in more than `max_overtaken` passes, and those
+    in which it must wait for another prompt's chunks.
     """
     cache: CacheManager            # Where prompts may find cached prefixes
     seed: int | None = None        # Of the random order; `None` draws one

@@ -7,6 +7,7 @@ __all__ = ['unlimited', 'kv_len', 'pages_left', 'ChunkedReq', 'PrefillAdder', 'P
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #00c6853a
 from collections.abc import Iterator, Sequence
+from operator import gt
 
 import numpy as np
 
@@ -47,6 +48,8 @@ class ChunkedReq(Req):
 # %% ../../nbs/21_scheduler.prefill.ipynb #0ec21359
 class PrefillAdder:
     "Fills one prefill batch: takes requests in order while tokens, rows and pages last."
+    max_passed_over = 32   # prompts that must wait, in one step; looking at more costs too much
+
     def __init__(
         self,
         max_tokens: int,       # Tokens that this step may compute
@@ -61,17 +64,18 @@ class PrefillAdder:
         self.chunk_size, self.clip_max_new_tokens = chunk_size, clip_max_new_tokens
         # a first prompt gets its whole chunk, unless requests decode in the same step
         self._whole_chunk = not mixed_decode_tokens
-        self.reserved_pages, self.cache = reserved_pages, cache
-        self.table, self.lengths = cache.table, cache.table.lengths
+        self.reserved_pages, self.reserved_rows, self.passed_over = reserved_pages, 0, 0
+        self.may_cut, self.closed = True, False   # whether a chunk may start; and anything at all
+        self.cache, self.table, self.lengths = cache, cache.table, cache.table.lengths
 
     def try_add(
         self,
         pending: PendingReq,  # Waiting, or its last chunk has been launched
     ) -> Req | None:          # Its view for this batch; `None` if there is no room
         "Admit a request, or let it go on"
+        if self.closed: return None
         limit = self.chunk_size if self._whole_chunk else min(self.chunk_size, self.token_budget)
-        if limit <= 0: return None
-        if pending.table_idx is None and not self._admit(pending): return None
+        if pending.table_idx is None and not self._admit(pending, limit): return None
         row, self._whole_chunk = pending.table_idx, False
         start = int(self.lengths.cached_len[row])
         end = min(start + limit, pending.n_tokens)
@@ -79,6 +83,7 @@ class PrefillAdder:
         self.token_budget -= end - start
         self.reserved_pages += self._pages_left(pending, start)
         prompt_ends = end == pending.n_tokens
+        self.may_cut, self.closed = self.may_cut and prompt_ends, self.token_budget <= 0
         wants_output = pending.n_tokens < pending.max_len
         view = Req if prompt_ends and wants_output else ChunkedReq
         return view(pending, self.lengths)
@@ -87,14 +92,18 @@ class PrefillAdder:
         return pages_left(self.cache, pending, start, self.clip_max_new_tokens)
 
     # %% ../../nbs/21_scheduler.prefill.ipynb #56d3e404
-    def _admit(self, pending: PendingReq) -> bool:
-        "Allocate a row to a request if it can run to its end"
-        if not self.table.available_size: return False
-        handle = self.cache.match(pending)
+    def _admit(self, pending: PendingReq, limit: int) -> bool:
+        "Allocate a row to a request if it can run to its end, and `limit` tokens are enough for now"
+        if self.table.available_size <= self.reserved_rows:
+            self.closed = True
+            return False
+        before, handle = self.cache.available_size, self.cache.match(pending)
         self.cache.lock(handle)
-        needed = self._pages_left(pending, handle.cached_len)
-        if needed + self.reserved_pages > self.cache.available_size:
+        after = self.cache.available_size - self._pages_left(pending, handle.cached_len)
+        must_wait = not self.may_cut and pending.n_tokens - handle.cached_len > limit
+        if must_wait or after < self.reserved_pages:
             self.cache.unlock(handle)
+            self.closed = not must_wait or not self._pass_over(before - after)
             return False
         row = self.table.allocate()
         pending.handle, pending.table_idx = handle, row
@@ -114,6 +123,16 @@ class PrefillAdder:
         ends = pending.params.stop_token_ids, pending.stop_check, pending.grammar
         self.lengths.watched[row] = any(map(bool, ends))
 
+    # %% ../../nbs/21_scheduler.prefill.ipynb #a4be8f63
+    def _pass_over(self, pages: int) -> bool:
+        "Whether others are tried before a prompt that must wait; the first keeps row and pages"
+        if self.passed_over == self.max_passed_over: return False
+        if not self.passed_over:
+            if self.reserved_pages + pages > self.cache.available_size: return False
+            self.reserved_pages, self.reserved_rows = self.reserved_pages + pages, 1
+        self.passed_over += 1
+        return True
+
 # %% ../../nbs/21_scheduler.prefill.ipynb #1cf9a34f
 class PrefillManager:
     "The waiting queue: requests that wait, and the one whose prompt is computed in chunks."
@@ -130,8 +149,8 @@ class PrefillManager:
         self.waiting: dict[str, PendingReq] = {}    # by rid, in order of arrival
         self.retracted: dict[str, PendingReq] = {}  # those that have lost their row
         self.chunked: PendingReq | None = None      # admitted, its prompt launched in part
-        self.blocked: PendingReq | None = None      # head of the queue, if it did not fit
-        self._blocked_at = -1, -1                   # the rows and pages there were for it
+        self.blocked: PendingReq | None = None      # head of the queue, if none could start
+        self._blocked_at: tuple[int, ...] = ()      # what there was for it
 
     @property
     def runnable(self) -> bool:
@@ -152,10 +171,9 @@ class PrefillManager:
 
     def remove(self, pending: PendingReq) -> None:
         "Take a request out, wherever it stands here"
-        self.waiting.pop(pending.rid, None)
-        self.retracted.pop(pending.rid, None)
         if self.chunked is pending: self.chunked = None
-        if self.blocked is pending: self.blocked = None
+        queues = self.waiting, self.retracted
+        if any(queue.pop(pending.rid, None) for queue in queues): self.blocked = None
 
     # %% ../../nbs/21_scheduler.prefill.ipynb #297102a6
     def schedule(
@@ -164,27 +182,31 @@ class PrefillManager:
         mixed_decode_tokens: int = 0,   # Tokens of the requests that decode in the same step
     ) -> list[Req]:            # Views for one prefill batch; empty if none waits or fits
         "Choose the requests to prefill in this step"
-        rows, pages = self.cache.table.available_size, self.cache.available_size - reserved_pages
-        if self.blocked and rows <= self._blocked_at[0] and pages <= self._blocked_at[1]: return []
         adder = PrefillAdder(self.max_prefill_tokens, self.chunk_size, reserved_pages,
                              self.cache, self.clip_max_new_tokens, mixed_decode_tokens)
-        self.blocked, reqs = None, []
+        reqs = self._start(adder, self.chunked) if self.chunked else []
+        room = (self.cache.table.available_size, self.cache.available_size - adder.reserved_pages,
+                adder.token_budget, adder.may_cut)
+        if adder.closed or self.blocked and not any(map(gt, room, self._blocked_at)): return reqs
+        head, n_chunked = None, len(reqs)
         for pending in self.candidates():
-            req = adder.try_add(pending)
-            if req is None:
-                if not reqs: self.blocked, self._blocked_at = pending, (rows, pages)
-                break
-            reqs.append(req)
-            self.remove(pending)
-            if req.device_len < pending.n_tokens:
-                self.chunked = pending
-                break
+            reqs += self._start(adder, pending)
+            head = head or pending
+            if adder.closed: break
+        self.blocked, self._blocked_at = head if len(reqs) == n_chunked else None, room
         return reqs
 
     # %% ../../nbs/21_scheduler.prefill.ipynb #2d4f4697
+    def _start(self, adder: PrefillAdder, pending: PendingReq) -> list[Req]:
+        "The view of a request that starts or goes on now, and so leaves the queue; or nothing"
+        req = adder.try_add(pending)
+        if req is None: return []
+        self.remove(pending)
+        if req.device_len < pending.n_tokens: self.chunked = pending
+        return [req]
+
     def candidates(self) -> Iterator[PendingReq]:
-        "Requests to try: the chunked one, the retracted, then the others as the policy says"
-        if self.chunked: yield self.chunked
+        "Waiting requests to try: the retracted, then the others as the policy says"
         yield from list(self.retracted.values())
         if self.waiting: yield from self.policy.order(list(self.waiting.values()))
 
