@@ -54,7 +54,7 @@ def start_module(
     "Run a module as a process and a session of its own; it finds the modules that this one finds"
     env = {'OMP_WAIT_POLICY': 'passive', **os.environ,
            'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
-    start = [sys.executable, '-P', '-m', 'minisgl_lit.process', str(os.getpid()), str(+orphaned)]
+    start = [sys.executable, '-P', '-m', 'minisgl_lit.process', str(os.getpid()), f'{orphaned:d}']
     files = [o if isinstance(o, int) else o.fileno() for o in (stdin, stdout)]
     started: Future[subprocess.Popen[bytes]] = Future()
     def keep() -> None:
