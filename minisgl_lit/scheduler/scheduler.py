@@ -14,7 +14,6 @@ from ..config import EngineConfig
 from ..core.outputs import EngineCoreOutputs
 from ..core.request import Batch, EngineProtocol, FinishReason, ForwardMode
 from ..core.request import ForwardOutput, Grammar, PendingReq, Req, StopCheck
-from ..core.sampling_params import RequestError
 from ..kv_cache.manager import CacheManager
 from ..kv_cache.table import dummy_batch
 from .batch import BatchPlan, make_batch
