@@ -1,5 +1,10 @@
 """minisgl_lit: a book that runs. Names are imported when they are first used (PEP 562)."""
+import os
+import sys
 from typing import TYPE_CHECKING
+
+if "torch" not in sys.modules:   # its threads shall wait asleep (chapter 02a); it asks when it is loaded
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if TYPE_CHECKING:   # for editors and type checkers, which do not run `__getattr__`
     from minisgl_lit.core.sampling_params import SamplingParams as SamplingParams

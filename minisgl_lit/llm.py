@@ -10,9 +10,10 @@ __all__ = ['Prompt', 'Dialog', 'Params', 'P', 'defer_interrupts', 'RequestState'
 import os
 import signal
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -62,6 +63,7 @@ class RequestState:
         self.rid, self.input_ids, self.params = rid, input_ids, params
         self._collector, self._streamed = collector, streamed
         self.pieces: deque[Piece] = deque()   # not read yet
+        self.error: Exception | None = None   # what its own objects have raised
         self._token_ids: list[int] = []
         self._logprobs: list[Logprob] = []
 
@@ -94,6 +96,8 @@ class EngineDriver:
     ):
         self.runtime, self.scheduler, self.tokenizer = runtime, runtime.scheduler, runtime.tokenizer
         self.closed, self._rids = False, map(str, count())
+        self._end_engine = weakref.finalize(self, runtime.close)
+        self._end_engine.atexit = False   # then the ranks see it by themselves
         self._turnstile, self._lock = threading.Lock(), threading.Lock()
         self._open: dict[str, RequestState] = {}
         self._backlog: deque[RequestState] = deque()   # open, but not in the scheduler yet
@@ -117,10 +121,11 @@ class EngineDriver:
             self._backlog.extend(requests)
 
     def wait(self, request: RequestState) -> None:
-        "Run steps until there is a piece to read, or the whole answer"
+        "Run steps until there is a piece to read, or the whole answer; raises what it has raised"
         while not (request.pieces or request.output):
+            if request.error: raise request.error
             with self.exclusive():   # another caller's step may have brought it meanwhile
-                if not (request.pieces or request.output): self._step()
+                if not (request.pieces or request.output or request.error): self._step()
 
     # %% ../nbs/52_llm.ipynb #572a2ff6
     def _step(self) -> None:
@@ -129,13 +134,16 @@ class EngineDriver:
             self.runtime.control.abort(rid := self._released.popleft())
             request = self._open.pop(rid, None)
             if request in self._backlog: self._backlog.remove(request)
-        with suppress(QueueFull):
-            while self._backlog:
-                request = self._backlog[0]
-                self.scheduler.add(request.rid, request.input_ids, request.params)
-                self._backlog.popleft()
+        while self._backlog:
+            request = self._backlog[0]
+            try: self.scheduler.add(request.rid, request.input_ids, request.params)
+            except QueueFull: break
+            except Exception as e: request.error = e
+            self._backlog.popleft()
         for output in self.scheduler.step():
-            if request := self._open.get(output.rid): request.add(output)
+            if not (request := self._open.get(output.rid)): continue
+            try: request.add(output)
+            except Exception as e: request.error = e
 
     def release(self, requests: Sequence[RequestState]) -> None:
         "The callers of these wait no longer: abort those that have not ended, and forget all"
@@ -185,7 +193,7 @@ class EngineDriver:
         with self.exclusive():
             self.runtime.control.abort_all()
             while self.scheduler.has_work: self.scheduler.step()
-            self.runtime.close()
+            self._end_engine()
             self.closed = True
 
     # %% ../nbs/52_llm.ipynb #20271993

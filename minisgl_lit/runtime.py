@@ -14,7 +14,7 @@ from pathlib import Path
 from .config import EngineConfig
 from .engine.engine import Engine
 from .engine.grammar import GrammarCompiler
-from .engine.memory import MemoryPlan, set_threads
+from .engine.memory import MemoryPlan, set_threads, warn_if_spinning
 from .engine.tensor_parallel import LeaderEngine, LeaderTable, RankProcesses
 from .engine.worker import ResolvedConfig, make_engine, start_ranks
 from .kv_cache.manager import CacheManager
@@ -64,7 +64,8 @@ def build(
     resolved = ResolvedConfig.of(config)
     model, on_gpu = resolved.model, resolved.device.type == 'cuda'
     overlap = on_gpu if config.overlap == 'auto' else config.overlap
-    set_threads(config.threads, config.tp)
+    threads = set_threads(config.threads, config.tp)
+    if not on_gpu: warn_if_spinning(threads)
     shard_config(model, config.tp)   # raises if `tp` does not fit, before a process is started
     tokenizer, eos = Tokenizer(resolved.path), frozenset(model.eos_token_ids)
     grammars = GrammarCompiler(tokenizer.backend, model.vocab_size, eos)

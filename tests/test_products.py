@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from minisgl_lit.attention.cpu_kernels import attention_c
 from minisgl_lit.models.layers import layers_c
-from minisgl_lit.kernels.compiler import compile_c, load, vectors
+from minisgl_lit.kernels.compiler import compile_c, library_folder, load, vectors
 from minisgl_lit.kernels.linear import PackedWeight, linear, linear_c, pack_weight
 
-try: compile_c('void nothing(void *to) {}')
+try:
+    with library_folder() as folder: compile_c('void nothing(void *to) {}', folder)
 except RuntimeError as e: no_compiler = str(e)
 else: no_compiler = None
 needs_compiler = pytest.mark.skipif(no_compiler is not None, reason='needs a C compiler')
@@ -21,7 +22,7 @@ BF16 = torch.bfloat16
 def test_where_a_compiler_is_every_source_compiles(name):
     "Otherwise torch would serve in its place, and no test would notice"
     source = dict(vectors=vectors + 'void nothing(void *to) {}', linear_c=linear_c, layers_c=layers_c, attention_c=attention_c)[name]
-    assert compile_c(source).exists() and load(source) is not None
+    with library_folder() as folder: assert compile_c(source, folder).exists() and load(source) is not None
 
 @settings(max_examples=60)
 @given(st.integers(0, 300), st.integers(1, 300), st.integers(1, 700), st.sampled_from([torch.float32, BF16]),

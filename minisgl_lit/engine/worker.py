@@ -10,6 +10,7 @@ __all__ = ['SendToLeader', 'choose_dtype', 'choose_max_seq_len', 'choose_device'
 # %% ../../nbs/44_engine.worker.ipynb #87b4dc2e
 import gc
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -285,7 +286,8 @@ def start_ranks(
     size: int,   # All ranks, this one included
 ) -> RankProcesses:
     "Start the processes of the others; they wait for their first message"
-    return RankProcesses(size, partial(start_module, 'minisgl_lit.engine.worker'))
+    killed = partial(start_module, orphaned=signal.SIGKILL)
+    return RankProcesses(size, partial(killed, 'minisgl_lit.engine.worker'))
 
 # %% ../../nbs/44_engine.worker.ipynb #5c9303d6
 def load_model(

@@ -6,7 +6,7 @@
 __all__ = ['Items', 'Count', 'ReleaseList', 'CacheManager']
 
 # %% ../../nbs/13_kv_cache.manager.ipynb #1b814a06
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -219,6 +219,17 @@ class CacheManager:
                 raise RuntimeError(f'row {pending.table_idx} of {pending.rid} has pages '
                                    f'{in_row.tolist()}, but its prefix is in {cached.tolist()}')
         self.prefix.check_integrity()
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #9a4be310
+    def checks(self) -> Iterator[None]:
+        "`check_integrity` while no request has a row, bit by bit; nothing may change meanwhile"
+        owned = np.append(self._stack[:self.free_size], self.releasing.items())
+        n_owners = np.bincount(owned, minlength=self.num_pages)
+        for node in self.prefix.nodes():
+            n_owners[node.pages] += 1
+            yield
+        if (n_owners != 1).any() or self._allocated.any(): self.check_integrity()   # it knows whose
+        yield from self.prefix.checks()
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #8f84dd92
     def _insert_prefix(

@@ -134,8 +134,11 @@ class PrefixCache(Protocol):
     def all_pages(self) -> np.ndarray:
         "All pages it owns"
         ...
+    def checks(self) -> Iterator[None]:
+        "Check every invariant, one by one; an error names the first that is broken"
+        ...
     def check_integrity(self) -> None:
-        "Check every invariant of the whole cache; an error names the first that is broken"
+        "Check all of them at once"
         ...
 
 # %% ../../nbs/12_kv_cache.radix.ipynb #95a2d988
@@ -352,15 +355,23 @@ class RadixCache:
         "All pages in the tree"
         return np.concatenate([node.pages for node in self.nodes()])
 
-    def check_integrity(self) -> None:
-        "Walk the whole tree; `RuntimeError` names the first claim that is false"
+    def checks(self) -> Iterator[None]:
+        "Walk the whole tree, claim by claim; `RuntimeError` names the first that is false"
         for claim, holds in self._claims():
             if not holds: raise RuntimeError(f'prefix tree: it is not true that {claim}')
+            yield
+
+    def check_integrity(self) -> None:
+        "Walk the whole tree, without a break"
+        for _ in self.checks(): pass
 
     # %% ../../nbs/12_kv_cache.radix.ipynb #6b7b2cf7
     def _claims(self) -> Iterator[tuple[str, bool]]:
         "Every invariant in words, and whether it holds"
-        ranks = {entry: (*rank,) for *rank, entry, _ in self._heap.entries}
+        ranks: dict[int, tuple] = {}
+        for *rank, entry, _ in self._heap.entries:
+            yield f'entry {entry} is in the heap once', entry not in ranks
+            ranks[entry] = (*rank,)
         evictable, protected, times_seen = 0, 0, Counter()
         for node in self.nodes():
             it, below = f'node of pages {node.pages.tolist()}', node.children.values()

@@ -7,7 +7,8 @@ __all__ = ['Control', 'Watchdog']
 
 # %% ../../nbs/26_scheduler.control.ipynb #05473e98
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 
 from ..core.request import FinishReason
@@ -40,21 +41,26 @@ class Control:
         rids = [rid for rid in self.scheduler.alive if rid.startswith(rid_prefix)]
         return sum(map(self.abort, rids))
 
-    def self_check(self) -> None:
+    def checks(self) -> Iterator[None]:
         "`RuntimeError` unless nothing is left to do and every page and row is free or cached"
         s = self.scheduler
         if s.has_work: raise RuntimeError(f'{list(s.alive)} or a batch are still under way')
-        s.cache.check_integrity()
+        yield from s.cache.checks()
         rows = s.table.dummy_row - s.table.available_size
         left = dict(held=s.cache.held_size, locked=s.cache.prefix.protected_size,
                     rows=rows, running=len(s.decode.running))
         if any(left.values()): raise RuntimeError(f'nothing is served, but {left} is not 0')
 
+    def self_check(self) -> None:
+        "All `checks` at once"
+        for _ in self.checks(): pass
+
     # %% ../../nbs/26_scheduler.control.ipynb #4ede0ff7
-    def tidy(self) -> None:
-        "Check everything and collect garbage while the server is idle; nothing if it is not"
+    def tidy(self) -> Iterator[None]:
+        "Check everything and collect garbage, slice by slice; nothing if the server is not idle"
         if self.scheduler.alive or self.scheduler.has_work: return
-        self.self_check()
+        checks = self.checks()
+        while sum(1 for _ in islice(checks, _CHECKS_PER_SLICE)): yield
         gc.collect()
 
     # %% ../../nbs/26_scheduler.control.ipynb #635861e4
@@ -82,6 +88,9 @@ class Control:
         "Empty the prefix cache; `RequestError` while any request has a part of it"
         self.scheduler.quiesce()
         self.scheduler.cache.reset()
+
+# %% ../../nbs/26_scheduler.control.ipynb #4ede0ff7
+_CHECKS_PER_SLICE = 4096   # some milliseconds
 
 # %% ../../nbs/26_scheduler.control.ipynb #fc314b83
 class Watchdog:

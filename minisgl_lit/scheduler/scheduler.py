@@ -14,12 +14,11 @@ from ..config import EngineConfig
 from ..core.outputs import EngineCoreOutputs
 from ..core.request import Batch, EngineProtocol, FinishReason, ForwardMode
 from ..core.request import ForwardOutput, Grammar, PendingReq, Req, StopCheck
-from ..core.sampling_params import RequestError
 from ..kv_cache.manager import CacheManager
 from ..kv_cache.table import dummy_batch
 from .batch import BatchPlan, make_batch
 from .decode import retract_order
-from .lifecycle import Lifecycle, Observer
+from .lifecycle import Lifecycle, Observer, request_failure
 from .prefill import pages_left
 
 # %% ../../nbs/25_scheduler.scheduler.ipynb #5af27c51
@@ -212,7 +211,8 @@ class Scheduler(Lifecycle):
         mask = np.full(shape, -1, dtype=np.int32)   # all bits set: all tokens allowed
         for i, pending, grammar in constrained:
             try: grammar.mask(mask[i])
-            except RequestError as e: self.mark_to_finish(pending, FinishReason.ERROR, str(e))
+            except Exception as e:
+                self.mark_to_finish(pending, FinishReason.ERROR, request_failure(e))
         return mask
 
     # %% ../../nbs/25_scheduler.scheduler.ipynb #1d35f27d

@@ -30,12 +30,12 @@ import zmq
 from torch.profiler import profile
 
 from ..config import ServerConfig
-from ..core.outputs import EngineCoreOutputs
+from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import Batch, FinishReason, PendingReq
 from ..core.sampling_params import RequestError, SamplingParams
 from ..runtime import Runtime, build
 from ..scheduler.control import Control, Watchdog
-from ..scheduler.lifecycle import Observer
+from ..scheduler.lifecycle import Observer, request_failure
 from ..scheduler.scheduler import Scheduler
 from .messages import (
     AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, MessageError, ReadyMsg,
@@ -259,6 +259,11 @@ class ControlHandler:
         return {'time': s.clock(), 'batches': s.observer.since(s.clock() - _LIVE_SECONDS)}
 
 # %% ../../nbs/53_server.engine_core.ipynb #1c90b5d1
+def _failed(rid: str, error: Exception) -> EngineCoreOutputs:
+    "The end of a request that the scheduler has never had"
+    end = EngineCoreOutput(rid, [], FinishReason.ERROR, error=request_failure(error))
+    return EngineCoreOutputs(outputs=[end])
+
 def handle(
     message: ToScheduler,      # What has come
     handler: ControlHandler,   # Carries out control requests
@@ -268,6 +273,9 @@ def handle(
         case UserMsg():
             try: handler.grammar_queue.add(message)
             except RequestError as e: return RefusedMsg.of(message.rid, e)
+            except Exception as e:
+                if message.rid in handler.control.scheduler.alive: raise
+                return _failed(message.rid, e)
         case AbortMsg(): handler.abort(message.rid)
         case ControlMsg():
             id, command = message.id, message.command
@@ -294,6 +302,7 @@ def receive_messages(
 # %% ../../nbs/53_server.engine_core.ipynb #5dfd3f4c
 _IDLE_WAIT = 1.        # seconds to block without work; then it is time to tidy up
 _GRAMMAR_WAIT = .002   # seconds to block while only grammars are compiled
+_READING = 'health', 'live', 'stats'   # commands that change nothing
 
 def run_engine_core(
     socket: zmq.Socket,        # To the parent
@@ -301,19 +310,19 @@ def run_engine_core(
     max_recv: int = 256,       # Messages taken in between two steps
 ) -> None:
     "Receive messages, run a step, send its outputs; until `StopMsg`"
-    control, grammar_queue, tidied = handler.control, handler.grammar_queue, False
-    scheduler = control.scheduler
+    control, grammar_queue = handler.control, handler.grammar_queue
+    scheduler, tidying, halfway = control.scheduler, control.tidy(), False
     while True:
-        wait = 0. if scheduler.has_work else _GRAMMAR_WAIT if grammar_queue else _IDLE_WAIT
-        idle = wait == _IDLE_WAIT
+        busy = scheduler.has_work or halfway
+        wait = 0. if busy else _GRAMMAR_WAIT if grammar_queue else _IDLE_WAIT
+        idle = halfway or wait == _IDLE_WAIT
         for message in chain(grammar_queue.ready(), receive_messages(socket, wait, max_recv)):
             idle = False
-            if not isinstance(message, ControlMsg): tidied = False   # those leave no garbage
             if isinstance(message, StopMsg): return
+            if not (isinstance(message, ControlMsg) and message.command in _READING):
+                tidying, halfway = control.tidy(), False
             if answer := handle(message, handler): socket.send(encode(answer))
-        if idle and not tidied:
-            control.tidy()
-            tidied = True
+        if idle: halfway = next(tidying, 'done') is None
         if outputs := scheduler.step(): socket.send(encode(outputs))
 
 # %% ../../nbs/53_server.engine_core.ipynb #c5236485
