@@ -81,10 +81,11 @@ class RequestGroup:
 
     # %% ../../nbs/55_server.api_server.ipynb #16b5b913
     def _ended(self, timer: RequestTimer, output: EngineCoreOutput) -> None:
-        "Count how it ended; `ApiError` if the engine failed"
+        "Count how it ended; `ApiError` if that was an error"
         timer.end(output.times)
         if output.finish_reason is FinishReason.ABORT: self.metrics.aborted.inc()
         if output.finish_reason is FinishReason.ERROR:
+            if output.never_ran: raise ApiError(output.error or 'too many wait', 503, code='queue_full')
             raise ApiError(output.error or 'the engine failed', 500)
 
     async def done(self) -> list[RequestOutput]:
