@@ -153,16 +153,13 @@ class Lifecycle:
         if rid in self.alive:
             raise RequestError('rid', f'rid {rid!r} belongs to a request that is still running')
         ids, max_len = self.validate(input_ids, params)
-        displaced = self._displaced_by(params.priority)
         params = params.resolve(self.defaults, seed=int(self._rng.integers(2**62)))
         pending = PendingReq(rid, ids, params, max_len, arrival=self.clock())
         has_stops = params.stop or params.stop_regex
         if has_stops and self.make_stop_check: pending.stop_check = self.make_stop_check(pending)
         if params.grammars and self.make_grammar: pending.grammar = self.make_grammar(pending)
         if params.min_tokens: pending.forbidden_tokens = self._end_token_ids(params)
-        if displaced:
-            error = f'displaced by a request of higher priority: {self._full_queue}'
-            self.mark_to_finish(displaced, FinishReason.ERROR, error)
+        self._check_queue(params.priority)   # last: what is refused for itself displaces none
         self.alive[rid] = pending
         self.prefill.add(pending)
         self._queue_timeout.add(pending, pending.arrival)
@@ -194,18 +191,15 @@ class Lifecycle:
         return tuple(o for o in {*eos, *params.stop_token_ids} if o < self.validator.vocab_size)
 
     # %% ../../nbs/23_scheduler.lifecycle.ipynb #ec18135d
-    @property
-    def _full_queue(self) -> str:
-        "What a caller is told whose request finds no place in the queue, or loses it"
-        return f'{len(self.prefill.waiting)} requests are waiting already (max_queued_req); try again later'
-
-    def _displaced_by(self, priority: int) -> PendingReq | None:
-        "The waiting request that a new one displaces if the queue is full; else `None`"
+    def _check_queue(self, priority: int) -> None:
+        "Make sure that the queue has room: if it is full, only by displacing a waiting request"
         waiting = self.prefill.waiting.values()
-        if len(waiting) < self.config.max_queued_req: return None
+        if len(waiting) < self.config.max_queued_req: return
         last = min(reversed(waiting), key=lambda req: req.params.priority)
-        if priority > last.params.priority: return last
-        raise QueueFull('max_queued_req', self._full_queue)
+        full = f'{len(waiting)} requests are waiting already (max_queued_req); try again later'
+        if priority <= last.params.priority: raise QueueFull('max_queued_req', full)
+        error = f'displaced by a request of higher priority: {full}'
+        self.mark_to_finish(last, FinishReason.ERROR, error)
 
     # %% ../../nbs/23_scheduler.lifecycle.ipynb #32ec0dfa
     def finish(
