@@ -140,6 +140,12 @@ class Tokenizer:
         n_bos = int(others[0]) if len(others) else len(ids)
         return ids[max(n_bos - 1, 0):]
 
+    @property
+    def template_problem(self) -> str:
+        "Why this checkpoint's chat template cannot be used, in a sentence; '' if it can"
+        templates = {self.chat_template, self.tool_template} - {None}
+        return next((o.problem for o in templates if o.problem), '')
+
     @cached_property
     def chars_per_token(self) -> float:
         "Characters of a text that become one token, at most; infinite if that has no bound"
