@@ -22,7 +22,7 @@ from fastapi import Request
 from ..core.sampling_params import RequestError
 from .sse import unless_disconnected
 from ..text.chat_template import written_size
-from ..text.tokenizer import Tokenizer
+from ..text.tokenizer import Tokenizer, too_long
 
 # %% ../../nbs/54b_server.tokenizing.ipynb #d2dd11a2
 T, R = TypeVar('T'), TypeVar('R')
@@ -124,9 +124,7 @@ class AsyncTokenizer:
 
     def _check_length(self, prompt: str | list[int], most: int) -> None:
         if isinstance(prompt, str): self.tokenizer.check_length(prompt, most)
-        elif len(prompt) > most:
-            what = f'the prompt has {len(prompt):,} tokens, and max_seq_len is {most:,}'
-            raise RequestError('prompt', what)
+        elif len(prompt) > most: raise too_long(len(prompt), most)
 
     # %% ../../nbs/54b_server.tokenizing.ipynb #f1f132b8
     async def chat(
