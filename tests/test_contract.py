@@ -46,7 +46,7 @@ class Scripted:
                 if not len(r.input_ids): raise RequestError("prompt", "the prompt must not be empty")
                 if r.input_ids.min() < 0 or r.input_ids.max() > 255: raise RequestError("prompt", "a token is outside the vocabulary")
                 if r.params.grammars: raise RequestError(r.params.grammars[0], "no grammars here")
-                if len(r.input_ids) > 20_000: raise QueueFull("max_queued_req", "too many are waiting")
+                if len(r.input_ids) > 4_000: raise QueueFull("max_queued_req", "too many are waiting")
             self.seen = [self.tokenizer.decode(r.input_ids) for r in requests]
             for r, prompt in zip(requests, self.seen):
                 for reply in self.replies(r, prompt.rsplit("SAY:", 1)[-1]):
@@ -227,7 +227,7 @@ def test_errors_name_their_field(url, path, param, body):
         assert (r.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error") and len(error["message"]) > 9
 
 def test_full_and_too_long(url):
-    r = post(url, "/v1/completions", prompt="x"*20_001)
+    r = post(url, "/v1/completions", prompt="x"*4_001)
     assert (r.status_code, r.headers["retry-after"], r.json()["error"]["code"]) == (503, "1", "queue_full")
     r = post(url, "/v1/completions", prompt="x"*2**20)
     assert (r.status_code, r.json()["error"]["code"]) == (413, "body_too_large")

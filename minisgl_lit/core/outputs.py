@@ -9,6 +9,7 @@ __all__ = ['EngineCoreOutput', 'final_output', 'EngineCoreOutputs']
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+
 from .request import FinishReason, Logprob, PendingReq
 
 # %% ../../nbs/05_core.outputs.ipynb #604e8d0a
@@ -25,6 +26,12 @@ class EngineCoreOutput:
     times: tuple[float, float, float] | None = None  # Seconds to first step, token, end
     prompt_logprobs: list[Logprob] | None = None     # Of its prompt, if that was asked for
     logprobs: list[Logprob] | None = None  # Of each new token, in any output, if asked for
+
+    # %% ../../nbs/05_core.outputs.ipynb #010f766c
+    @property
+    def never_ran(self) -> bool:
+        "Whether this is the end of a request that had no step"
+        return self.times is not None and self.times[0] == self.times[2]
 
 # %% ../../nbs/05_core.outputs.ipynb #eb4b4588
 def final_output(

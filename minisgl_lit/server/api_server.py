@@ -36,6 +36,7 @@ from .openai_protocol import (
 from .protocol import ApiError, GenerateRequest, explain
 from .sse import (
     DONE, ClientDisconnected, EventStream, sse, unless_disconnected)
+from .tokenizing import AsyncTokenizer
 from ..text.tokenizer import OutputCollector, Piece, RequestOutput, Tokenizer
 
 # %% ../../nbs/55_server.api_server.ipynb #149f624e
@@ -81,10 +82,11 @@ class RequestGroup:
 
     # %% ../../nbs/55_server.api_server.ipynb #16b5b913
     def _ended(self, timer: RequestTimer, output: EngineCoreOutput) -> None:
-        "Count how it ended; `ApiError` if the engine failed"
+        "Count how it ended; `ApiError` if that was an error"
         timer.end(output.times)
         if output.finish_reason is FinishReason.ABORT: self.metrics.aborted.inc()
         if output.finish_reason is FinishReason.ERROR:
+            if output.never_ran: raise ApiError(output.error or 'too many wait', 503, code='queue_full')
             raise ApiError(output.error or 'the engine failed', 500)
 
     async def done(self) -> list[RequestOutput]:
@@ -123,7 +125,7 @@ async def events(
     yield DONE
 
 # %% ../../nbs/55_server.api_server.ipynb #04d61725
-_MAX_TOKEN_ID = 2**31 - 1      # what the tokenizers library can decode
+_MAX_CALL_TOKENS = 1 << 24     # of all prompts of a call, each counted for each of its answers
 _UNLIMITED = 1 << 30           # tool calls, if the model may make several at once
 _HEALTH_SECONDS = 20           # that `/health_generate` waits for a step
 _CLIENT_CLOSED_REQUEST = 499   # the status that nginx logs for a client that disconnected
@@ -137,6 +139,8 @@ class Api:
         info: dict[str, object],   # Settings of this server, for `/get_server_info`
     ):
         self.client, self.tokenizer, self.started = client, tokenizer, int(time.time())
+        max_len = info.get('max_seq_len')
+        self.texts = AsyncTokenizer(tokenizer, max_len if isinstance(max_len, int) else None)
         self.info = {k: v for k, v in info.items() if k != 'api_key'}
         self.metrics = Metrics(client.model)
         self.live = LiveFeed(lambda: self.ask(client.control, 'live'))
@@ -151,6 +155,10 @@ class Api:
     ) -> Response:
         "Have the engine answer, whole or as a stream"
         self.check_alive()
+        n_tokens = sum(len(ids) * p.n for ids, p in zip(prompts, params))
+        if n_tokens > _MAX_CALL_TOKENS: raise RequestError(
+            'prompt', f'the prompts of one call may have at most {_MAX_CALL_TOKENS:,} tokens, '
+            f'each counted n times, not {n_tokens:,}')
         group = RequestGroup(self.client, self.tokenizer, writer.id, prompts, params, self.metrics)
         if not stream:
             outputs = await unless_disconnected(request, group.done())
@@ -174,27 +182,23 @@ class Api:
         except RuntimeError as e: raise ApiError(str(e), 503) from None
 
     # %% ../../nbs/55_server.api_server.ipynb #3aa308a3
-    async def _in_thread(
-        self, length: int, encode: Callable[..., np.ndarray], *args: object
-    ) -> np.ndarray:
-        "What `encode` returns; in a thread, if the text is long"
-        return await asyncio.to_thread(encode, *args) if length > _LONG_TEXT else encode(*args)
+    def check_requests(
+        self,
+        n: int,  # How many there are in one call
+    ) -> None:
+        "`RequestError` if the waiting queue could never hold all of them"
+        most = self.info.get('max_queued_req')
+        if isinstance(most, int) and n > most: raise RequestError(
+            'prompt', f'one call may have at most {most:,} requests (max_queued_req), one for each '
+            f'answer to each prompt, not {n:,}; make several calls')
 
-    async def _ids(self, prompt: str | list[int], add_special: bool = True) -> np.ndarray:
-        "Token ids of a prompt"
-        if isinstance(prompt, str):
-            encode = self.tokenizer.encode
-            return await self._in_thread(len(prompt), encode, prompt, add_special)
-        try: return np.array(prompt, dtype=np.int64)
-        except OverflowError:
-            what = f'token id {max(prompt, key=abs)} in the prompt is outside the vocabulary'
-            raise RequestError('prompt', what) from None
-
-    def _text(self, prompt: str | list[int], params: SamplingParams) -> str:
-        "Text of a prompt"
-        if isinstance(prompt, str): return prompt
-        known = [i for i in prompt if 0 <= i <= _MAX_TOKEN_ID]   # others: the engine refuses
-        return self.tokenizer.decode(known, params.skip_special_tokens)
+    async def _echo(
+        self, request: Request, prompts: list[str | list[int]], params: SamplingParams,
+    ) -> tuple[str, ...]:
+        "Texts of prompts; ids that cannot be decoded are left out, for the engine to refuse"
+        ids = [[i for i in o if 0 <= i < 2**31] for o in prompts if not isinstance(o, str)]
+        decoded = iter(await self.texts.texts(request, ids, params.skip_special_tokens))
+        return tuple(o if isinstance(o, str) else next(decoded) for o in prompts)
 
     # %% ../../nbs/55_server.api_server.ipynb #c53d2eb4
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -208,8 +212,8 @@ class Api:
         template = self.tokenizer.tool_template
         if body.forced and not (template and template.takes_tools):
             tools = []   # the grammar is enough
-        length = sum(len(str(m['content'])) for m in messages)
-        ids = await self._in_thread(length, self.tokenizer.chat, messages, True, tools)
+        self.check_requests(params.n)
+        ids = await self.texts.chat(request, messages, tools)
         return await self._respond(request, writer, [params], [ids], body.stream)
 
     # %% ../../nbs/55_server.api_server.ipynb #37009fe2
@@ -217,16 +221,19 @@ class Api:
         "Complete each of some texts"
         check_model(body.model, self.client.model)
         params, prompts = body.params(), body.prompts()
-        ids = [await self._ids(o) for o in prompts]
-        echo = tuple(self._text(o, params) for o in prompts) if body.echo else ()
+        self.check_requests(len(prompts) * params.n)
+        ids = await self.texts.ids(request, prompts)
+        echo = await self._echo(request, prompts, params) if body.echo else ()
         head, token_text = self._head('cmpl'), self.tokenizer.token_text
         writer = CompletionWriter(*head, body.usage_in_stream, token_text, params.n, echo)
         return await self._respond(request, writer, [params]*len(ids), ids, body.stream)
 
     async def generate(self, body: GenerateRequest, request: Request) -> Response:
         "Complete a text or tokens, or several"
+        self.check_requests(len(body.prompts()))   # before the parameters of each are looked at
         params, (rid, model, created) = body.params(), self._head('gen')
-        ids = [await self._ids(o) for o in body.prompts()]
+        self.check_requests(sum(p.n for p in params))
+        ids = await self.texts.ids(request, body.prompts())
         single = body.single and params[0].n == 1
         writer = GenerateWriter(body.rid or rid, model, created, single=single)
         return await self._respond(request, writer, params, ids, body.stream)
@@ -287,27 +294,23 @@ class Api:
         return EventStream(await unless_disconnected(request, self.live.now()), self.live.events())
 
     # %% ../../nbs/55_server.api_server.ipynb #94267fbf
-    async def tokenize(self, body: TokenizeRequest) -> dict[str, object]:
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
         "The tokens of a prompt, or of several"
         prompt, messages, several = body.prompt, body.messages, isinstance(body.prompt, list)
         if prompt is None and messages is not None:
-            ids = [self.tokenizer.chat([m.template_dict for m in messages])]
+            ids = [await self.texts.chat(request, [m.template_dict for m in messages])]
         elif prompt is not None and messages is None:
             texts = prompt if isinstance(prompt, list) else [prompt]
-            ids = [await self._ids(text, body.add_special_tokens) for text in texts]
+            ids = await self.texts.ids(request, texts, body.add_special_tokens)
         else: raise ApiError('give either a prompt or messages', param='prompt')
-        tokens = [o.tolist() for o in ids]
-        return {'tokens': tokens if several else tokens[0], 'count': sum(map(len, tokens)),
-                'max_model_len': self.info.get('max_seq_len')}
+        self.texts.check_count(count := sum(map(len, ids)), 'prompt')
+        tokens = [o.tolist() for o in ids]   # FastAPI would look at each of them
+        return JSONResponse({'tokens': tokens if several else tokens[0], 'count': count,
+                             'max_model_len': self.info.get('max_seq_len')})
 
-    async def detokenize(self, body: DetokenizeRequest) -> dict[str, object]:
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> dict[str, object]:
         "The text of some tokens, or of several lists of them"
-        texts = []
-        for ids in body.token_lists:
-            if wrong := [i for i in ids if not 0 <= i <= _MAX_TOKEN_ID]:
-                what = f'tokens must be numbers from 0 to {_MAX_TOKEN_ID}, not {wrong[0]}'
-                raise ApiError(what, param='tokens')
-            texts.append(self.tokenizer.decode(ids, body.skip_special_tokens))
+        texts = await self.texts.texts(request, body.token_lists, body.skip_special_tokens)
         return {'text': texts if body.tokens and isinstance(body.tokens[0], list) else texts[0]}
 
     # %% ../../nbs/55_server.api_server.ipynb #65f25cb6
@@ -325,9 +328,6 @@ class Api:
         "Run nothing until `/continue_generation`"
         return await self.control('pause', (body or PauseRequest()).mode)
 
-# %% ../../nbs/55_server.api_server.ipynb #3aa308a3
-_LONG_TEXT = 10_000   # characters; to encode fewer takes less time than a switch of threads
-
 # %% ../../nbs/55_server.api_server.ipynb #76b666b1
 _PAGE_FILES = {'/': 'index.html', '/webui/style.css': 'style.css', '/webui/app.js': 'app.js'}
 _CONTENT_SECURITY_POLICY = (
@@ -344,7 +344,7 @@ def _control_route(api: Api, command: str) -> Callable[[], Awaitable[dict[str, o
 # %% ../../nbs/55_server.api_server.ipynb #833da32d
 _FIELD_NAMES = {   # of each route, by the scheduler's name
     '/v1/chat/completions': {'prompt': 'messages', 'json_schema': 'response_format'},
-    '/generate': {'prompt': 'text'}, '/detokenize': {'prompt': 'tokens'}}
+    '/generate': {'prompt': 'text'}}
 
 def as_api_error(
     error: Exception,  # What was raised

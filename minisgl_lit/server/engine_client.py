@@ -225,6 +225,9 @@ class AsyncEngineClient:
             if r.rid in self._open:
                 raise RequestError(
                     'rid', f'rid {r.rid!r} belongs to a request that is still running')
+        if len(requests) > self.max_open: raise RequestError(
+            'prompt', f'one call may have at most {self.max_open:,} requests, '
+            f'not {len(requests):,}')
         if self.why: raise QueueFull('server', self.why)
         n = len(self._open)
         if n + len(requests) > self.max_open:

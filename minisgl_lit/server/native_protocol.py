@@ -8,12 +8,12 @@ __all__ = ['GenerateWriter', 'TokenizeRequest', 'DetokenizeRequest', 'AbortReque
 # %% ../../nbs/54a_server.native_protocol.ipynb #116d880c
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..core.request import Logprob
-from .openai_protocol import ChatMessage, ResponseWriter, usage
+from .openai_protocol import Messages, ResponseWriter, usage
 from ..text.tokenizer import Piece, RequestOutput
 
 # %% ../../nbs/54a_server.native_protocol.ipynb #3119992f
@@ -64,7 +64,7 @@ class TokenizeRequest(BaseModel):
     "The body of `/tokenize`."
     model_config = ConfigDict(strict=True)
     prompt: str | list[str] | None = None        # A text, or several
-    messages: list[ChatMessage] | None = None    # or a conversation
+    messages: Messages | None = None             # or a conversation
     add_special_tokens: bool = True              # As in a prompt: with the BOS token
 
 class DetokenizeRequest(BaseModel):
@@ -76,14 +76,14 @@ class DetokenizeRequest(BaseModel):
     @property
     def token_lists(self) -> list[list[int]]:
         "The same as a list of lists"
-        lists = [ids for ids in self.tokens if isinstance(ids, list)]
-        return lists or [[i for i in self.tokens if isinstance(i, int)]]
+        several = self.tokens and isinstance(self.tokens[0], list)
+        return cast(list[list[int]], self.tokens if several else [self.tokens])
 
 # %% ../../nbs/54a_server.native_protocol.ipynb #060fe856
 class AbortRequest(BaseModel):
     "The body of `/abort_request`: a rid, or all requests."
     model_config = ConfigDict(strict=True)
-    rid: str | None = Field(default=None, min_length=1)   # A name, or a prefix and `*`
+    rid: str | None = Field(default=None, min_length=1, max_length=256)   # Or a prefix and `*`
     abort_all: bool = False                               # or all
 
 class PauseRequest(BaseModel):
