@@ -136,6 +136,11 @@ class StopChecker:
         self.rest = ''        # text after it
 
     @property
+    def has_pattern(self) -> bool:
+        "Whether a search may take long"
+        return self._pattern is not None
+
+    @property
     def n_searched(self) -> int:
         "Characters of the whole text that are certain; with the last of them the match is complete"
         return self._dropped + self._searched
@@ -256,13 +261,13 @@ _SEES_MORE = re.compile(r'\$|\\[A-Zbgm1-9]|\(\?[=!>]|[*+?}]\+')
 def search_together(
     checkers: Sequence[StopChecker],   # All that have text to search
     seconds: float = STEP_SEARCH_S,    # CPU time for all of them
-) -> dict[StopChecker, RequestError]:  # Those whose request has used up its time, and what to say
-    "Let these search on, the quickest first"
-    failed: dict[StopChecker, RequestError] = {}
+) -> dict[StopChecker, str]:           # Those whose request has used up its time, and what to say
+    "Let these search on, the quickest first; those that have only strings in any case"
+    failed: dict[StopChecker, str] = {}
     for checker in sorted(checkers, key=lambda o: o.budget.rate):
-        if seconds < _LEAST_SEARCH_S: break
+        if checker.has_pattern and seconds < _LEAST_SEARCH_S: continue
         started = thread_time()
         try: checker.search(seconds / 2)
-        except RequestError as e: failed[checker] = e
+        except RequestError as e: failed[checker] = str(e)
         seconds -= thread_time() - started
     return failed
