@@ -128,8 +128,16 @@ class GrammarQueue:
         "Mark these requests: they leave with the next `ready`, and end"
         aborted = [name for name, (_, compiling) in self._waiting.items()
                    if compiling and (name == rid if whole else name.startswith(rid))]
-        for name in aborted: self._waiting[name] = self._waiting[name][0], None
+        for name in aborted:
+            message, compiling = self._waiting[name]
+            self._waiting[name] = message, None
+            self._cancel(compiling)
         return len(aborted)
+
+    def _cancel(self, compiling: Future | None) -> None:
+        "Do not compile what no request waits for any more"
+        waiting = [other for _, other in self._waiting.values()]
+        if compiling and compiling not in waiting: compiling.cancel()
 
     def ready(self) -> Iterator[ToScheduler]:
         "Messages to be handled now: requests that may be added, and aborts of those that were aborted"
@@ -138,6 +146,7 @@ class GrammarQueue:
             late = self._timed_out(self._arrivals[rid])
             if compiling and not compiling.done() and not late: continue
             del self._waiting[rid]
+            if late: self._cancel(compiling)
             yield message if compiling and not late else _without_grammar(message)
             if not compiling: yield AbortMsg(rid)
 
