@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from time import monotonic
 from typing import TextIO
 
 import zmq
@@ -286,6 +287,8 @@ def handle(
     return None
 
 # %% ../../nbs/53_server.engine_core.ipynb #90ba1445
+_RECV_SECONDS = .01    # after so many no further message is taken before the next step
+
 def receive_messages(
     socket: zmq.Socket,  # Where messages come from
     wait: float,         # Seconds to wait for the first; 0: do not wait
@@ -293,7 +296,9 @@ def receive_messages(
 ) -> Iterator[ToScheduler]:
     "Messages that have come, in order"
     if wait: socket.poll(int(wait * 1000))
+    started = monotonic()
     for _ in range(limit):
+        if monotonic() - started > _RECV_SECONDS: return
         if not int(socket.get(zmq.EVENTS)) & zmq.POLLIN: return
         message = decode(socket.recv())
         if not isinstance(message, ToScheduler):
