@@ -23,7 +23,7 @@ from .models.decoder import ModelConfig, shard_config
 from .scheduler.control import Control
 from .scheduler.lifecycle import Observer
 from .scheduler.scheduler import Scheduler
-from .text.tokenizer import Tokenizer, stop_check_factory
+from .text.tokenizer import TextStopChecks, Tokenizer
 
 # %% ../nbs/51a_runtime.ipynb #aed8c4f1
 @dataclass
@@ -78,7 +78,7 @@ def build(
         scheduler = Scheduler(
             leader, CacheManager(memory.num_pages, table, prefix), model.vocab_size, clock,
             replace(config, overlap=overlap), eos, model.generation,
-            stop_check_factory(tokenizer), make_grammar=grammars)
+            TextStopChecks(tokenizer), make_grammar=grammars)
         if observe: scheduler.observer = observe(scheduler)
         scheduler.idle_step()
     except BaseException:

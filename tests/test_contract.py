@@ -14,7 +14,7 @@ from minisgl_lit.core.sampling_params import QueueFull, RequestError
 from minisgl_lit.core.outputs import EngineCoreOutput
 from minisgl_lit.server.api_server import create_app
 from minisgl_lit.server.sse import OutputQueue
-from minisgl_lit.text.tokenizer import Tokenizer, stop_check_factory
+from minisgl_lit.text.tokenizer import TextStopChecks, Tokenizer
 from minisgl_lit.core.request import PendingReq
 
 TEMPLATE = ("{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -60,12 +60,16 @@ class Scripted:
         ids = ids[:p.max_tokens]
         prompt = None if p.prompt_logprobs is None else [Logprob(t, -1. if i else None, []) for i, t in enumerate(r.input_ids.tolist())]
         told = lambda i: None if p.logprobs is None else [Logprob(i, -.5, [(i, -.5)]*bool(p.logprobs))]
-        stop = stop_check_factory(self.tokenizer)(PendingReq("x", r.input_ids, p, 10**5))
+        end = FinishReason.LENGTH if len(ids) == p.max_tokens else FinishReason.STOP
+        checks = TextStopChecks(self.tokenizer)
+        checks.validate(p)
+        stop = checks.make(PendingReq("x", r.input_ids, p, 10**5))
         for k, i in enumerate(ids):
-            if matched := stop(i): return (yield EngineCoreOutput(r.rid, [i], FinishReason.STOP, matched, None, len(r.input_ids), 3, (.1, .2, .3), prompt, told(i)))
-            if k + 1 < len(ids): yield EngineCoreOutput(r.rid, [i], logprobs=told(i))
-        reason = FinishReason.LENGTH if len(ids) == p.max_tokens else FinishReason.STOP
-        yield EngineCoreOutput(r.rid, ids[-1:], reason, None, None, len(r.input_ids), 3, (.1, .2, .3), prompt, told(ids[-1]) if ids else None)
+            stop.push(i, None, (end, None) if k + 1 == len(ids) else None)
+            while not (new := stop.take()): checks.search([stop])   # a busy machine may put a search off
+            if not new.end: yield EngineCoreOutput(r.rid, [i], logprobs=told(i), shown=new.shown)
+            else: return (yield EngineCoreOutput(r.rid, [i], *new.end, None, len(r.input_ids), 3, (.1, .2, .3), prompt, told(i), new.shown))
+        yield EngineCoreOutput(r.rid, [], end, None, None, len(r.input_ids), 3, (.1, .2, .3), prompt)   # nothing was said
 
 
 @pytest.fixture(scope="module")

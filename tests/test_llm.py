@@ -18,7 +18,7 @@ from minisgl_lit.llm import EngineDriver
 from minisgl_lit.scheduler.control import Control
 from minisgl_lit.scheduler.scheduler import Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
-from minisgl_lit.text.tokenizer import stop_check_factory
+from minisgl_lit.text.tokenizer import TextStopChecks
 
 VOCAB = 50
 
@@ -36,7 +36,7 @@ def toy_driver(overlap, rows=3, pages=24, queued=4, delay=0.0):
     engine = ToyEngine(table.page_table, table.token_pool, 4, pages, VOCAB, stream, delay=delay)
     cache = CacheManager(pages, table, make_prefix_cache("radix", 4))
     scheduler = Scheduler(engine, cache, VOCAB, float, EngineConfig(max_queued_req=queued, overlap=overlap),
-                          make_stop_check=stop_check_factory(letters := Letters()))
+                          stop_checks=TextStopChecks(letters := Letters()))
     runtime = SimpleNamespace(scheduler=scheduler, control=Control(scheduler), engine=engine, close=stream.close, tokenizer=letters,
                               grammars=SimpleNamespace(validate=lambda params: None))
     return EngineDriver(runtime)

@@ -12,7 +12,7 @@ from minisgl_lit.core.request import FinishReason, PendingReq
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.core.outputs import EngineCoreOutput
 from minisgl_lit.text.tokenizer import (
-    OutputCollector, TextDecoder, Tokenizer, stop_check_factory)
+    OutputCollector, TextDecoder, Tokenizer, TextStopChecks)
 
 BEGIN, END = 256, 257   # after one token for each byte
 
@@ -165,19 +165,22 @@ patterns = st.sampled_from([None, "a+b", r"\W\w", "[^a]b", "(?<=a)é", "b(?=a)",
 @settings(max_examples=300)
 @given(texts, st.lists(st.text(st.sampled_from("ab é你"), min_size=1, max_size=3), max_size=3), patterns, sizes, st.booleans())
 def test_scheduler_and_reader_agree(plain, text, stop, pattern, sizes, keep):
-    "The scheduler stops at a token; a reader who gets the same tokens in packs finds the same text and the same match."
+    "The stop check ends the answer at a token, however late it searches; a reader who gets its outputs shows the right text."
     ids, params = list(text.encode()), SamplingParams(stop=stop, stop_regex=pattern, no_stop_trim=keep)
-    told = stop_check_factory(plain)(PendingReq("r", np.array([1]), params, max_len=99))
-    n, matched = next(((k + 1, m) for k, i in enumerate(ids) if (m := told(i))), (len(ids), None))
-    reader, at, texts = OutputCollector(plain, params), 0, []
-    for k in range(len(ids) + 1):
-        pack, at = ids[at:min(n, at + sizes[k % len(sizes)])], min(n, at + sizes[k % len(sizes)])
-        texts.append(reader.add(EngineCoreOutput("r", pack, FinishReason.STOP if at == n else None, matched if at == n else None)).text)
-        if at == n: break
-    assert reader.output.text == "".join(texts) and reader.output.token_ids == ids[:n]
-    expected, found = stops_plainly(text, stop, pattern, keep)
-    assert (reader.output.text, matched) == (expected, found)
-    if matched is not None: assert reader._detokenizer.matched == matched
+    checks, n, matched = TextStopChecks(plain), 0, None
+    told, reader, texts = checks.make(PendingReq("r", np.array([1]), params, max_len=99)), OutputCollector(plain, params), []
+    for k, i in enumerate([*ids, 0]):   # the last is an end token
+        told.push(i, None, (FinishReason.STOP, 0) if k == len(ids) else None)
+        if sizes[k % len(sizes)] % 2 and k < len(ids): continue   # put off
+        checks.search([told])
+        if not (new := told.take()): continue
+        n, (reason, matched) = n + len(new.token_ids), new.end or (None, None)
+        texts.append(reader.add(EngineCoreOutput("r", new.token_ids, reason, matched, shown=new.shown)).text)
+        if reason: break
+    assert reader.output.text == "".join(texts) and reader.output.token_ids == [*ids, 0][:n]
+    text_shown, found = stops_plainly(text, stop, pattern, keep)
+    assert reader.output.text == text_shown + "\0"*(keep and found is None) and (None if matched == 0 else matched) == found
+    if found is not None: assert len(bytes(ids[:n]).decode(errors="replace").encode()) and n == next(k for k in range(1, len(ids) + 1) if stops_plainly(bytes(ids[:k]).decode(errors="ignore"), stop, pattern, keep)[1] is not None)
 
 
 def stops_plainly(text, stop, pattern, keep):

@@ -26,6 +26,7 @@ class EngineCoreOutput:
     times: tuple[float, float, float] | None = None  # Seconds to first step, token, end
     prompt_logprobs: list[Logprob] | None = None     # Of its prompt, if that was asked for
     logprobs: list[Logprob] | None = None  # Of each new token, in any output, if asked for
+    shown: int | None = None  # Characters of the answer that may be shown by now; `None`: all
 
     # %% ../../nbs/05_core.outputs.ipynb #010f766c
     @property
@@ -42,6 +43,7 @@ def final_output(
     matched: str | int | None = None, # The stop token or string
     error: str | None = None,         # What went wrong
     logprobs: list[Logprob] | None = None,   # Of its last token
+    shown: int | None = None,         # Characters of its answer, if a stop string cuts it
 ) -> EngineCoreOutput:
     "The terminal output of a request, with its usage"
     def since_arrival(moment: str) -> float: return pending.times.get(moment, now) - pending.arrival
@@ -50,7 +52,7 @@ def final_output(
     prompt = pending.prompt_logprobs.reported if asked else None
     return EngineCoreOutput(
         pending.rid, list(token_ids), reason, matched, error, pending.input_len,
-        pending.cached_tokens, times, prompt, logprobs)
+        pending.cached_tokens, times, prompt, logprobs, shown)
 
 # %% ../../nbs/05_core.outputs.ipynb #912bc5f6
 @dataclass(slots=True)

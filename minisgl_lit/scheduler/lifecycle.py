@@ -15,8 +15,8 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..core.request import (
-    Batch, FinishReason, ForwardOutput, Grammar, Lengths, Logprob, LogprobRequests,
-    LogprobResults, PendingReq, StopCheck)
+    AnswerEnd, Batch, FinishReason, ForwardOutput, Grammar, Lengths, Logprob, LogprobRequests,
+    LogprobResults, PendingReq, StopCheck, StopChecks)
 from ..core.sampling_params import QueueFull, RequestError, SamplingParams
 from ..kv_cache.manager import CacheManager, ReleaseList
 from ..core.outputs import EngineCoreOutputs, EngineCoreOutput, final_output
@@ -28,17 +28,15 @@ from .prefill import ChunkedReq, RequestValidator, PrefillManager
 def check_finish(
     pending: PendingReq,      # Its newest token has just been appended
     eos_token_ids: Set[int],  # End-of-sequence tokens of the model
-) -> tuple[FinishReason, str | int | None] | None:   # Why, and the stop token or string
-    "Whether the newest token is the last; `None` to go on"
+) -> AnswerEnd | None:   # Why, and the stop token
+    "Whether the newest token is the last, stop strings apart; `None` to go on"
     token, params = int(pending.output_ids[-1]), pending.params
-    stop_string = pending.stop_check(token) if pending.stop_check else None
     complete = pending.grammar.accept(token) if pending.grammar else False
     if pending.n_tokens == pending.max_len: return FinishReason.LENGTH, None
     if complete: return FinishReason.STOP, None
     if len(pending.output_ids) <= params.min_tokens: return None
     is_eos = token in eos_token_ids and not params.ignore_eos
     if is_eos or token in params.stop_token_ids: return FinishReason.STOP, token
-    if stop_string is not None: return FinishReason.STOP, stop_string
     return None
 
 # %% ../../nbs/23_scheduler.lifecycle.ipynb #2a8f71b4
@@ -116,14 +114,14 @@ class Lifecycle:
         config: EngineConfig,        # Limits and choices
         eos_token_ids: Set[int] = frozenset(),        # End-of-sequence tokens of the model
         defaults: Mapping[str, float] | None = None,  # Sampling as the checkpoint advises
-        make_stop_check: Callable[[PendingReq], StopCheck] | None = None,  # Finds stop strings
+        stop_checks: StopChecks | None = None,   # Finds stop strings
         observer: Observer | None = None,   # Sees what happens
         make_grammar: Callable[[PendingReq], Grammar] | None = None,  # For structured output
     ):
         self.cache, self.table, self.clock, self.config = cache, cache.table, clock, config
         self.observer = observer or Observer()
         self.eos_token_ids, self.defaults = eos_token_ids, defaults or {}
-        self.make_stop_check, self.make_grammar = make_stop_check, make_grammar
+        self.stop_checks, self.make_grammar = stop_checks, make_grammar
         self._is_eos = np.isin(np.arange(vocab_size), list(eos_token_ids))
         self.validator = RequestValidator(cache, vocab_size)
         self.ratio = NewTokenRatio(config.admission, config.schedule_conservativeness)
@@ -146,6 +144,7 @@ class Lifecycle:
         self._to_cache: list[PendingReq] = []       # prefilled: their pages go to the tree
         self._to_release: list[PendingReq] = []     # ended: they free row and pages
         self._to_recompute: list[PendingReq] = []   # they have read invalid pages
+        self._unsearched: dict[PendingReq, StopCheck] = {}   # their text may hold a stop string
         self._outputs = EngineCoreOutputs()         # of the step that runs
         self._queue_timeout = Deadlines(self.config.queue_timeout)
         self._run_timeout = Deadlines(self.config.run_timeout)
@@ -164,13 +163,13 @@ class Lifecycle:
         if rid in self.alive:
             raise RequestError('rid', f'rid {rid!r} belongs to a request that is still running')
         ids, max_len = self.validate(input_ids, params)
-        self._check_queue(params.priority)
         params = params.resolve(self.defaults, seed=int(self._rng.integers(2**62)))
         pending = PendingReq(rid, ids, params, max_len, arrival=self.clock())
         has_stops = params.stop or params.stop_regex
-        if has_stops and self.make_stop_check: pending.stop_check = self.make_stop_check(pending)
+        if has_stops and self.stop_checks: pending.stop_check = self.stop_checks.make(pending)
         if params.grammars and self.make_grammar: pending.grammar = self.make_grammar(pending)
         if params.min_tokens: pending.forbidden_tokens = self._end_token_ids(params)
+        self._check_queue(params.priority)   # last: what is refused for itself displaces none
         self.alive[rid] = pending
         self.prefill.add(pending)
         self._queue_timeout.add(pending, pending.arrival)
@@ -184,10 +183,11 @@ class Lifecycle:
     ) -> tuple[np.ndarray, int]:   # The prompt, [n], and how long the sequence may become
         "Raise `RequestError` if this could never be served, however long it waited"
         makers = dict.fromkeys(params.grammars, self.make_grammar)
-        makers |= {'stop': self.make_stop_check, 'stop_regex': self.make_stop_check}
+        makers |= {'stop': self.stop_checks, 'stop_regex': self.stop_checks}
         for name, maker in makers.items():
             if getattr(params, name) and not maker:
                 raise RequestError(name, f'{name} needs a tokenizer, and there is none here')
+        if self.stop_checks: self.stop_checks.validate(params)
         if params.n > 1:
             raise RequestError('n', f'n={params.n} answers are as many requests, see choices()')
         if params.min_tokens and len(self._end_token_ids(params)) == self.validator.vocab_size:
@@ -218,21 +218,28 @@ class Lifecycle:
         pending: PendingReq,                    # Alive; what is in flight of it will be dropped
         reason: FinishReason,                   # Why
         error: str | None = None,               # What went wrong
-        token_ids: Sequence[int] = (),          # Its last token
+        token_ids: Sequence[int] = (),          # Its last tokens
         matched: str | int | None = None,       # The stop token or string
-        logprobs: list[Logprob] | None = None,  # Of that token
+        logprobs: list[Logprob] | None = None,  # Of these tokens
+        shown: int | None = None,               # Characters of its answer, if a stop cuts it
     ) -> None:
         "End a request: its terminal output now, its row and pages at the next step"
         pending.finish_reason = reason
+        self._stop_computing(pending)
+        del self.alive[pending.rid]
+        self._outputs.outputs.append(final_output(
+            pending, reason, self.clock(), token_ids, matched, error, logprobs, shown))
+        self.observer.ended(pending)
+
+    def _stop_computing(self, pending: PendingReq) -> None:
+        "Its row and pages are released at the next step; only its text may still be searched"
+        if pending.ended: return
+        pending.ended = True
         self.decode.remove_req(pending.rid)
         self.prefill.remove(pending)
-        del self.alive[pending.rid]
         if pending.table_idx is not None:
             self.table.lengths.watched[pending.table_idx] = True
             self._to_release.append(pending)
-        output = final_output(pending, reason, self.clock(), token_ids, matched, error, logprobs)
-        self._outputs.outputs.append(output)
-        self.observer.ended(pending)
 
     # %% ../../nbs/23_scheduler.lifecycle.ipynb #6abd033e
     def mark_to_finish(
@@ -342,7 +349,7 @@ class Lifecycle:
     def _process_one_token(self, pending: PendingReq, token: int, finite: bool,
                            logprobs: list[Logprob] | None = None) -> None:
         "What an unusual result means for its request"
-        if pending.finish_reason: return
+        if pending.ended: return
         if not finite and not pending.kv_invalid: self._invalidate(pending)
         if pending.to_finish: return self.finish(pending, *pending.to_finish)
         if pending in self._to_recompute: return
@@ -353,7 +360,11 @@ class Lifecycle:
         try: found = check_finish(pending, self.eos_token_ids)
         except Exception as e:
             return self.finish(pending, FinishReason.ERROR, error=request_failure(e))
-        if found:
+        if pending.stop_check:
+            if found: self._stop_computing(pending)
+            pending.stop_check.push(token, logprobs[0] if logprobs else None, found)
+            self._unsearched[pending] = pending.stop_check
+        elif found:
             reason, matched = found
             self.counts['generated_tokens'] += 1
             self.finish(pending, reason, None, [token], matched, logprobs)
@@ -372,7 +383,7 @@ class Lifecycle:
     def _invalidate(self, pending: PendingReq) -> None:
         "Let no request build on what this one has computed"
         pending.kv_invalid = True
-        started = [o for o in self.alive.values() if o.table_idx is not None]
+        started = [o for o in self.alive.values() if o.table_idx is not None and not o.ended]
         for reader in self.cache.invalidate(pending, started): self._mark_to_recompute(reader)
         if pending.handle is None or not pending.handle.borrowed: return
         self._flush_after = self.launched

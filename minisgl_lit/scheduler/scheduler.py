@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Set
 import numpy as np
 
 from ..config import EngineConfig
-from ..core.outputs import EngineCoreOutputs
+from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import Batch, EngineProtocol, FinishReason, ForwardMode
-from ..core.request import ForwardOutput, Grammar, PendingReq, Req, StopCheck
+from ..core.request import ForwardOutput, Grammar, PendingReq, Req, StopChecks
 from ..kv_cache.manager import CacheManager
 from ..kv_cache.table import dummy_batch
 from .batch import BatchPlan, make_batch
@@ -37,12 +37,12 @@ class Scheduler(Lifecycle):
         config: EngineConfig,        # Limits and choices; `overlap` is decided by now
         eos_token_ids: Set[int] = frozenset(),        # End-of-sequence tokens of the model
         defaults: Mapping[str, float] | None = None,  # Sampling as the checkpoint advises
-        make_stop_check: Callable[[PendingReq], StopCheck] | None = None,  # Finds stop strings
+        stop_checks: StopChecks | None = None,   # Finds stop strings
         observer: Observer | None = None,   # Sees every batch
         make_grammar: Callable[[PendingReq], Grammar] | None = None,  # For structured output
     ):
         super().__init__(cache, vocab_size, clock, config, eos_token_ids, defaults,
-                         make_stop_check, observer, make_grammar)
+                         stop_checks, observer, make_grammar)
         self.engine = engine
         self.paused, self.n_steps = False, 0
         self._prefill_streak = 0   # prefill steps in a row while other requests wait to decode
@@ -186,7 +186,30 @@ class Scheduler(Lifecycle):
         if batch.mode is ForwardMode.IDLE: return
         if batch.mode is not ForwardMode.DECODE: self._process_prefill(batch, output)
         self._process_tokens(batch, output)
+        self._search_stops()
         self.observer.completed(batch, self._outputs)
+
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #25c0571b
+    def _search_stops(self) -> None:
+        "Output tokens whose text has been searched for stops, and end requests that have one"
+        waiting = {o: check for o, check in self._unsearched.items() if not o.finish_reason}
+        if waiting and self.stop_checks: self.stop_checks.search([*waiting.values()])
+        for pending, check in waiting.items():
+            try: new = check.take()
+            except RequestError as e:
+                self.finish(pending, FinishReason.ERROR, str(e))
+                continue
+            if not new: continue
+            ids, (reason, matched) = new.token_ids, new.end or (None, None)
+            if not (reason or new.logprobs or new.shown is not None):
+                self._emit_tokens([pending]*len(ids), ids)
+                continue
+            self.counts['generated_tokens'] += len(ids)
+            if reason: self.finish(pending, reason, None, ids, matched, new.logprobs, new.shown)
+            else: self._outputs.outputs.append(
+                EngineCoreOutput(pending.rid, ids, logprobs=new.logprobs, shown=new.shown))
+        self._unsearched = {o: check for o, check in waiting.items()
+                            if check.behind and not o.finish_reason}
 
     # %% ../../nbs/25_scheduler.scheduler.ipynb #14e9ab90
     def _handle_engine_failure(self, error: BaseException) -> None:
@@ -194,7 +217,7 @@ class Scheduler(Lifecycle):
         self.engine.reset()
         self.completed = self._flush_after = self.launched   # nothing is in flight any more
         sentence = f'the engine failed: {str(error) or type(error).__name__}'
-        started = [o for o in self.alive.values() if o.table_idx is not None]
+        started = [o for o in self.alive.values() if o.table_idx is not None and not o.ended]
         for pending in started:
             pending.kv_invalid = True
             self.finish(pending, FinishReason.ERROR, error=sentence)
@@ -205,7 +228,7 @@ class Scheduler(Lifecycle):
         "Tokens that grammars allow, packed bits, [n_sampled, vocab_size / 32]; `None`: all"
         if not self.table.lengths.watched[batch.rows].any(): return None
         constrained = [(i, o.pending, o.pending.grammar) for i, o in enumerate(batch.sampled_reqs)
-                       if o.pending.grammar and not o.pending.finish_reason]
+                       if o.pending.grammar and not o.pending.ended]
         if not constrained: return None
         shape = len(batch.sampled), -(-self.validator.vocab_size // 32)
         mask = np.full(shape, -1, dtype=np.int32)   # all bits set: all tokens allowed
@@ -255,8 +278,10 @@ class Scheduler(Lifecycle):
         before, self.n_steps = (self.launched, self.completed), self.n_steps + 1
         if self.config.overlap is True: self.overlap_loop()
         else: self.normal_loop()
+        if self.completed == before[1]: self._search_stops()   # no batch was processed
+        busy = self._outputs or self.paused or self._unsearched
         if not self.alive: self.ratio.reset()
-        elif before == (self.launched, self.completed) and not (self._outputs or self.paused):
+        elif before == (self.launched, self.completed) and not busy:
             stuck = list(self.alive)
             raise RuntimeError(f'nothing runs, and {stuck} cannot start: {self.stats()}')
         outputs, self._outputs = self._outputs, EngineCoreOutputs()
@@ -266,7 +291,7 @@ class Scheduler(Lifecycle):
     @property
     def has_work(self) -> bool:
         "Whether `step` has anything to do; if not, a driver may block until a request comes"
-        left_to_do = self._in_flight, self._to_release, self._flush_after, self._outputs
+        left_to_do = self._in_flight, self._to_release, self._flush_after, self._outputs, self._unsearched
         return bool(any(left_to_do) or self.alive and not self.paused)
 
     def idle_step(self) -> None:

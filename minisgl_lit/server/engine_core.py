@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from time import monotonic
 from typing import TextIO
 
 import zmq
@@ -128,8 +129,16 @@ class GrammarQueue:
         "Mark these requests: they leave with the next `ready`, and end"
         aborted = [name for name, (_, compiling) in self._waiting.items()
                    if compiling and (name == rid if whole else name.startswith(rid))]
-        for name in aborted: self._waiting[name] = self._waiting[name][0], None
+        for name in aborted:
+            message, compiling = self._waiting[name]
+            self._waiting[name] = message, None
+            self._cancel(compiling)
         return len(aborted)
+
+    def _cancel(self, compiling: Future | None) -> None:
+        "Do not compile what no request waits for any more"
+        waiting = [other for _, other in self._waiting.values()]
+        if compiling and compiling not in waiting: compiling.cancel()
 
     def ready(self) -> Iterator[ToScheduler]:
         "Messages to be handled now: requests that may be added, and aborts of those that were aborted"
@@ -138,6 +147,7 @@ class GrammarQueue:
             late = self._timed_out(self._arrivals[rid])
             if compiling and not compiling.done() and not late: continue
             del self._waiting[rid]
+            if late: self._cancel(compiling)
             yield message if compiling and not late else _without_grammar(message)
             if not compiling: yield AbortMsg(rid)
 
@@ -285,6 +295,8 @@ def handle(
     return None
 
 # %% ../../nbs/53_server.engine_core.ipynb #90ba1445
+_RECV_SECONDS = .01    # after so many no further message is taken before the next step
+
 def receive_messages(
     socket: zmq.Socket,  # Where messages come from
     wait: float,         # Seconds to wait for the first; 0: do not wait
@@ -292,7 +304,9 @@ def receive_messages(
 ) -> Iterator[ToScheduler]:
     "Messages that have come, in order"
     if wait: socket.poll(int(wait * 1000))
+    started = monotonic()
     for _ in range(limit):
+        if monotonic() - started > _RECV_SECONDS: return
         if not int(socket.get(zmq.EVENTS)) & zmq.POLLIN: return
         message = decode(socket.recv())
         if not isinstance(message, ToScheduler):

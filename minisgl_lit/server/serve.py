@@ -249,7 +249,9 @@ class Server:
             info: dict[str, object] = {
                 **asdict(c), 'max_seq_len': ready.max_seq_len, 'vocab_size': ready.vocab_size,
                 'api_key': None}
-            app = create_app(client, Tokenizer(ready.model_path), info, c.api_key,
+            tokenizer = Tokenizer(ready.model_path)
+            if problem := tokenizer.template_problem: self._log(problem)
+            app = create_app(client, tokenizer, info, c.api_key,
                              c.protect_metrics, c.cors, c.max_body_mb, c.log_json)
             http = uvicorn.Server(uvicorn.Config(
                 app, log_config=None, log_level='critical', access_log=False,
