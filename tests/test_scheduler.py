@@ -85,9 +85,9 @@ class Notes(Observer):
         n = int(batch.device_lens[0] - batch.cached_lens[0])
         assert n == min(chunk, o.n_tokens - int(batch.cached_lens[0])) or batch.mode is ForwardMode.MIXED and n >= 1
 
-def pass_over(adder: PrefillAdder, pages: int, really=PrefillAdder._pass_over) -> bool:
+def pass_over(adder: PrefillAdder, *args, really=PrefillAdder._pass_over) -> bool:
     "What a `PrefillAdder` does, noted in its `Ledger`"
-    passed = really(adder, pages)
+    passed = really(adder, *args)
     adder.cache.passed_over += passed
     return passed
 
