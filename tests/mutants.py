@@ -63,7 +63,7 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('prefixes of other namespaces are matched', 'kv_cache/manager', 'params.extra_key, params.priority)', 'None, params.priority)'),
     ('evicted pages are forgotten', 'kv_cache/manager', 'self._push(evicted)', 'pass'),
     ('waiting pages do not count as available', 'kv_cache/manager', 'return self.ready_size + self.releasing.size', 'return self.ready_size'),
-    ('room is compared before the lock', 'scheduler/prefill', 'self.cache.lock(handle)\n        after', 'after'),
+    ('room is compared before the lock', 'scheduler/prefill', 'self.cache.lock(handle)\n        needed', 'needed'),
     ('a refused request keeps its lock', 'scheduler/prefill', 'self.cache.unlock(handle)\n            self.closed', 'self.closed'),
     ('pages are not reserved', 'scheduler/prefill', 'self.reserved_pages += self._pages_left(pending, start)', 'pass'),
     ('running requests have no reservation', 'scheduler/scheduler', 'self.prefill.schedule(self.decode.inflight_pages, mixed_decode_tokens)', 'self.prefill.schedule(0, mixed_decode_tokens)'),
@@ -73,19 +73,20 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('two requests are in chunks at once', 'scheduler/prefill', 'self.may_cut, self.closed = self.may_cut and prompt_ends,', 'self.may_cut, self.closed = True,'),
     ('a batch ends with its chunk', 'scheduler/prefill', 'if adder.closed: break', 'if adder.closed or self.chunked: break'),
     ('a step may compute any number of tokens', 'scheduler/prefill', 'self.may_cut and prompt_ends, self.token_budget <= 0', 'self.may_cut and prompt_ends, False'),
-    ('requests that lack pages are passed over', 'scheduler/prefill', 'self.closed = not must_wait or not self._pass_over(before - after)', 'self.closed = must_wait and not self._pass_over(before - after)'),
-    ('a prompt that must wait ends the batch', 'scheduler/prefill', 'self.closed = not must_wait or not self._pass_over(before - after)', 'self.closed = True'),
+    ('requests that lack pages are passed over', 'scheduler/prefill', 'self.cache.unlock(handle)\n            self.closed = True', 'self.cache.unlock(handle)'),
+    ('a prompt that must wait ends the batch', 'scheduler/prefill', 'self.closed = not self._pass_over(pending, handle)', 'self.closed = True'),
     ('what is cached makes no prompt shorter', 'scheduler/prefill', 'pending.n_tokens - handle.cached_len > limit', 'pending.n_tokens > limit'),
-    ('a prompt passed over keeps no pages', 'scheduler/prefill', 'self.reserved_rows = self.reserved_pages + pages, 1', 'self.reserved_rows = self.reserved_pages, 1'),
-    ('a prompt passed over keeps no row', 'scheduler/prefill', 'self.reserved_rows = self.reserved_pages + pages, 1', 'self.reserved_rows = self.reserved_pages + pages, 0'),
+    ('a prompt passed over keeps no pages', 'scheduler/prefill', 'self.reserved_rows = self.reserved_pages + available - left, 1', 'self.reserved_rows = self.reserved_pages, 1'),
+    ('a prompt passed over keeps no row', 'scheduler/prefill', 'self.reserved_rows = self.reserved_pages + available - left, 1', 'self.reserved_rows = self.reserved_pages + available - left, 0'),
     ('the row that is kept is given away', 'scheduler/prefill', 'if self.table.available_size <= self.reserved_rows:', 'if not self.table.available_size:'),
     ('all that are passed over keep pages', 'scheduler/prefill', 'if not self.passed_over:', 'if True:'),
-    ('a prompt without room is passed over', 'scheduler/prefill', 'if self.reserved_pages + pages > self.cache.available_size: return False', 'pass'),
+    ('a prompt passed over keeps its pages, and not its match', 'scheduler/prefill', 'available = self.cache.available_size\n            self.cache.lock(handle)', 'self.cache.lock(handle)\n            available = self.cache.available_size'),
+    ('a prompt passed over keeps its lock', 'scheduler/prefill', 'self.cache.unlock(handle)\n            if left', 'if left'),
+    ('a prompt without room is passed over', 'scheduler/prefill', 'if left < self.reserved_pages: return False', 'pass'),
     ('any number of prompts is passed over', 'scheduler/prefill', 'if self.passed_over == self.max_passed_over: return False', 'pass'),
     ('the queue is tried at every chunk', 'scheduler/prefill', 'if adder.closed or self.blocked and not any(map(gt, room, self._blocked_at)): return reqs', 'if adder.closed: return reqs'),
     ('the policy is asked for nothing', 'scheduler/prefill', 'if adder.closed or self.blocked and', 'if self.blocked and'),
-    ('the queue stays blocked when a prompt may be cut', 'scheduler/prefill', 'adder.token_budget, adder.may_cut)', 'adder.token_budget)'),
-    ('the queue stays blocked when tokens are left', 'scheduler/prefill', 'adder.token_budget, adder.may_cut)', '0, adder.may_cut)'),
+    ('the queue stays blocked when a prompt may be cut', 'scheduler/prefill', 'self.cache.table.available_size, pages, adder.may_cut', 'self.cache.table.available_size, pages'),
     ('the queue stays blocked by one that left', 'scheduler/prefill', 'if any(queue.pop(pending.rid, None) for queue in queues): self.blocked = None', 'any(queue.pop(pending.rid, None) for queue in queues)'),
     ('a chunk is sampled', 'scheduler/prefill', 'prompt_ends = end == pending.n_tokens', 'prompt_ends = True'),
     ('the row keeps the cached length of its last owner', 'scheduler/prefill', 'self.lengths.cached_len[row] = handle.cached_len', 'pass'),
@@ -156,7 +157,7 @@ def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     name, module, line, instead = mutant
     env = {**os.environ, 'TST_PACKAGE': '1', 'TST_LIVES': '300', 'TST_SHRINK': '0', 'OMP_NUM_THREADS': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
     above = [o for o in chapters.values() if o > chapters[module]]
-    tries = [['tests/test_notebooks.py', '-k', chapters[module]], ['tests/test_radix.py', 'tests/test_scheduler.py', '-k', 'not every'],
+    tries = [['tests/test_notebooks.py', '-k', chapters[module]], ['tests/test_radix.py', 'tests/test_scheduler.py', 'tests/test_hostile_chunks.py', '-k', 'not every'],
              ['tests/test_notebooks.py', '-k', ' or '.join(above) or 'none']]
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder), module, line, instead)

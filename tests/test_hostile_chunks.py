@@ -75,13 +75,13 @@ def test_a_second_long_prompt_is_not_starved(tight):
     assert s.observer.started['second'] == s.observer.computed['first'] == -(-1000 // 64)
 
 def test_waiting_for_chunks_costs_little():
-    "Fifty long prompts wait for 40 steps: they are looked up once when the first is in chunks, and not all of them"
-    s = server(num_pages=12_000, chunked_prefill_size=64, max_prefill_tokens=256, max_seq_len=3000)
-    for i in range(51): add(s, f'long {i}', 64*40)
+    "A hundred long prompts wait for 40 steps: they are looked up once when the first is in chunks, and not all of them"
+    s = server(num_pages=20_000, chunked_prefill_size=64, max_prefill_tokens=256, max_seq_len=3000)
+    for i in range(101): add(s, f'long {i}', 64*40)
     s.step()
     before = s.cache.matches
     for _ in range(38): s.step()
-    assert s.prefill.chunked.rid == 'long 0' and 0 < s.cache.matches - before <= 33
+    assert s.prefill.chunked.rid == 'long 0' and 0 < s.cache.matches - before <= 65
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 24), st.integers(2, 5), st.integers(10, 30), st.booleans(),

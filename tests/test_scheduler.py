@@ -28,7 +28,7 @@ SYSTEM = [1, 2, 3, 4, 1, 2, 3, 4, 1, 1, 2, 2]    # prompts begin with a piece of
 
 SETTINGS = dict(    # drawn anew for each life, by the names of the config
     page_size=st.integers(1, 16), num_pages=st.integers(0, 12), max_running_req=st.integers(1, 5), max_prefill_tokens=st.integers(1, 30),
-    chunked_prefill_size=st.integers(1, 30), cache=st.sampled_from(['radix', 'radix', 'none']), overlap=st.booleans(),
+    chunked_prefill_size=st.integers(1, 6) | st.integers(1, 30), cache=st.sampled_from(['radix', 'radix', 'none']), overlap=st.booleans(),
     eviction=st.sampled_from(get_args(EvictionName)), policy=st.sampled_from(get_args(PolicyName)), max_queued_req=st.integers(4, 20),
     admission=st.sampled_from(get_args(AdmissionName)), schedule_conservativeness=st.sampled_from([.05, 1.]), mixed_chunk=st.booleans(),
     max_prefill_streak=st.none() | st.integers(1, 3), preempt_threshold=st.integers(0, 3), priority_aging=st.none() | st.integers(1, 9),
@@ -69,25 +69,25 @@ class Ledger(CacheManager):
 class Notes(Observer):
     "Notes hits and chunks; at most one prompt is in chunks, and goes first, with as much as is allowed"
     hit, beside, chunked = False, False, None
-    def __init__(self, config): self.config = config
+    def __init__(self, config): self.config, self.seen = config, set()
     def launched(self, batch):
         self.hit |= any(o.pending.cached_tokens for o in batch.reqs)
         if batch.mode is ForwardMode.DECODE: return
         cut = [o.pending for o, end in zip(batch.reqs, batch.device_lens) if end < o.pending.n_tokens]
         assert len(cut) <= 1, 'two prompts in chunks'
         budget, chunk, first = self.config.max_prefill_tokens, self.config.chunked_prefill_size, batch.reqs[0]
-        if batch.mode is ForwardMode.PREFILL:
-            assert len(batch.positions) <= (budget if len(batch.reqs) > 1 else chunk)
-            self.beside |= cut == [first.pending] and len(batch.reqs) > 1
+        if batch.mode is ForwardMode.PREFILL: assert len(batch.positions) <= (budget if len(batch.reqs) > 1 else chunk)
+        self.beside |= cut == [first.pending] and any(o.rid not in self.seen for o in batch.reqs[1:])
+        self.seen |= {o.rid for o in batch.reqs}
         o = self.chunked
         if o is None or o.table_idx is None or o.finish_reason or o.to_finish or o.kv_invalid: return
         assert first.pending is o, 'others before the chunk'
         n = int(batch.device_lens[0] - batch.cached_lens[0])
         assert n == min(chunk, o.n_tokens - int(batch.cached_lens[0])) or batch.mode is ForwardMode.MIXED and n >= 1
 
-def pass_over(adder: PrefillAdder, pages: int, really=PrefillAdder._pass_over) -> bool:
+def pass_over(adder: PrefillAdder, *args, really=PrefillAdder._pass_over) -> bool:
     "What a `PrefillAdder` does, noted in its `Ledger`"
-    passed = really(adder, pages)
+    passed = really(adder, *args)
     adder.cache.passed_over += passed
     return passed
 

@@ -48,7 +48,7 @@ class ChunkedReq(Req):
 # %% ../../nbs/21_scheduler.prefill.ipynb #0ec21359
 class PrefillAdder:
     "Fills one prefill batch: takes requests in order while tokens, rows and pages last."
-    max_passed_over = 32   # prompts that must wait, in one step; looking at more costs too much
+    max_passed_over = 64   # prompts that must wait, in one step; to look at more takes too long
 
     def __init__(
         self,
@@ -97,13 +97,15 @@ class PrefillAdder:
         if self.table.available_size <= self.reserved_rows:
             self.closed = True
             return False
-        before, handle = self.cache.available_size, self.cache.match(pending)
+        handle = self.cache.match(pending)
+        if not self.may_cut and pending.n_tokens - handle.cached_len > limit:
+            self.closed = not self._pass_over(pending, handle)
+            return False
         self.cache.lock(handle)
-        after = self.cache.available_size - self._pages_left(pending, handle.cached_len)
-        must_wait = not self.may_cut and pending.n_tokens - handle.cached_len > limit
-        if must_wait or after < self.reserved_pages:
+        needed = self._pages_left(pending, handle.cached_len)
+        if needed + self.reserved_pages > self.cache.available_size:
             self.cache.unlock(handle)
-            self.closed = not must_wait or not self._pass_over(before - after)
+            self.closed = True
             return False
         row = self.table.allocate()
         pending.handle, pending.table_idx = handle, row
@@ -124,12 +126,16 @@ class PrefillAdder:
         self.lengths.watched[row] = any(map(bool, ends))
 
     # %% ../../nbs/21_scheduler.prefill.ipynb #a4be8f63
-    def _pass_over(self, pages: int) -> bool:
+    def _pass_over(self, pending: PendingReq, handle: CacheHandle) -> bool:
         "Whether others are tried before a prompt that must wait; the first keeps row and pages"
         if self.passed_over == self.max_passed_over: return False
         if not self.passed_over:
-            if self.reserved_pages + pages > self.cache.available_size: return False
-            self.reserved_pages, self.reserved_rows = self.reserved_pages + pages, 1
+            available = self.cache.available_size
+            self.cache.lock(handle)
+            left = self.cache.available_size - self._pages_left(pending, handle.cached_len)
+            self.cache.unlock(handle)
+            if left < self.reserved_pages: return False
+            self.reserved_pages, self.reserved_rows = self.reserved_pages + available - left, 1
         self.passed_over += 1
         return True
 
@@ -185,8 +191,8 @@ class PrefillManager:
         adder = PrefillAdder(self.max_prefill_tokens, self.chunk_size, reserved_pages,
                              self.cache, self.clip_max_new_tokens, mixed_decode_tokens)
         reqs = self._start(adder, self.chunked) if self.chunked else []
-        room = (self.cache.table.available_size, self.cache.available_size - adder.reserved_pages,
-                adder.token_budget, adder.may_cut)
+        pages = self.cache.available_size - adder.reserved_pages
+        room = self.cache.table.available_size, pages, adder.may_cut
         if adder.closed or self.blocked and not any(map(gt, room, self._blocked_at)): return reqs
         head, n_chunked = None, len(reqs)
         for pending in self.candidates():
