@@ -11,7 +11,6 @@ import zmq
 
 from minisgl_lit import process
 from minisgl_lit.config import EngineConfig, ServerConfig
-from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.device import InlineStream, ManualStream
 from minisgl_lit.engine import worker
@@ -24,7 +23,7 @@ from minisgl_lit.scheduler import control
 from minisgl_lit.scheduler.control import Control
 from minisgl_lit.scheduler.scheduler import Scheduler
 from minisgl_lit.server.engine_core import ControlHandler, GrammarQueue, handle, run_engine_core
-from minisgl_lit.server.messages import ControlMsg, StopMsg, UserMsg, decode, encode
+from minisgl_lit.server.messages import ControlMsg, StopMsg, UserMsg, encode
 from minisgl_lit.server.serve import Backoff, Server
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
 
