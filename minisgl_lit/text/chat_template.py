@@ -252,7 +252,7 @@ def _environment() -> Environment:
 
 # %% ../../nbs/50a_text.chat_template.ipynb #eb5fe6aa
 _MAX_SOURCE = 1 << 18       # characters of a template
-_TRIAL = 1 << 22, 1.        # budget of the trial, characters and seconds
+_TRIAL = 1 << 22, .5        # budget of the trial, characters and seconds
 _RENDERING = 1 << 29, 5.    # and of a conversation: a result has 32 million characters at most
 _EXAMPLE = [{'role': 'user', 'content': 'hi'}]
 _EXAMPLE_TOOL = {'type': 'function', 'function': {
