@@ -160,14 +160,6 @@ def test_the_bound_never_refuses_what_fits(backend, text, more):
     text, bound = text + more*3, _chars_per_token(backend)
     assert bound < 20 and len(text) <= bound * len(backend.encode(text).ids)
 
-def test_begin_tokens_without_end():
-    "Once, each of a million was taken from the front of a list"
-    backend = bytewise()
-    backend.add_special_tokens(["<s>"])
-    t = object.__new__(Tokenizer)
-    t.backend, t._bos = backend, backend.token_to_id("<s>")
-    assert t.encode("<s>"*100_000 + "a").tolist() == [t._bos, *backend.encode("a").ids]
-
 
 # -- limits --------------------------------------------------------------------------------------
 
@@ -187,7 +179,7 @@ def test_limits_are_said(web, engine, tokenizer, path, field, limit, body):
     assert len(r.content) < 700 and (engine.taken, tokenizer.backend.characters) == (0, 0)
 
 def test_limits_are_not_passed_by_what_they_allow(web):
-    for path, body in [(PLAIN, {"prompt": ["x"]*QUEUED, "stop": ["~"*1000]*64, "extra_key": "k"*256}), (GENERATE, {"text": "x", "rid": "r"*128, "sampling_params": {"max_new_tokens": 1}})]:
+    for path, body in [(PLAIN, {"prompt": ["x"]*QUEUED, "stop": ["~"*1000] + ["~"]*63, "extra_key": "k"*256}), (GENERATE, {"text": "x", "rid": "r"*128, "sampling_params": {"max_new_tokens": 1}})]:
         assert post(web, path, max_tokens=1, **body).status_code == 200
 
 def test_many_answers_are_checked_once(monkeypatch):
@@ -301,8 +293,9 @@ async def waits(): await asyncio.Event().wait()
 def caller(i): return Request({'type': 'http', 'client': (f'10.0.0.{i}', 1), 'headers': []}, waits)
 async def main():
     t = AsyncTokenizer(Tokenizer(ResolvedConfig.of(EngineConfig()).path))
-    await t.ids(caller(0), ['the quick brown fox ' * 5_000])
-    before, text = mb(), 'the quick brown fox ' * 50_000
+    text = 'the quick brown fox ' * 50_000
+    for _ in range(2): await t.ids(caller(0), [text])
+    before = mb()
     waiting = asyncio.gather(*(t.ids(caller(i), [text]) for i in range(6)))
     turns, most = 0, 0
     while not waiting.done():
