@@ -25,7 +25,8 @@ from ..text.chat_template import written_size
 from ..text.tokenizer import Tokenizer, too_long
 
 # %% ../../nbs/54b_server.tokenizing.ipynb #d2dd11a2
-T, R = TypeVar('T'), TypeVar('R')
+T = TypeVar('T')
+R = TypeVar('R')
 
 class TextThreads:
     "Threads for long work: a bounded number, and one for each caller at a time."

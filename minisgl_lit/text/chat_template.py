@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from jinja2 import Environment, Template, TemplateError, meta, nodes, pass_eval_context
 from jinja2.ext import Extension
-from jinja2.filters import do_indent, do_join
+from jinja2.filters import do_indent, sync_do_join
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -139,7 +139,7 @@ def _join(context: nodes.EvalContext, value: Iterable, d: str = '',
     items = list(value)
     _budget.get().spend(len(items) * len(str(d)))
     _budget.get().spend_on(items)
-    return do_join(context, items, d, attribute)
+    return sync_do_join(context, items, d, attribute)
 
 def _replace(text: object, old: object, new: object, count: int | None = None) -> str:
     text, old, new = str(text), str(old), str(new)
@@ -215,7 +215,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         text = getattr(method, '__self__', None)
         if isinstance(text, str):
             name = getattr(method, '__name__', '')
-            if name == 'join': args = ([*map(str, args[0])],)
+            if name == 'join' and isinstance(args[0], Iterable): args = ([*map(str, args[0])],)
             if name in ('join', 'format', 'format_map'): self.paid([*args, *kwargs.values()])
             _budget.get().spend(_method_size(name, text, args))
         return super().call(context, obj, *args, **kwargs)
@@ -252,7 +252,7 @@ def _environment() -> Environment:
 
 # %% ../../nbs/50a_text.chat_template.ipynb #eb5fe6aa
 _MAX_SOURCE = 1 << 18       # characters of a template
-_TRIAL = 1 << 22, 1.        # budget of the trial, characters and seconds
+_TRIAL = 1 << 22, .5        # budget of the trial, characters and seconds
 _RENDERING = 1 << 29, 5.    # and of a conversation: a result has 32 million characters at most
 _EXAMPLE = [{'role': 'user', 'content': 'hi'}]
 _EXAMPLE_TOOL = {'type': 'function', 'function': {
