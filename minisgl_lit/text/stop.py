@@ -84,7 +84,7 @@ def compile_stop(
 
 # %% ../../nbs/46_text.stop.ipynb #46c05722
 REQUEST_SEARCH_S = .5   # CPU seconds of search for a stop_regex that a request has,
-CHAR_SEARCH_S = 2e-5    # and so many more for each character of its answers
+CHAR_SEARCH_S = 2e-5    # and so many more for each character that it may show
 STEP_SEARCH_S = 1e-3    # CPU seconds of search in one step, for all requests
 _LEAST_SEARCH_S = 2e-5  # less is not worth a try
 
@@ -92,7 +92,7 @@ _LEAST_SEARCH_S = 2e-5  # less is not worth a try
 class SearchBudget:
     "What the searches of one request have taken, and what is left; its answers share it."
     seconds: float = 0.   # CPU time of the searches
-    n_chars: int = 0      # Characters of its answers
+    n_chars: int = 0      # Characters of its answers that were returned
 
     @property
     def left(self) -> float:
@@ -161,7 +161,6 @@ class StopChecker:
         if self.matched is not None: self.rest += text
         else:
             old_len, self._text = len(self._text), self._text + text
-            self.budget.n_chars += len(text)
             self.behind = True
             self._found = self._found or self._find_string(old_len)
 
@@ -241,6 +240,7 @@ class StopChecker:
     def _release(self, end: int) -> str:
         "The held text up to `end`; and forget context that is too old to matter"
         released, self._returned = self._text[self._returned:end], max(self._returned, end)
+        self.budget.n_chars += len(released)
         if (too_old := self._returned - 2*self._reach) > 0:
             self._text, self._dropped = self._text[too_old:], self._dropped + too_old
             self._returned, self._start = self._returned - too_old, self._start - too_old
@@ -264,10 +264,13 @@ def search_together(
 ) -> dict[StopChecker, str]:           # Those whose request has used up its time, and what to say
     "Let these search on, the quickest first; those that have only strings in any case"
     failed: dict[StopChecker, str] = {}
+    late: set[int] = set()   # budgets of which a search was put off
     for checker in sorted(checkers, key=lambda o: o.budget.rate):
-        if checker.has_pattern and seconds < _LEAST_SEARCH_S: continue
+        too_late = seconds < _LEAST_SEARCH_S or id(checker.budget) in late
+        if checker.has_pattern and too_late: continue
         started = thread_time()
         try: checker.search(seconds / 2)
         except RequestError as e: failed[checker] = str(e)
         seconds -= thread_time() - started
+        if checker.behind and checker not in failed: late.add(id(checker.budget))
     return failed
