@@ -196,6 +196,7 @@ class GenerateRequest(BaseModel):
                       None) = None         # For all prompts, or one map for each
     stream: bool | None = None             # Whether to stream the output
     rid: str | None = None                 # Its name, unique among those alive
+    user: str | None = None                # The end user, to be fair among those of a caller
     return_logprob: bool | None = None     # Whether to report each token's logprob
     top_logprobs_num: int | None = None    # and those of so many of the likeliest
     logprob_start_len: int | None = None   # and the prompt's from this token on; -1: none

@@ -25,6 +25,7 @@ import uvicorn
 
 from ..config import ServerConfig
 from .api_server import create_app
+from .callers import Callers
 from .engine_client import AsyncEngineClient, EngineCoreHandle
 from .messages import ReadyMsg
 from .middleware import log_to_stderr
@@ -84,7 +85,7 @@ class Server:
         self,
         config: ServerConfig,  # What to serve, and where
     ):
-        self._config = config
+        self._config, self._callers = config, Callers.from_config(config)
         self.model = config.served_model_name or Path(config.model).name
         self._listener = listen(config.host, config.port)
         self.url = url_of(self._listener)
@@ -212,8 +213,8 @@ class Server:
             self._client = client = AsyncEngineClient(process, self.model, max_open)
             info: dict[str, object] = {
                 **asdict(c), 'max_seq_len': ready.max_seq_len, 'vocab_size': ready.vocab_size,
-                'api_key': None}
-            app = create_app(client, Tokenizer(ready.model_path), info, c.api_key,
+                'api_key': None, 'admin_key': None}
+            app = create_app(client, Tokenizer(ready.model_path), info, self._callers,
                              c.protect_metrics, c.cors, c.max_body_mb, c.log_json)
             http = uvicorn.Server(uvicorn.Config(
                 app, log_config=None, log_level='critical', access_log=False,
