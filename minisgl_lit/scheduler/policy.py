@@ -245,7 +245,7 @@ class Fair(Fcfs):
         for member in members:   # of all callers, then of the users of the newcomer's
             own = member(newcomer.caller)
             queues: dict[tuple[str, float], list[PendingReq]] = {own: []}
-            for o in waiting: queues.setdefault(member(o.caller), []).append(o)
+            for pending in waiting: queues.setdefault(member(pending.caller), []).append(pending)
             most = max(queues, key=lambda name: len(queues[name]) / name[1])
             if len(queues[most]) / most[1] > (len(queues[own]) + 1) / own[1]:
                 return _least_important(queues[most])

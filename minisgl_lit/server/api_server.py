@@ -423,7 +423,7 @@ def create_app(
     client: EngineClient,                   # The engine
     tokenizer: Tokenizer,                   # Text to tokens and back
     info: dict[str, object] | None = None,  # What `/get_server_info` says beside statistics
-    callers: Callers | None = None,         # Who may call; `None`: everybody
+    callers: Callers | None = None,         # Who may call; `None`: all, without a key
     protect_metrics: bool = False,          # `/health` and `/metrics` need a key, too
     cors: str | None = None,                # Web site whose pages may call; '*' is any
     max_body_mb: int = 32,                  # Longest body, in megabytes

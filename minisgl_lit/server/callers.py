@@ -93,7 +93,7 @@ class Account:
 
     def caller(
         self,
-        user: str | None,   # Whom the request names, if anybody
+        user: str | None,   # Whom the request names, if it does
     ) -> Caller:
         "For the scheduler; `ApiError` if the user's name is too long"
         if len(user or '') <= self.max_user_len: return Caller(self.name, user or '', self.weight)
@@ -157,8 +157,10 @@ def read_accounts(
         entries = (json if path.endswith('.json') else tomllib).loads(text)
         if os.stat(path).st_mode & 0o077:
             warnings.warn(f'other users of this machine may read {path}: chmod 600', stacklevel=2)
-    except OSError as e: raise ValueError(f'api_keys: {path} cannot be read: {e.strerror}') from None
-    except ValueError as e: raise ValueError(f'api_keys: {path} cannot be understood: {e}') from None
+    except OSError as e:
+        raise ValueError(f'api_keys: {path} cannot be read: {e.strerror}') from None
+    except ValueError as e:
+        raise ValueError(f'api_keys: {path} cannot be understood: {e}') from None
     if not isinstance(entries, dict) or not entries:
         raise ValueError(f'api_keys: {path} must name at least one caller')
     accounts: dict[str, Account] = {}
@@ -167,7 +169,8 @@ def read_accounts(
             raise ValueError(f'api_keys: {name!r:.80} cannot be the name of a caller: letters, '
                              f'digits, _ . and -, and not {" or ".join(_own_names)}')
         try: found = msgspec.convert(entry, _Entry)
-        except msgspec.ValidationError as e: raise ValueError(f'api_keys: caller {name}: {e}') from None
+        except msgspec.ValidationError as e:
+            raise ValueError(f'api_keys: caller {name}: {e}') from None
         if found.key in accounts:
             raise ValueError(f'api_keys: {accounts[found.key].name} and {name} have the same key')
         accounts[found.key] = Account(name, found.weight, found.requests_per_minute,
