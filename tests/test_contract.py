@@ -240,7 +240,7 @@ def test_full_and_too_long(url):
 def test_names_and_keys(tokenizer, url):
     assert httpx.get(url + "/health", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
     assert "secret" not in httpx.get(url + "/get_server_info").text
-    locked, end = running(create_app(Scripted(tokenizer), tokenizer, Callers({"open": Account("ann")}), cors="*"))
+    locked, end = running(create_app(Scripted(tokenizer), tokenizer, callers=Callers({"open": Account("ann")}), cors="*"))
     try:
         with pytest.raises(openai.AuthenticationError): openai.OpenAI(base_url=locked + "/v1", api_key="shut", max_retries=0).models.list()
         assert openai.OpenAI(base_url=locked + "/v1", api_key="open").models.list().data[0].id == "scripted"
