@@ -7,8 +7,9 @@ __all__ = ['VirtualTokenCounters', 'FairOrder']
 
 # %% ../../nbs/19a_scheduler.fairness.ipynb #1714f6c0
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from heapq import heapify, heappop, heapreplace
+from itertools import chain
 
 
 from ..core.request import Caller, PendingReq
@@ -64,7 +65,7 @@ class FairOrder:
         self.callers = VirtualTokenCounters()
         self.users = defaultdict[str, VirtualTokenCounters](VirtualTokenCounters)   # by caller
         self._charged: dict[PendingReq, float] = {}   # what each running request has cost
-        self._waited: set[PendingReq] = set()         # in the pass before
+        self._waited: Set[PendingReq] = frozenset()   # in the pass before
 
     def order(
         self,
@@ -73,15 +74,15 @@ class FairOrder:
     ) -> Iterator[PendingReq]:          # To be read to the first that cannot start
         "The lowest counter first; what has started is charged before the next is chosen"
         for pending in list(self._charged): self._charge(pending)
-        queues: dict[str, dict[str, list[PendingReq]]] = {}
-        for pending in waiting:
-            name, user, _ = pending.caller
-            queues.setdefault(name, {}).setdefault(user, []).append(pending)
-        self._lift(queues, place)
-        lines = {}
-        for name, users in queues.items():
-            of_users = {user: iter(queue) for user, queue in users.items()}
-            lines[name] = self._merge(self.users[name], of_users, place)
+        groups = defaultdict[Caller, list[PendingReq]](list)
+        for pending in waiting: groups[pending.caller].append(pending)
+        self._lift(groups)
+        self._waited = place.keys()
+        queues = defaultdict[str, dict[str, Iterator[PendingReq]]](dict)
+        for (name, user, _), group in groups.items():
+            queues[name][user] = chain(queues[name].get(user, ()), group)
+        lines = {name: self._merge(self.users[name], users, place)
+                 for name, users in queues.items()}
         for pending in self._merge(self.callers, lines, place):
             self._charged.setdefault(pending, 0.)
             yield pending
@@ -117,13 +118,13 @@ class FairOrder:
         self._charged[pending] = cost
         if pending.finish_reason or not cost: del self._charged[pending]
 
-    def _lift(self, queues: dict[str, dict[str, list[PendingReq]]],
-              waiting: Iterable[PendingReq]) -> None:
+    def _lift(self, groups: dict[Caller, list[PendingReq]]) -> None:
         "Lift the counters of callers and users that begin to wait"
-        stayed = defaultdict[str, set[str]](set)
-        for pending in self._waited.intersection(waiting):
-            stayed[pending.caller.name].add(pending.caller.user)
-        self._waited = set(waiting)
-        self.callers.lift((o.caller.name for o in waiting), stayed.keys())
-        for name, users in queues.items(): self.users[name].lift(users, stayed[name])
+        users, stayed = defaultdict[str, list[str]](list), defaultdict[str, set[str]](set)
+        for caller, group in groups.items():
+            users[caller.name].append(caller.user)
+            if not self._waited.isdisjoint(group): stayed[caller.name].add(caller.user)
+        self.callers.lift(users, stayed.keys())
+        for name, waiting in users.items():
+            self.users[name].lift(waiting, stayed.get(name, set()))
         for name in self.users.keys() - self.callers.served.keys(): del self.users[name]

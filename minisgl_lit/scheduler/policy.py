@@ -229,7 +229,7 @@ class Fair(Fcfs):
 
     def order(self, waiting: Sequence[PendingReq]) -> Iterable[PendingReq]:
         "By virtual token counters, to be read to the first that cannot start"
-        place = {pending: i for i, pending in enumerate(waiting)}
+        place = dict(zip(waiting, range(len(waiting))))
         return self.fairness.order(super().order(waiting), place)
 
     def _equal(self, waiting: Sequence[PendingReq], keys: Sequence[Key]) -> bool:
