@@ -39,12 +39,12 @@ def _interruptible() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-def _api_key(given: str | None) -> str | None:
-    "The key that callers must send: the flag's, else the variable's, which must be valid"
-    variable = os.environ.get('MINISGL_LIT_API_KEY')
-    if given or variable is None: return given
-    if (key := variable.strip()) and key.isascii(): return key
-    raise ValueError('MINISGL_LIT_API_KEY must be ASCII text that is not empty, or not set')
+def _key(given: str | None, variable: str) -> str | None:
+    "A key: the flag's, else that of the environment variable, which must be valid"
+    value = os.environ.get(variable)
+    if given or value is None: return given
+    if (key := value.strip()) and key.isascii(): return key
+    raise ValueError(f'{variable} must be ASCII text that is not empty, or not set')
 
 def serve(
     args: Namespace,  # With the fields of `ServerConfig`
@@ -53,7 +53,9 @@ def serve(
 
     When it is ready, one line on standard output ends in the URL."""
     config, start = from_args(ServerConfig, args), minisgl_lit.serve
-    config = replace(config, api_key=_api_key(config.api_key))
+    if not config.api_keys:
+        config = replace(config, api_key=_key(config.api_key, 'MINISGL_LIT_API_KEY'))
+    config = replace(config, admin_key=_key(config.admin_key, 'MINISGL_LIT_ADMIN_KEY'))
     _interruptible()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

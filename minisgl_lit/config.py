@@ -22,7 +22,7 @@ from typing import Literal, Self, TypeVar, Union, cast, get_args, get_origin
 DTypeName = Literal['auto', 'float32', 'bfloat16', 'float16']
 CacheName = Literal['radix', 'none']
 EvictionName = Literal['lru', 'lfu', 'fifo', 'mru', 'filo', 'priority', 'slru']
-PolicyName = Literal['fcfs', 'lpm', 'dfs-weight', 'lof', 'random']
+PolicyName = Literal['fcfs', 'lpm', 'dfs-weight', 'lof', 'random', 'fair']
 AdmissionName = Literal['reserve', 'optimistic']
 _attention = '(auto|native|torch|flashinfer)'
 
@@ -118,6 +118,8 @@ class EngineConfig:
     priority_aging: int | None = setting(
         None, 'Times a waiting request is passed over until it counts as one priority higher',
         low=1)
+    schedule_low_priority_values_first: bool = setting(
+        False, 'Whether a lower number is a higher priority, as in vLLM')
     preempt_threshold: int = setting(
         10, 'A priority must be higher by more than this to displace running requests')
     admission: AdmissionName = setting(
@@ -180,8 +182,14 @@ class ServerConfig(EngineConfig):
     api_key: str | None = setting(
         None, 'What callers must send as their bearer token; None asks for nothing, but the '
         'command line then takes the variable MINISGL_LIT_API_KEY')
+    api_keys: str | None = setting(
+        None, 'A TOML or JSON file that names several callers, each with a key, and if wanted '
+        'a weight and limits; instead of api_key')
+    admin_key: str | None = setting(
+        None, 'The bearer token for /pause_generation, /flush_cache and the like, which the keys '
+        'of callers do not open; None takes the variable MINISGL_LIT_ADMIN_KEY')
     protect_metrics: bool = setting(
-        False, 'Whether /health and /metrics ask for the api_key too')
+        False, 'Whether /health and /metrics ask for a key too')
     cors: str | None = setting(
         None, 'Web site whose pages may call this server, such as https://example.org; '
         "'*' is any")

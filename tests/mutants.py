@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
-chapters = {'kv_cache/table': '11_kv_cache.table', 'kv_cache/eviction': '11a_kv_cache.eviction', 'kv_cache/radix': '12_kv_cache.radix', 'kv_cache/manager': '13_kv_cache.manager', 'scheduler/prefill': '21_scheduler.prefill',
+chapters = {'kv_cache/table': '11_kv_cache.table', 'kv_cache/eviction': '11a_kv_cache.eviction', 'kv_cache/radix': '12_kv_cache.radix', 'kv_cache/manager': '13_kv_cache.manager',
+            'scheduler/fairness': '19a_scheduler.fairness', 'scheduler/policy': '20_scheduler.policy', 'scheduler/prefill': '21_scheduler.prefill',
             'scheduler/decode': '22_scheduler.decode', 'scheduler/lifecycle': '23_scheduler.lifecycle', 'scheduler/batch': '24_scheduler.batch',
             'scheduler/scheduler': '25_scheduler.scheduler', 'scheduler/control': '26_scheduler.control'}
 
@@ -141,6 +142,21 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('an abort ends at once', 'scheduler/lifecycle', 'in_flight = row is not None and lengths.launched[row] > self.completed', 'in_flight = False'),
     ('an aborted request is launched again', 'scheduler/lifecycle', 'pending.to_finish = pending.to_finish or (reason, error)\n        self.prefill.remove(pending)\n        self.decode.remove_req(pending.rid)', 'pending.to_finish = pending.to_finish or (reason, error)\n        self.prefill.remove(pending)'),
     ('an aborted prompt goes on', 'scheduler/lifecycle', 'pending.to_finish = pending.to_finish or (reason, error)\n        self.prefill.remove(pending)', 'pending.to_finish = pending.to_finish or (reason, error)'),
+    ('callers get answers for nothing', 'scheduler/fairness', 'self.output_cost * (pending.n_tokens - pending.input_len)', '0'),
+    ('callers pay for what is cached', 'scheduler/fairness', 'self.prompt_cost * (pending.input_len - pending.cached_tokens)', 'self.prompt_cost * pending.input_len'),
+    ('callers have no weight', 'scheduler/fairness', '(cost - before) / weight', 'cost - before'),
+    ('callers pay once more in each pass', 'scheduler/fairness', 'self._charged[pending] = cost', 'pass'),
+    ('callers are charged a pass late', 'scheduler/fairness', '            yield pending\n            self._charge(pending)', '            yield pending'),
+    ('callers save up while they are idle', 'scheduler/fairness', 'max(self.served.get(member, 0.), self._floor)', 'self.served.get(member, 0.)'),
+    ('callers are forgiven when they come again', 'scheduler/fairness', 'max(self.served.get(member, 0.), self._floor)', 'self._floor'),
+    ('callers that all went are forgotten', 'scheduler/fairness', 'self.callers.last_to_start, self.users[name].last_to_start = name, user', 'pass'),
+    ('callers are remembered for ever', 'scheduler/fairness', 'self._forget(members.keys())', 'pass'),
+    ('callers hold what has ended', 'scheduler/fairness', 'if pending.finish_reason or not cost:', 'if not cost:'),
+    ('callers share nothing among their users', 'scheduler/fairness', 'self.users[name].add(user, cost - before)', 'pass'),
+    ('callers preempt each other', 'scheduler/policy', 'return head.caller[:2] == running.caller[:2]', 'return True'),
+    ('callers may fill the queue', 'scheduler/policy', 'return _least_important(queues[most])', 'return None'),
+    ('callers are displaced by wrong requests', 'scheduler/lifecycle', '        self._make_room(pending)\n', ''),
+    ('callers from vLLM are misunderstood', 'scheduler/lifecycle', 'params = replace(params, priority=-params.priority)', 'pass'),
 ]
 
 def make(folder: Path, module: str, line: str, instead: str) -> None:
@@ -157,7 +173,8 @@ def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     name, module, line, instead = mutant
     env = {**os.environ, 'TST_PACKAGE': '1', 'TST_LIVES': '300', 'TST_SHRINK': '0', 'OMP_NUM_THREADS': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
     above = [o for o in chapters.values() if o > chapters[module]]
-    tries = [['tests/test_notebooks.py', '-k', chapters[module]], ['tests/test_radix.py', 'tests/test_scheduler.py', 'tests/test_hostile_chunks.py', '-k', 'not every'],
+    tries = [['tests/test_notebooks.py', '-k', chapters[module]],
+             ['tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_scheduler.py', 'tests/test_hostile_chunks.py', '-k', 'not every'],
              ['tests/test_notebooks.py', '-k', ' or '.join(above) or 'none']]
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder), module, line, instead)

@@ -13,6 +13,7 @@ from minisgl_lit.core.request import FinishReason, Logprob
 from minisgl_lit.core.sampling_params import QueueFull, RequestError
 from minisgl_lit.core.outputs import EngineCoreOutput
 from minisgl_lit.server.api_server import create_app
+from minisgl_lit.server.callers import Account, Callers
 from minisgl_lit.server.sse import OutputQueue
 from minisgl_lit.text.tokenizer import TextStopChecks, Tokenizer
 from minisgl_lit.core.request import PendingReq
@@ -243,7 +244,7 @@ def test_full_and_too_long(url):
 def test_names_and_keys(tokenizer, url):
     assert httpx.get(url + "/health", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
     assert "secret" not in httpx.get(url + "/get_server_info").text
-    locked, end = running(create_app(Scripted(tokenizer), tokenizer, api_key="open", cors="*"))
+    locked, end = running(create_app(Scripted(tokenizer), tokenizer, callers=Callers({"open": Account("ann")}), cors="*"))
     try:
         with pytest.raises(openai.AuthenticationError): openai.OpenAI(base_url=locked + "/v1", api_key="shut", max_retries=0).models.list()
         assert openai.OpenAI(base_url=locked + "/v1", api_key="open").models.list().data[0].id == "scripted"

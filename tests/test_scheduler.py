@@ -11,19 +11,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import pytest
 
 from minisgl_lit.config import AdmissionName, EngineConfig, EvictionName, PolicyName
-from minisgl_lit.core.request import ForwardMode
+from minisgl_lit.core.request import Caller, ForwardMode
 from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
 from minisgl_lit.device import ManualStream
 from minisgl_lit.kv_cache.manager import CacheManager
 from minisgl_lit.kv_cache.radix import make_prefix_cache
 from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.scheduler.control import Control
+from minisgl_lit.scheduler.policy import Fair
 from minisgl_lit.scheduler.prefill import PrefillAdder
 from minisgl_lit.scheduler.scheduler import Observer, Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
 
 VOCAB, MAX_SEQ_LEN = 13, 40
 EOS = {5, 6}
+CALLERS = [Caller(), Caller('a'), Caller('a', 'x'), Caller('a', 'y'), Caller('b', weight=3.)]
 SYSTEM = [1, 2, 3, 4, 1, 2, 3, 4, 1, 1, 2, 2]    # prompts begin with a piece of it, so that they share pages
 
 SETTINGS = dict(    # drawn anew for each life, by the names of the config
@@ -31,6 +33,7 @@ SETTINGS = dict(    # drawn anew for each life, by the names of the config
     chunked_prefill_size=st.integers(1, 6) | st.integers(1, 30), cache=st.sampled_from(['radix', 'radix', 'none']), overlap=st.booleans(),
     eviction=st.sampled_from(get_args(EvictionName)), policy=st.sampled_from(get_args(PolicyName)), max_queued_req=st.integers(4, 20),
     admission=st.sampled_from(get_args(AdmissionName)), schedule_conservativeness=st.sampled_from([.05, 1.]), mixed_chunk=st.booleans(),
+    schedule_low_priority_values_first=st.booleans(),
     max_prefill_streak=st.none() | st.integers(1, 3), preempt_threshold=st.integers(0, 3), priority_aging=st.none() | st.integers(1, 9),
     queue_timeout=st.sampled_from([None, None, 40.]), run_timeout=st.sampled_from([None, None, 60.]), seed=st.just(0))
 ELSEWHERE = dict(   # settings that the scheduler does not see
@@ -120,12 +123,13 @@ def serving(seen: Counter, lives: list[int]):
         def clock(self): return float(self.steps)
 
         @rule(head=st.integers(0, len(SYSTEM)), tail=st.lists(st.integers(1, 4), max_size=6), max_tokens=st.integers(0, 12), ignore_eos=st.booleans(),
-              priority=st.sampled_from([0, 0, 0, 2, 5, -1]), extra_key=st.sampled_from([None, None, 'x']), form=st.sampled_from([None, None, 'threes']))
-        def arrive(self, head, tail, max_tokens, ignore_eos, priority=0, extra_key=None, form=None):
+              priority=st.sampled_from([0, 0, 0, 2, 5, -1]), extra_key=st.sampled_from([None, None, 'x']), form=st.sampled_from([None, None, 'threes']),
+              caller=st.sampled_from(CALLERS))
+        def arrive(self, head, tail, max_tokens, ignore_eos, priority=0, extra_key=None, form=None, caller=Caller()):
             prompt, rid = (SYSTEM[:head] + tail) or [7], str(self.n)
             params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0, priority=priority, extra_key=extra_key, regex=form)
             full = len(self.s.prefill.waiting) >= self.full
-            try: self.s.add(rid, prompt, params)
+            try: self.s.add(rid, prompt, params, caller)
             except QueueFull:
                 assert full
                 return
@@ -187,11 +191,23 @@ def serving(seen: Counter, lives: list[int]):
 
         def check(self):
             s, lengths = self.s, self.s.table.lengths
+            self.check_fairness()
             s.cache.check_integrity([o for o in [*s.alive.values(), *s._to_release] if o.table_idx is not None])
             for o in s.decode.schedule(): assert 0 <= o.cached_len < o.device_len <= o.max_device_len
             if s.config.admission == 'reserve' and not s.counts['retracted']: assert s.decode.inflight_pages <= s.cache.available_size
             for o in s.alive.values():
                 if o.table_idx is not None: assert 0 <= lengths.cached_len[o.table_idx] <= lengths.device_len[o.table_idx] <= o.max_len
+
+        def check_fairness(self):
+            "Callers pay for what was computed and for nothing else, and nobody is remembered for ever"
+            policy = getattr(self.s.prefill.policy, 'inner', self.s.prefill.policy)
+            if not isinstance(policy, Fair): return
+            self.marks.add('fair')
+            fairness = policy.fairness
+            for o, cost in fairness._charged.items():
+                assert 0 <= cost <= o.input_len - o.cached_tokens + 2*(o.n_tokens - o.input_len)
+            assert len(fairness._charged) <= len(self.s.alive) + self.s.config.max_running_req + 1
+            assert fairness.users.keys() <= {o.name for o in CALLERS}
 
         @invariant()
         def everyone_is_told_the_right_tokens(self):

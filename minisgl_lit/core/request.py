@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['AnswerEnd', 'PendingFinish', 'ForwardResult', 'FinishReason', 'Lengths', 'SamplingArrays', 'Logprob',
-           'PromptLogprobs', 'CacheHandle', 'Grammar', 'SearchedTokens', 'StopCheck', 'StopChecks', 'PendingReq', 'Req',
-           'ForwardMode', 'LogitEdits', 'LogprobRequests', 'Batch', 'Event', 'LogprobResults', 'ForwardOutput',
-           'EngineProtocol']
+           'PromptLogprobs', 'CacheHandle', 'Grammar', 'SearchedTokens', 'StopCheck', 'StopChecks', 'Caller',
+           'PendingReq', 'Req', 'ForwardMode', 'LogitEdits', 'LogprobRequests', 'Batch', 'Event', 'LogprobResults',
+           'ForwardOutput', 'EngineProtocol']
 
 # %% ../../nbs/00b_core.request.ipynb #a29a3ccb
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum, StrEnum
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -180,6 +180,12 @@ class StopChecks(Protocol):
 PendingFinish = tuple[FinishReason, str | None]   # why a request will end; an error's sentence
 
 # %% ../../nbs/00b_core.request.ipynb #f621d79a
+class Caller(NamedTuple):
+    "Whose request it is, for policies that are fair among callers."
+    name: str = ''      # Of the caller's key; '' where callers need none
+    user: str = ''      # Of the end user behind the caller, as the caller says; '' is any
+    weight: float = 1.  # The caller's share of the engine, beside the weights of others
+
 class PendingReq:
     "A request from arrival to end: the owner of its tokens, its row and its lock."
     def __init__(
@@ -189,8 +195,10 @@ class PendingReq:
         params: SamplingParams,  # Its sampling parameters, resolved
         max_len: int,            # Prompt and longest answer together, in tokens
         arrival: float = 0.0,    # When it came, in seconds of the scheduler's clock
+        caller: Caller = Caller(),   # Whose it is
     ):
         self.rid, self.params, self.arrival, self.max_len = rid, params, arrival, max_len
+        self.caller = caller
         self.input_len = self.n_tokens = len(input_ids)
         self.tokens = np.empty(max_len, dtype=np.int32)
         self.tokens[:self.n_tokens] = input_ids

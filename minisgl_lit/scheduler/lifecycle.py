@@ -9,14 +9,15 @@ __all__ = ['no_token', 'check_finish', 'request_failure', 'may_finish', 'Deadlin
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from itertools import compress
 
 import numpy as np
 
 from ..config import EngineConfig
 from ..core.request import (
-    AnswerEnd, Batch, FinishReason, ForwardOutput, Grammar, Lengths, Logprob, LogprobRequests,
-    LogprobResults, PendingReq, StopCheck, StopChecks)
+    AnswerEnd, Batch, Caller, FinishReason, ForwardOutput, Grammar, Lengths, Logprob,
+    LogprobRequests, LogprobResults, PendingReq, StopCheck, StopChecks)
 from ..core.sampling_params import QueueFull, RequestError, SamplingParams
 from ..kv_cache.manager import CacheManager, ReleaseList
 from ..core.outputs import EngineCoreOutputs, EngineCoreOutput, final_output
@@ -158,18 +159,21 @@ class Lifecycle:
         rid: str,                  # The caller's id of the request
         input_ids: Sequence[int] | np.ndarray,   # The prompt
         params: SamplingParams,    # The caller's sampling parameters
+        caller: Caller = Caller(), # Whose request it is
     ) -> PendingReq:
         "Accept a request, which then gets exactly one terminal output, or raise `RequestError`"
         if rid in self.alive:
             raise RequestError('rid', f'rid {rid!r} belongs to a request that is still running')
         ids, max_len = self.validate(input_ids, params)
         params = params.resolve(self.defaults, seed=int(self._rng.integers(2**62)))
-        pending = PendingReq(rid, ids, params, max_len, arrival=self.clock())
+        if self.config.schedule_low_priority_values_first:
+            params = replace(params, priority=-params.priority)
+        pending = PendingReq(rid, ids, params, max_len, self.clock(), caller)
         has_stops = params.stop or params.stop_regex
         if has_stops and self.stop_checks: pending.stop_check = self.stop_checks.make(pending)
         if params.grammars and self.make_grammar: pending.grammar = self.make_grammar(pending)
         if params.min_tokens: pending.forbidden_tokens = self._end_token_ids(params)
-        self._check_queue(params.priority)   # last: what is refused for itself displaces none
+        self._make_room(pending)   # last: what is refused for itself displaces none
         self.alive[rid] = pending
         self.prefill.add(pending)
         self._queue_timeout.add(pending, pending.arrival)
@@ -202,15 +206,16 @@ class Lifecycle:
         return tuple(o for o in {*eos, *params.stop_token_ids} if o < self.validator.vocab_size)
 
     # %% ../../nbs/23_scheduler.lifecycle.ipynb #ec18135d
-    def _check_queue(self, priority: int) -> None:
+    def _make_room(self, newcomer: PendingReq) -> None:
         "Make sure that the queue has room: if it is full, only by displacing a waiting request"
-        waiting = self.prefill.waiting.values()
+        waiting = list(self.prefill.waiting.values())
         if len(waiting) < self.config.max_queued_req: return
-        last = min(reversed(waiting), key=lambda req: req.params.priority)
+        displaced = self.prefill.policy.displaced_by(waiting, newcomer)
         full = f'{len(waiting)} requests are waiting already (max_queued_req); try again later'
-        if priority <= last.params.priority: raise QueueFull('max_queued_req', full)
-        error = f'displaced by a request of higher priority: {full}'
-        self.mark_to_finish(last, FinishReason.ERROR, error)
+        if displaced is None: raise QueueFull('max_queued_req', full)
+        higher = displaced.params.priority < newcomer.params.priority
+        by = 'a request of higher priority' if higher else 'a caller with fewer waiting requests'
+        self.mark_to_finish(displaced, FinishReason.ERROR, f'displaced by {by}: {full}')
 
     # %% ../../nbs/23_scheduler.lifecycle.ipynb #32ec0dfa
     def finish(

@@ -142,7 +142,9 @@ class Scheduler(Lifecycle):
         "The fewest running requests to preempt for this one; none if that would not let it start"
         limit = head.params.priority - self.config.preempt_threshold
         newest_first = [o.pending for o in reversed(self.decode.schedule())]
-        lower = sorted((o for o in newest_first if o.params.priority < limit),
+        may_preempt = self.prefill.policy.may_preempt
+        lower = sorted((o for o in newest_first
+                        if o.params.priority < limit and may_preempt(head, o)),
                        key=lambda req: req.params.priority)
         return next((lower[:n] for n in range(1, len(lower) + 1)
                      if self._would_fit(head, lower[:n])), [])

@@ -79,7 +79,7 @@ def _no_grammar(params: SamplingParams) -> None:
 def _without_grammar(message: UserMsg) -> UserMsg:
     "The same request, without its grammar"
     params = replace(message.params, json_schema=None, regex=None, ebnf=None)
-    return UserMsg(message.rid, message.input_ids, params)
+    return UserMsg(message.rid, message.input_ids, params, message.caller)
 
 class GrammarQueue:
     """Requests whose grammar is being compiled.
@@ -114,7 +114,8 @@ class GrammarQueue:
             # The compiled grammar may have been dropped meanwhile: the first arrival counts.
             self._arrivals.setdefault(rid, self.scheduler.clock())
             return
-        arrival, pending = self._arrivals.pop(rid, None), self.scheduler.add(rid, ids, params)
+        arrival = self._arrivals.pop(rid, None)
+        pending = self.scheduler.add(rid, ids, params, message.caller)
         if arrival is None: return
         pending.arrival = arrival
         self._unscheduled.append(pending)

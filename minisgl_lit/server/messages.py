@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
+from ..core.request import Caller
 from ..core.sampling_params import QueueFull, RequestError, SamplingParams
 from ..core.outputs import EngineCoreOutputs
 
@@ -28,6 +29,7 @@ class UserMsg(Message, frozen=True, eq=False):
     rid: str                # Name of the request, unique among those alive
     input_ids: np.ndarray   # The prompt's tokens, int64, [input_len]
     params: SamplingParams  # Its sampling parameters
+    caller: Caller = Caller()   # Whose request it is
 
 class AbortMsg(Message, frozen=True):
     "A request to be aborted: its client has gone, or wants no more of it."

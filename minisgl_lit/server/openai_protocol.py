@@ -33,7 +33,7 @@ class ApiRequest(SamplingRequest):
     model: str | None = None     # Must be the served model, if given
     stream: bool | None = None   # Whether to stream the response
     stream_options: StreamOptions | None = None
-    user: str | None = None      # The end user behind the client; changes nothing
+    user: str | None = None      # The end user, to be fair among those of a caller
 
     @property
     def usage_in_stream(self) -> bool:

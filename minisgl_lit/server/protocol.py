@@ -220,6 +220,7 @@ class GenerateRequest(BaseModel):
     rid: Rid | None = None                 # Its name, unique among those alive
     extra_key: str | None = None           # As in `sampling_params`, for all prompts
     cache_salt: str | None = None          # Another name of `extra_key`
+    user: str | None = None                # The end user, to be fair among those of a caller
     return_logprob: bool | None = None     # Whether to report each token's logprob
     top_logprobs_num: int | None = None    # and those of so many of the likeliest
     logprob_start_len: int | None = None   # and the prompt's from this token on; -1: none

@@ -26,6 +26,7 @@ import uvicorn
 
 from ..config import ServerConfig
 from .api_server import create_app
+from .callers import Callers
 from .engine_client import AsyncEngineClient, EngineCoreHandle
 from .messages import ReadyMsg
 from .middleware import log_to_stderr
@@ -106,7 +107,7 @@ class Server:
         self,
         config: ServerConfig,  # What to serve, and where
     ):
-        self._config = config
+        self._config, self._callers = config, Callers.from_config(config)
         self.model = config.served_model_name or Path(config.model).name
         self._listener = listen(config.host, config.port)
         self.url = url_of(self._listener)
@@ -248,10 +249,10 @@ class Server:
             self._client = client = AsyncEngineClient(process, self.model, max_open)
             info: dict[str, object] = {
                 **asdict(c), 'max_seq_len': ready.max_seq_len, 'vocab_size': ready.vocab_size,
-                'api_key': None}
+                'api_key': None, 'admin_key': None}
             tokenizer = Tokenizer(ready.model_path)
             if problem := tokenizer.template_problem: self._log(problem)
-            app = create_app(client, tokenizer, info, c.api_key,
+            app = create_app(client, tokenizer, info, self._callers,
                              c.protect_metrics, c.cors, c.max_body_mb, c.log_json)
             http = uvicorn.Server(uvicorn.Config(
                 app, log_config=None, log_level='critical', access_log=False,

@@ -9,11 +9,10 @@ __all__ = ['too_long', 'Tokenizer', 'TextDecoder', 'TextStopCheck', 'TextStopChe
 import json
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -74,12 +73,12 @@ def _parts(component: normalizers.Normalizer | pre_tokenizers.PreTokenizer | Non
 
 def _keeps_text(part: dict) -> bool:
     "Whether what it makes of a text is at least as long"
-    pattern = part.get('pattern')
     if part['type'] == 'Replace':
+        pattern = part['pattern']
         return 'String' in pattern and len(part['content']) >= len(pattern['String'])
     return part['type'] in _KEEPING and part.get('behavior') != 'Removed'
 
-def _covers_all(model: models.Model, vocab: Collection[str], byte_level: bool) -> bool:
+def _covers_all(model: models.Model, vocab: Set[str], byte_level: bool) -> bool:
     "Whether each byte, or each character, becomes a token or a part of one"
     if not isinstance(model, models.BPE): return False
     if byte_level: return vocab >= {*pre_tokenizers.ByteLevel.alphabet()}
@@ -155,8 +154,8 @@ class Tokenizer:
     @property
     def template_problem(self) -> str:
         "Why this checkpoint's chat template cannot be used, in a sentence; '' if it can"
-        templates = {self.chat_template, self.tool_template} - {None}
-        return next((o.problem for o in templates if o.problem), '')
+        templates = self.chat_template, self.tool_template
+        return next((o.problem for o in templates if o and o.problem), '')
 
     @cached_property
     def chars_per_token(self) -> float:
