@@ -26,6 +26,7 @@ import minisgl_lit
 from .cli_arguments import (
     Parser, add_sampling_arguments, add_settings, read_sampling_params, sampling_flags)
 from .config import EngineConfig, ServerConfig, check_names, from_args, setting
+from .log import LogFile, write_text
 
 if TYPE_CHECKING:   # only names in annotations: `--help` shall not wait for them
     from minisgl_lit.core.sampling_params import SamplingParams
@@ -46,6 +47,10 @@ def _api_key(given: str | None) -> str | None:
     if (key := variable.strip()) and key.isascii(): return key
     raise ValueError('MINISGL_LIT_API_KEY must be ASCII text that is not empty, or not set')
 
+def _say(sentence: str) -> None:
+    "A line of `serve` on standard error; if none can be written within a second, none"
+    with LogFile(sys.stderr) as log: print(f'minisgl-lit serve: {sentence}', file=log)
+
 def serve(
     args: Namespace,  # With the fields of `ServerConfig`
 ) -> int:
@@ -53,6 +58,8 @@ def serve(
 
     When it is ready, one line on standard output ends in the URL."""
     config, start = from_args(ServerConfig, args), minisgl_lit.serve
+    if config.api_key: _say('--api-key can be read in the list of processes by every user of this '
+                            'machine; set MINISGL_LIT_API_KEY instead')
     config = replace(config, api_key=_api_key(config.api_key))
     _interruptible()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -64,7 +71,7 @@ def serve(
                 signal.signal(number, signal.SIG_IGN)
             server.stop()
     except KeyboardInterrupt: return 0
-    except RuntimeError as e: print(f'minisgl-lit serve: {e}', file=sys.stderr)
+    except RuntimeError as e: _say(str(e))
     return 1   # it ended without a signal
 
 # %% ../nbs/63_cli.ipynb #0b76b6ad
@@ -430,7 +437,7 @@ def _run(argv: list[str]) -> int:
     args, unknown = make_parser().parse_known_args(argv)
     if unknown: args.parser.refuse(unknown[0])
     try: return args.run(args)
-    except ValueError as e: print(f'minisgl-lit {args.command}: {e}', file=sys.stderr)
+    except ValueError as e: write_text(sys.stderr, f'minisgl-lit {args.command}: {e}\n')
     return 2
 
 def main(

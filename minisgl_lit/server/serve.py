@@ -236,7 +236,7 @@ class Server:
             answering = asyncio.ensure_future(http.serve([]))
             acceptor = ConnectionAcceptor(http, self._listener, self._max_connections, self._log)
             limits = asyncio.ensure_future(acceptor.run())
-            log_to_stderr()
+            log_to_stderr(c.log_json)
             self._warn_of_strangers()
             self._ready.set_result(None)
             try: await self._run_until_stopped(client, answering)
