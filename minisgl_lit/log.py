@@ -74,20 +74,26 @@ class LogFile(io.TextIOBase):
 
     # %% ../nbs/02b_log.ipynb #fc9e3b0a
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._lines and not self._ended: self._changed.wait()
-                if not self._lines: return
-                lines, dropped = [*self._lines], self.dropped
-                self._lines.clear()
-            missing = dropped - self._told
-            if write_text(self.file, (self._notice(missing) if missing else '') + ''.join(lines)):
-                self._told = dropped
-                lines_lost = 0
-            else: lines_lost = len(lines)
-            with self._changed:
-                self.dropped += lines_lost
-                self._size = sum(map(len, self._lines))
+        while lines := self._next(): self._write(lines)
+        self._write([])   # tells of those that were dropped last
+
+    def _next(self) -> list[str]:
+        "Lines to be written, as soon as there are any; none at the end"
+        with self._changed:
+            while not self._lines and not self._ended: self._changed.wait()
+            lines = [*self._lines]
+            self._lines.clear()
+            return lines
+
+    def _write(self, lines: list[str]) -> None:
+        "Write them, and before them how many are missing; or count them as missing"
+        dropped = self.dropped
+        notice = self._notice(dropped - self._told) if dropped > self._told else ''
+        written = write_text(self.file, notice + ''.join(lines))
+        if written: self._told = dropped
+        with self._changed:
+            self.dropped += 0 if written else len(lines)
+            self._size = sum(map(len, self._lines))
 
     def _notice(self, missing: int) -> str:
         "The line that tells of lines that are missing"
