@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .protocol import ApiError
 
-# %% ../../nbs/49b_server.connection.ipynb #9d9d2406
+# %% ../../nbs/49b_server.connection.ipynb #8ce7f7f9
 class Awaits(Enum):
     "What a connection waits for its caller to do."
     HEADER = 'to send the header of a request'
@@ -39,7 +39,7 @@ _HEADER = 32 << 10      # bytes, with the URL
 _LINGER = 2             # seconds that a refused caller has to read why
 _MAX_LINGERING = 32     # connections
 
-# %% ../../nbs/49b_server.connection.ipynb #2b4e8010
+# %% ../../nbs/49b_server.connection.ipynb #dc9b73ff
 class Connection(Protocol):
     "What is kept here: it can be told apart from others, and ended."
     def abort(self) -> None: ...
@@ -77,7 +77,7 @@ class Connections:
         latest = self.seconds + _SECONDS[wait[0]]
         self._waiting[connection] = wait[0], min(wait[1] + seconds, latest)
 
-    # %% ../../nbs/49b_server.connection.ipynb #bbde7960
+    # %% ../../nbs/49b_server.connection.ipynb #4384b3c2
     def enter(
         self,
         connection: Connection,  # A new one, which waits for a header
@@ -111,7 +111,7 @@ class Connections:
         waited = [(o, awaits) for o, (awaits, end) in self._waiting.items() if end <= self.seconds]
         return waited + [(o, None) for o, end in self._lingering.items() if end <= self.seconds]
 
-# %% ../../nbs/49b_server.connection.ipynb #4306c3b3
+# %% ../../nbs/49b_server.connection.ipynb #3be5b8e2
 _REFUSALS = {
     'url_too_long': (414, f'the URL must be at most {_URL:,} bytes long'),
     'header_too_large': (431, f'the header of a request must be at most {_HEADER:,} bytes long'),
@@ -162,7 +162,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._body += len(body)
         super().on_body(body)
 
-    # %% ../../nbs/49b_server.connection.ipynb #fa3022de
+    # %% ../../nbs/49b_server.connection.ipynb #51949240
     def _stop(self, why: str) -> None:
         "Stop the parser, which calls `send_400_response`"
         self._why = why
@@ -186,7 +186,7 @@ class LimitedProtocol(HttpToolsProtocol):
         "Have it written down what this connection waits for"
         if self in self.pool.open: self.pool.note(self, self._awaits())
 
-    # %% ../../nbs/49b_server.connection.ipynb #79e006d6
+    # %% ../../nbs/49b_server.connection.ipynb #dcee3b85
     def refuse(
         self,
         why: str,  # A key of `_REFUSALS`
@@ -227,7 +227,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 if awaits: self.pool.refused[f'closed while waiting for callers {awaits.value}'] += 1
                 self.abort()
 
-    # %% ../../nbs/49b_server.connection.ipynb #b2faa79f
+    # %% ../../nbs/49b_server.connection.ipynb #f7512534
     def eof_received(self) -> bool:
         "The caller sends nothing any more; whether it may wait for an answer"
         whole = self._parsing is Awaits.REQUEST and self._answering()
@@ -245,7 +245,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR): self.transport.abort()
         else: self.loop.call_later(_LOOK, self._look)
 
-    # %% ../../nbs/49b_server.connection.ipynb #edb25929
+    # %% ../../nbs/49b_server.connection.ipynb #02acc634
     def connection_made(self, transport: asyncio.Transport) -> None:   # type: ignore
         HttpToolsProtocol.connection_made(self, transport)
         leaving = self.pool.enter(self)
@@ -278,10 +278,10 @@ class LimitedProtocol(HttpToolsProtocol):
         HttpToolsProtocol.resume_writing(self)
         self._note()
 
-# %% ../../nbs/49b_server.connection.ipynb #b2faa79f
+# %% ../../nbs/49b_server.connection.ipynb #f7512534
 _LOOK = .1   # seconds between two looks whether a half-closed caller is there
 
-# %% ../../nbs/49b_server.connection.ipynb #d5f4a7b3
+# %% ../../nbs/49b_server.connection.ipynb #16ac4959
 _RESERVE = 96          # descriptors: for refused callers, sockets of the engine, files
 _MOST = 10_000         # connections, however many files may be open
 _ACCEPTS = 16          # connections accepted in one go
@@ -292,7 +292,8 @@ def connection_limit(
 ) -> int:
     "How many connections the limit of open files leaves room for; `ValueError` if too few"
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = _MOST if files == resource.RLIM_INFINITY else files - len(os.listdir('/dev/fd')) - _RESERVE
+    left = files - len(os.listdir('/dev/fd')) - _RESERVE
+    room = _MOST if files == resource.RLIM_INFINITY else left
     if room >= (wanted or 1): return wanted or min(room, _MOST)
     raise ValueError(f'max_connections must be at most {max(room, 0)} while this process may open '
                      f'{files} files, not {wanted or 1}; raise the limit with ulimit -n')
@@ -323,7 +324,7 @@ class ConnectionAcceptor:
             await asyncio.sleep(1)
             self.second()
 
-    # %% ../../nbs/49b_server.connection.ipynb #eac36b1e
+    # %% ../../nbs/49b_server.connection.ipynb #513e0960
     def _accept(self) -> None:
         "Accept some of those who wait"
         for _ in range(_ACCEPTS):
