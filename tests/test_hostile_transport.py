@@ -371,7 +371,7 @@ def told(port, sent, seconds=20):
         s.sendall(sent)
         return b''.join(iter(lambda: s.recv(1 << 16), b''))
 
-def completion(n): 
+def completion(n):
     body = json.dumps(dict(prompt='The page', max_tokens=n, ignore_eos=True)).encode()
     return b'POST /v1/completions HTTP/1.1\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n' % len(body) + body
 

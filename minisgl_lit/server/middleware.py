@@ -178,8 +178,8 @@ class BodyLimitMiddleware:
         if scope['type'] != 'http': return await self.app(scope, receive, send)
         encoding = _header(scope, b'content-encoding').decode('latin-1')
         if encoding.lower() not in ('', 'identity'):
-            raise ApiError(f'a body must be sent as it is, not with Content-Encoding: {encoding:.40}',
-                           415, code='unsupported_encoding')
+            raise ApiError('a body must be sent as it is, not with '
+                           f'Content-Encoding: {encoding:.40}', 415, code='unsupported_encoding')
         length = _header(scope, b'content-length')
         declared = int(length) if length.isdigit() else 0
         body = [await read_body(receive, declared, self.max_body)]
