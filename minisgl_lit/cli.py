@@ -26,6 +26,7 @@ import minisgl_lit
 from .cli_arguments import (
     Parser, add_sampling_arguments, add_settings, read_sampling_params, sampling_flags)
 from .config import EngineConfig, ServerConfig, check_names, from_args, setting
+from .log import LogFile, write_text
 
 if TYPE_CHECKING:   # only names in annotations: `--help` shall not wait for them
     from minisgl_lit.core.sampling_params import SamplingParams
@@ -46,6 +47,10 @@ def _key(given: str | None, variable: str) -> str | None:
     if (key := value.strip()) and key.isascii(): return key
     raise ValueError(f'{variable} must be ASCII text that is not empty, or not set')
 
+def _say(sentence: str) -> None:
+    "A line of `serve` on standard error; if none can be written within a second, none"
+    with LogFile(sys.stderr) as log: print(f'minisgl-lit serve: {sentence}', file=log)
+
 def serve(
     args: Namespace,  # With the fields of `ServerConfig`
 ) -> int:
@@ -53,6 +58,10 @@ def serve(
 
     When it is ready, one line on standard output ends in the URL."""
     config, start = from_args(ServerConfig, args), minisgl_lit.serve
+    for name in 'api_key', 'admin_key':
+        if getattr(config, name): _say(
+            f'--{name.replace("_", "-")} can be read in the list of processes by every user of '
+            f'this machine; set MINISGL_LIT_{name.upper()} instead')
     if not config.api_keys:
         config = replace(config, api_key=_key(config.api_key, 'MINISGL_LIT_API_KEY'))
     config = replace(config, admin_key=_key(config.admin_key, 'MINISGL_LIT_ADMIN_KEY'))
@@ -66,7 +75,7 @@ def serve(
                 signal.signal(number, signal.SIG_IGN)
             server.stop()
     except KeyboardInterrupt: return 0
-    except RuntimeError as e: print(f'minisgl-lit serve: {e}', file=sys.stderr)
+    except RuntimeError as e: _say(str(e))
     return 1   # it ended without a signal
 
 # %% ../nbs/63_cli.ipynb #0b76b6ad
@@ -432,7 +441,7 @@ def _run(argv: list[str]) -> int:
     args, unknown = make_parser().parse_known_args(argv)
     if unknown: args.parser.refuse(unknown[0])
     try: return args.run(args)
-    except ValueError as e: print(f'minisgl-lit {args.command}: {e}', file=sys.stderr)
+    except ValueError as e: write_text(sys.stderr, f'minisgl-lit {args.command}: {e}\n')
     return 2
 
 def main(

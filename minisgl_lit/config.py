@@ -194,6 +194,9 @@ class ServerConfig(EngineConfig):
         None, 'Web site whose pages may call this server, such as https://example.org; '
         "'*' is any")
     max_body_mb: int = setting(32, 'Largest request, in megabytes', low=1)
+    max_connections: int | None = setting(
+        None, 'Connections at once; None is as many as the limit of open files leaves room for',
+        low=1)
     drain_seconds: int = setting(30, 'How long requests may run on after the first SIGTERM')
     watchdog_timeout: float = setting(
         300., 'Seconds after which a step without end counts as a failure', high=1e9)

@@ -29,6 +29,7 @@ from ..device import ProcessGroup, make_stream, resolve_device
 from .engine import Engine
 from .tensor_parallel import (
     LeaderTable, RankError, RankProcesses, RankReady, TorchProcessGroup, follow, read_messages)
+from ..log import unblock_stderr
 from ..process import start_module
 from .memory import MemoryPlan, check_weights, free_memory, set_threads
 from ..kv_cache.pool import KVPool, page_bytes
@@ -271,6 +272,7 @@ def worker_main() -> None:
     "All that the process of another rank does, until its input ends; it never returns"
     out = os.fdopen(os.dup(1), 'wb', buffering=0)
     os.dup2(2, 1)   # what libraries print must not be taken for a reply
+    unblock_stderr()
     def reply(message: RankReady | RankError) -> None:
         out.write(msgspec.json.encode(message) + b'\n')
     code = 1
@@ -280,6 +282,7 @@ def worker_main() -> None:
     except ConnectionError as e: print(e, file=sys.stderr)
     except StopIteration: pass   # rank 0 has ended before the first message
     except Exception: traceback.print_exc()
+    sys.stderr.close()   # writes what waits
     os._exit(code)   # threads of the group may wait for ever
 
 def start_ranks(

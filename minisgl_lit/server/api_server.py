@@ -21,6 +21,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from ..core.outputs import EngineCoreOutput
 from ..core.request import FinishReason
@@ -385,13 +386,19 @@ def as_api_error(
         case RecursionError(): return ApiError('this request is nested too deeply')
     raise error   # no handler is registered for others
 
+def _allowed_methods(request: Request) -> str:
+    "What the routes of this path take, for the header `Allow`"
+    routes = [o for o in request.app.routes if o.matches(request.scope)[0] is not Match.NONE]
+    return ', '.join(sorted({method for o in routes for method in o.methods}))
+
 async def error_response(request: Request, error: Exception) -> Response:
     "An error as a response; if the client has disconnected, one that only the log shows"
     if isinstance(error, ClientDisconnected):
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
     e = as_api_error(error, request.url.path)
     body = json.dumps(e.body)   # ASCII: it may quote anything
-    return Response(body, e.status, e.headers, 'application/json')
+    headers = e.headers if e.status != 405 else {**e.headers, 'allow': _allowed_methods(request)}
+    return Response(body, e.status, headers, 'application/json')
 
 # %% ../../nbs/55_server.api_server.ipynb #2a09433f
 def _add_routes(app: FastAPI, api: Api) -> None:
@@ -417,6 +424,10 @@ def _add_routes(app: FastAPI, api: Api) -> None:
     for path, route in gets.items(): app.add_api_route(path, route, response_model=None)
     for path, route in for_browsers.items():
         app.add_api_route(path, route, response_model=None, include_in_schema=False)
+    heads = {**gets, **dict.fromkeys(_PAGE_FILES, api.page)}
+    for path, route in heads.items():
+        app.add_api_route(path, route, methods=['HEAD'], response_model=None,
+                          include_in_schema=False)
 
 # %% ../../nbs/55_server.api_server.ipynb #7dee857d
 def create_app(

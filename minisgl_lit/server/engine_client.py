@@ -106,6 +106,7 @@ class EngineCoreHandle:
         self.exited: asyncio.Future[int] = self.loop.create_future()
         threading.Thread(target=self._wait_for_exit, daemon=True).start()
         self._last_heartbeat, self.ready = self.loop.time(), False
+        self._gone = False   # it has closed its end
         self._heartbeat_socket.setblocking(False)
         self.loop.add_reader(self._heartbeat_socket, self._on_heartbeat)
 
@@ -125,9 +126,13 @@ class EngineCoreHandle:
             self.loop.call_soon_threadsafe(self.exited.set_result, code)
 
     def _on_heartbeat(self) -> None:
-        closed = not self._heartbeat_socket.recv(4096)
-        if closed: self.loop.remove_reader(self._heartbeat_socket)
-        self._last_heartbeat = self.loop.time()
+        "Read what has come: heartbeats, or the end of the process"
+        try: heartbeats = self._heartbeat_socket.recv(4096)
+        except OSError: return   # nothing has come
+        if heartbeats: self._last_heartbeat = self.loop.time()
+        else:
+            self._gone = True
+            self.loop.remove_reader(self._heartbeat_socket)
 
     # %% ../../nbs/53a_server.engine_client.ipynb #de5ba987
     def send(
@@ -141,13 +146,17 @@ class EngineCoreHandle:
     @property
     def silence(self) -> float:
         "Seconds since the last heartbeat; 0 while it loads, when heartbeats may be late"
-        return self.loop.time() - self._last_heartbeat if self.ready else 0.
+        if not self.ready: return 0.
+        self._on_heartbeat()   # some may have come while this process stood still
+        return self.loop.time() - self._last_heartbeat
 
     @property
     def trouble(self) -> str:
         "Why it may not answer; empty if all is well"
-        if self.silence <= _TROUBLE_SECONDS: return ''
-        return f'the engine has not been heard of for {self.silence:.0f} s'
+        silence = self.silence
+        if self._gone or self.exited.done(): return 'the engine process has ended'
+        if silence <= _TROUBLE_SECONDS: return ''
+        return f'the engine has not been heard of for {silence:.0f} s'
 
     # %% ../../nbs/53a_server.engine_client.ipynb #fd4e3539
     async def receive(self) -> list[FromScheduler]:

@@ -34,6 +34,7 @@ from ..config import ServerConfig
 from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import Batch, FinishReason, PendingReq
 from ..core.sampling_params import RequestError, SamplingParams
+from ..log import unblock_stderr, write_text
 from ..runtime import Runtime, build
 from ..scheduler.control import Control, Watchdog
 from ..scheduler.lifecycle import Observer, request_failure
@@ -397,7 +398,12 @@ class ThroughputLog(BatchLog):
                 'pages {token_usage:.0%} used; {tokens_per_second} tok/s').format(**measurements)
 
 # %% ../../nbs/53_server.engine_core.ipynb #f6887e54
-_EXIT_FAILED = 70   # EX_SOFTWARE of sysexits.h: an internal error
+_EXIT_FAILED = 70       # EX_SOFTWARE of sysexits.h: an internal error
+_TELLING_SECONDS = 2.   # for the last words, which may find no reader
+
+def _tell_where_all_are(why: str) -> None:
+    if write_text(sys.__stderr__, f'{why}; this is where all are:\n'):
+        faulthandler.dump_traceback(sys.__stderr__)
 
 def watch_parent(
     parent: int,             # Its process id
@@ -408,8 +414,9 @@ def watch_parent(
     "Send heartbeats through standard input; end this process on failure or without its parent"
     while os.getppid() == parent:
         if why := failure():
-            print(f'{why}; this is where all are:', file=sys.stderr, flush=True)
-            faulthandler.dump_traceback()
+            telling = threading.Thread(target=_tell_where_all_are, args=(why,), daemon=True)
+            telling.start()
+            telling.join(_TELLING_SECONDS)
             os._exit(_EXIT_FAILED)
         try: os.write(0, b'.')
         except OSError: break
@@ -426,7 +433,7 @@ def load_runtime(
         config = ServerConfig(**json.loads(settings))
         def observe(s: Scheduler) -> BatchLog:
             if not config.log_interval: return BatchLog(s)
-            return ThroughputLog(s, config.log_interval, config.log_json)
+            return ThroughputLog(s, config.log_interval, config.log_json, sys.stderr)
         runtime = build(config, observe=observe)
         runtime.grammars.prepare()   # it takes a second, in which no step could run later
         return runtime
@@ -443,6 +450,7 @@ def main(
     settings: str,  # Fields of a `ServerConfig`, as JSON
 ) -> None:
     "All that the engine core process does; it owns the runtime, and its end of the socket"
+    unblock_stderr(json.loads(settings).get('log_json', False))
     for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
     watched: list[tuple[Runtime, Watchdog]] = []   # empty while it loads and closes
     def failure() -> str | None:

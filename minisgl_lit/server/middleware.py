@@ -18,6 +18,7 @@ from time import perf_counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..log import LogFile
 from .callers import Callers
 from .protocol import ApiError
 
@@ -48,10 +49,12 @@ def failure_line(
     return json.dumps(dict(message=message, traceback=trace))
 
 # %% ../../nbs/49_server.middleware.ipynb #408b8603
-def log_to_stderr() -> None:
+def log_to_stderr(
+    as_json: bool = False,  # Whether lines in the log are JSON
+) -> None:
     "Send the log to standard error, unless the program has configured a handler"
     if log.hasHandlers(): return
-    log.addHandler(logging.StreamHandler(sys.stderr))
+    log.addHandler(logging.StreamHandler(LogFile(sys.stderr, as_json)))
     log.setLevel(logging.INFO)
 
 # %% ../../nbs/49_server.middleware.ipynb #2bbc7d9b
@@ -169,7 +172,9 @@ async def read_body(
 
 # %% ../../nbs/49_server.middleware.ipynb #5fadd534
 class BodyLimitMiddleware:
-    "Reads each body before the application runs; `ApiError` 413 if it is too long."
+    """Reads each body before the application runs.
+
+    `ApiError` 413 if it is too long, 415 if it is compressed."""
     def __init__(
         self,
         app: ASGIApp,               # The application inside
@@ -179,6 +184,10 @@ class BodyLimitMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope['type'] != 'http': return await self.app(scope, receive, send)
+        encoding = _header(scope, b'content-encoding').decode('latin-1')
+        if encoding.lower() not in ('', 'identity'):
+            raise ApiError('a body must be sent as it is, not with '
+                           f'Content-Encoding: {encoding:.40}', 415, code='unsupported_encoding')
         length = _header(scope, b'content-length')
         declared = int(length) if length.isdigit() else 0
         body = [await read_body(receive, declared, self.max_body)]

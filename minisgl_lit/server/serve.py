@@ -9,6 +9,7 @@ __all__ = ['listen', 'url_of', 'on_sigterm', 'Backoff', 'Server', 'serve']
 import asyncio
 import atexit
 import errno
+import ipaddress
 import json
 import os
 import signal
@@ -25,8 +26,10 @@ from pathlib import Path
 import uvicorn
 
 from ..config import ServerConfig
+from ..log import LogFile, write_text
 from .api_server import create_app
 from .callers import Callers
+from .connection import ConnectionAcceptor, connection_limit
 from .engine_client import AsyncEngineClient, EngineCoreHandle
 from .messages import ReadyMsg
 from .middleware import log_to_stderr
@@ -109,7 +112,9 @@ class Server:
     ):
         self._config, self._callers = config, Callers.from_config(config)
         self.model = config.served_model_name or Path(config.model).name
+        self._max_connections = connection_limit(config.max_connections)
         self._listener = listen(config.host, config.port)
+        self._log_file = LogFile(sys.stderr, config.log_json)
         self.url = url_of(self._listener)
         self._loop = asyncio.new_event_loop()
         self._ready: Future[None] = Future()
@@ -158,14 +163,16 @@ class Server:
         except BaseException as e:
             if self._ready.done(): self._error = e
             else: self._ready.set_exception(e)
-        finally: self._ended.set()
+        finally:
+            self._log_file.close()
+            self._ended.set()
 
     # %% ../../nbs/56_server.serve.ipynb #17622bb1
     def _log(self, sentence: str) -> None:
         "Write a line on standard error"
         as_json = self._config.log_json
         line = json.dumps({'message': sentence}) if as_json else f'minisgl_lit: {sentence}'
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=self._log_file)
 
     async def _unless_stopped(
         self,
@@ -190,6 +197,14 @@ class Server:
             if not start.done(): raise RuntimeError('stopped before the model was loaded')
             return self._process, start.result()
         finally: start.cancel()
+
+    # %% ../../nbs/56_server.serve.ipynb #c3a1f0d3
+    def _warn_of_strangers(self) -> None:
+        "Say so if callers on other machines need no key"
+        address, port = self._listener.getsockname()[:2]
+        if self._config.api_key or ipaddress.ip_address(address).is_loopback: return
+        self._log(f'host {self._config.host} lets other machines in, and there is no api_key: '
+                  f'whoever reaches port {port} can use this server')
 
     # %% ../../nbs/56_server.serve.ipynb #90385af1
     async def _supervise(self, client: AsyncEngineClient) -> None:
@@ -256,13 +271,18 @@ class Server:
                              c.protect_metrics, c.cors, c.max_body_mb, c.log_json)
             http = uvicorn.Server(uvicorn.Config(
                 app, log_config=None, log_level='critical', access_log=False,
-                lifespan='off', timeout_graceful_shutdown=1))
-            answering = asyncio.ensure_future(http.serve([self._listener]))
-            log_to_stderr()
+                lifespan='off', ws='none', timeout_graceful_shutdown=1))
+            answering = asyncio.ensure_future(http.serve([]))
+            acceptor = ConnectionAcceptor(http, self._listener, self._max_connections, self._log)
+            limits = asyncio.ensure_future(acceptor.run())
+            log_to_stderr(c.log_json)
+            self._warn_of_strangers()
             self._ready.set_result(None)
             try: await self._run_until_stopped(client, answering)
             finally:
                 client.fail(client.failed or 'the server was stopped')
+                acceptor.close()
+                limits.cancel()
                 http.should_exit = True
                 await answering
         finally:
@@ -280,5 +300,5 @@ def serve(
 ) -> Server:
     "Start a server, and return when it is ready; `ValueError` in one sentence if it cannot"
     server = Server(ServerConfig.of(model, **settings))
-    print(f'{server.model} is served on {server.url}', flush=True)
+    write_text(sys.stdout, f'{server.model} is served on {server.url}\n')
     return server
