@@ -1,10 +1,8 @@
 """What hostile callers cost: some of the corpus in this process, with work counted (characters tokenized, patterns and grammars compiled, bytes
 sent on); and all of it, in the long suite, sent to a server with eight streams running."""
 import asyncio, json, threading
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
 from types import SimpleNamespace
 
 import httpx
@@ -13,7 +11,7 @@ import pytest
 import regex
 
 from beside import Beside, hostile_callers, program, until
-from hostile import CHAT, COMPLETIONS, GENERATE, chat, completion, corpus, generate, read_statuses, rules, text
+from hostile import CHAT, COMPLETIONS, GENERATE, chat, completion, corpus, generate, read_statuses, text
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.engine.grammar import GrammarCompiler
 from minisgl_lit.kv_cache.manager import CacheManager
