@@ -13,8 +13,8 @@ REFUSED = frozenset({400})
 LEGAL = frozenset({200, 400})          # odd, but not wrong: to be served cheaply, or refused
 NOT_HTTP = frozenset({CLOSED, 400})
 NOT_FOUND = frozenset({400, 404})
-HALF_CLOSE = object()                  # a step: this side has nothing more to say
-Step = bytes | float | object          # bytes to send; seconds to pause; HALF_CLOSE
+HALF_CLOSE, HANG_UP = object(), object()   # steps: this side has nothing more to say; nor will it listen
+Step = bytes | float | object          # bytes to send; seconds to pause; HALF_CLOSE or HANG_UP
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ post('arguments of a call, nested 100,000 deep', 'text', CHAT, lambda i: {'messa
 
 def hang_up(key: bytes, i: int) -> Iterator[Step]:
     yield posted(COMPLETIONS, json.dumps(completion(text(TEN_MB))).encode(), key)
-    yield HALF_CLOSE
-add('text of 10 MB, the caller hangs up', 'text', {400, CLOSED}, hang_up)
+    yield from (.5, HANG_UP)
+add('text of 10 MB, the caller hangs up', 'text', {400, CLOSED}, hang_up, callers=5)
 
 # ---- stops
 def stops(name: str, pattern: str, allowed: Iterable[int] = REFUSED, n_tokens: int = 2, **more) -> None:
@@ -212,6 +212,10 @@ post('an unknown field nested 900 deep', 'json', COMPLETIONS, lambda i: b'{"prom
 post('duplicate keys', 'json', COMPLETIONS, lambda i: b'{"prompt":"x","max_tokens":1,' + b'"prompt":"y",' * 100_000 + b'"prompt":"z"}', LEGAL)
 post('100,000 unknown fields', 'json', COMPLETIONS, lambda i: completion(**{f'f{k}': k for k in range(100_000)}), LEGAL)
 post('100,000 unknown fields, generate', 'json', GENERATE, lambda i: generate('x', **{f'f{k}': k for k in range(100_000)}))
+post('30 MB of empty objects', 'json', COMPLETIONS, lambda i: b'{"prompt":"x","max_tokens":1,"other":[{}' + b',{}' * TEN_MB + b']}', {200, 400, 413})
+post('30 MB of numbers', 'json', GENERATE, lambda i: b'{"text":"x","other":[1' + b',1' * (3 * TEN_MB // 2) + b']}', {200, 400, 413})
+post('30 MB of names', 'json', COMPLETIONS, lambda i: b'{"prompt":"x","max_tokens":1' + b''.join(b',"%d":1' % k for k in range(2_600_000)) + b'}', {200, 400, 413})
+post('30 MB of escapes', 'json', COMPLETIONS, lambda i: b'{"prompt":"' + b'\\u0041' * 5_000_000 + b'"}', {400, 413})
 post('NaN', 'json', COMPLETIONS, lambda i: completion(temperature=float('nan')))
 post('Infinity', 'json', GENERATE, lambda i: generate('x', min_p=float('inf')))
 post('a number of a million digits', 'json', COMPLETIONS, lambda i: b'{"prompt":"x","seed":' + b'9' * 1_000_000 + b'}')
@@ -285,7 +289,7 @@ with_key('Expect: 100-continue', {200}, lambda key: [head(f'POST {COMPLETIONS}',
 http('1,000 requests in a row without waiting', {200, CLOSED}, lambda: [head('GET /health', close=False) * 999, head('GET /health')], longest_reply=1_000_000)
 http('websocket', NOT_FOUND | {401, 403, 405, 426, CLOSED}, head('GET /live', 'Upgrade: websocket', 'Connection: Upgrade', 'Sec-WebSocket-Version: 13', 'Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==', close=False), patience=20)
 http('HTTP/2', NOT_HTTP | {505, 405}, b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n', patience=20)
-http('HTTP/0.9', NOT_HTTP, b'GET /health\r\n\r\n', patience=20)
+http('HTTP/0.9', NOT_HTTP | {200}, b'GET /health\r\n\r\n', patience=20)
 http('HTTP/9.9', NOT_HTTP | {200, 505}, b'GET /health HTTP/9.9\r\nHost: x\r\nConnection: close\r\n\r\n', patience=20)
 http('TLS', NOT_HTTP, b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03' + bytes(500), patience=20)
 http('a megabyte of zeros', NOT_HTTP, bytes(1_000_000), patience=20)
@@ -306,10 +310,11 @@ with_key('the metrics, 100 at once', {200}, lambda key: [head('GET /metrics', ke
 with_key('health_generate, 50 at once', {200, 400, 503}, lambda key: [head('GET /health_generate', key)], callers=50)
 http('half a head, then silence', LATE, b'GET /health HTTP/1.1\r\nHo', callers=20, patience=100)
 http('silence', LATE, callers=100, patience=100)
-http('a head that trickles', LATE | TOO_LONG, lambda: (o for _ in range(100) for o in (b'a', 1.)), patience=100)
+http('a head that trickles', LATE | TOO_LONG, b'GET /health HTTP/1.1\r\nHost: x\r\na: ', lambda: (o for _ in range(100) for o in (b'a', 1.)), patience=100)
 with_key('a body that trickles', LATE | {400}, lambda key: [head(f'POST {COMPLETIONS}', 'Content-Type: application/json', 'Content-Length: 100000', key), *(o for _ in range(100) for o in (b' ', 1.))], patience=100)
 with_key('a body that never comes', LATE, lambda key: [head(f'POST {COMPLETIONS}', 'Content-Type: application/json', 'Content-Length: 1000', 'Expect: 100-continue', key)], callers=20, patience=100)
-with_key('a stream that is not read', {200, CLOSED}, lambda key: [posted(GENERATE, json.dumps(generate('x', max_new_tokens=300, ignore_eos=True, n=8) | {'stream': True}).encode(), key), HALF_CLOSE], callers=2, longest_reply=10_000_000)
+with_key('streams that are left', {200, CLOSED}, lambda key: [posted(GENERATE, json.dumps(generate('x', max_new_tokens=300, ignore_eos=True, n=8) | {'stream': True}).encode(), key), .3, HANG_UP],
+    callers=10, longest_reply=10_000_000)
 
 # ---- who may do what. The server of the test asks for a key, and the callers above have it; these lack a key, or an admin's.
 for path, body in {'/abort_request': {'abort_all': True}, '/pause_generation': {'mode': 'abort'}, '/continue_generation': {}, '/flush_cache': {},
@@ -349,8 +354,8 @@ def _send(s: socket.socket, steps: Iterable[Step], until: float) -> None:
         for step in steps:
             if time.monotonic() > until: return
             if isinstance(step, bytes): s.sendall(step)
-            elif step is HALF_CLOSE: s.shutdown(socket.SHUT_WR)
-            else: time.sleep(step)
+            elif isinstance(step, float): time.sleep(step)
+            else: s.shutdown(socket.SHUT_WR if step is HALF_CLOSE else socket.SHUT_RDWR)
 
 def converse(address: tuple[str, int], steps: Iterable[Step], patience: float) -> Told:
     "Send all, and at the same time read what comes, until the other side closes"

@@ -278,7 +278,7 @@ def test_hostile_callers_stop_nobody(tmp_path, rows, capsys, record_property):
 async def beside_the_corpus(folder, rows):
     "A table of what came of each entry, and what is wrong"
     table, wrong = [], []
-    with program(folder, '--log-interval', '0', key='ordinary') as server:
+    with program(folder, '--log-interval', '0', '--max-prefill-tokens', '128', key='ordinary') as server:   # no prompt makes a long step
         async def load():
             async with Beside(server) as beside:
                 await asyncio.sleep(BUSY)
