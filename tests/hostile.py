@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 CLOSED = 0                             # no reply: the connection was closed, for bytes that are not HTTP
-REFUSED = frozenset({400})
-LEGAL = frozenset({200, 400})          # odd, but not wrong: to be served cheaply, or refused
+REFUSED = frozenset({400, 413})
+NEVER = frozenset({400})               # not 503, which would say that the same may succeed later
+LEGAL = frozenset({200, 400, 413})     # odd, but not wrong: to be served cheaply, or refused
 NOT_HTTP = frozenset({CLOSED, 400})
 NOT_FOUND = frozenset({400, 404})
 HALF_CLOSE, HANG_UP = object(), object()   # steps: this side has nothing more to say; nor will it listen
@@ -84,6 +85,7 @@ post('a million token ids, detokenize', 'text', '/detokenize', lambda i: {'token
 post('100,000 lists, detokenize', 'text', '/detokenize', lambda i: {'tokens': [[5, 6]] * 100_000}, LEGAL, longest_reply=10_000_000)
 post('100,000 messages of a letter', 'text', CHAT, lambda i: {'messages': [{'role': 'user', 'content': 'x'}] * 100_000})
 post('100,000 messages of a letter, tokenize', 'text', '/tokenize', lambda i: {'messages': [{'role': 'user', 'content': 'x'}] * 100_000})
+post('30,000 messages of a letter, tokenize', 'text', '/tokenize', lambda i: {'messages': [{'role': 'user', 'content': 'x'}] * 30_000})
 post('100,000 content parts', 'text', CHAT, lambda i: chat([{'type': 'text', 'text': 'x'}] * 100_000))
 post('arguments of a call of 10 MB', 'text', CHAT, lambda i: {'messages': [{'role': 'assistant', 'tool_calls': [
     {'id': 'a', 'type': 'function', 'function': {'name': 'f', 'arguments': json.dumps({'x': text(TEN_MB)})}}]}]})
@@ -169,15 +171,15 @@ post('a tool name with a line break', 'grammar', CHAT, lambda i: chat(tools=[too
 post('response_format with an enum of 500,000', 'grammar', CHAT, lambda i: chat(response_format={'type': 'json_schema', 'json_schema': {'schema': {'enum': [*range(500_000)]}}}))
 
 # ---- names, and numbers of requests
-post('rid of 1 MB', 'names', GENERATE, lambda i: generate('x') | {'rid': 'r' * 1_000_000})
+post('rid of 1 MB', 'names', GENERATE, lambda i: generate('x') | {'rid': 'r' * 1_000_000}, NEVER)
 post('rid with line breaks', 'names', GENERATE, lambda i: generate('x') | {'rid': 'a\r\ndata: {}\r\n\r\n'}, LEGAL)
 post('extra_key of 1 MB', 'names', GENERATE, lambda i: generate('x', extra_key='k' * 1_000_000))
 post('cache_salt of 1 MB', 'names', COMPLETIONS, lambda i: completion(cache_salt='k' * 1_000_000))
 post('model of 1 MB', 'names', COMPLETIONS, lambda i: completion(model='m' * 1_000_000), NOT_FOUND)
 post('user of 1 MB', 'names', COMPLETIONS, lambda i: completion(user='u' * 1_000_000), LEGAL)
-post('10,000 prompts', 'names', COMPLETIONS, lambda i: completion(['x'] * 10_000))
-post('10,000 prompts, generate', 'names', GENERATE, lambda i: generate(['x'] * 10_000))
-post('100 prompts, n=128', 'names', COMPLETIONS, lambda i: completion(['x'] * 100, n=128))
+post('10,000 prompts', 'names', COMPLETIONS, lambda i: completion(['x'] * 10_000), NEVER)
+post('10,000 prompts, generate', 'names', GENERATE, lambda i: generate(['x'] * 10_000), NEVER)
+post('100 prompts, n=128', 'names', COMPLETIONS, lambda i: completion(['x'] * 100, n=128), NEVER)
 post('logit_bias of 300,000 entries', 'names', COMPLETIONS, lambda i: completion(logit_bias={str(k): 1 for k in range(300_000)}))
 post('priority beyond all numbers', 'names', COMPLETIONS, lambda i: completion(priority=10**30))
 post('sampling_params, 10,000 maps for a prompt', 'names', GENERATE, lambda i: {'text': 'x', 'sampling_params': [{}] * 10_000})
@@ -210,12 +212,12 @@ post('objects nested 100,000 deep', 'json', COMPLETIONS, lambda i: b'{"prompt":'
 post('nested 10,000,000 deep', 'json', COMPLETIONS, lambda i: b'[' * 10_000_000)
 post('an unknown field nested 900 deep', 'json', COMPLETIONS, lambda i: b'{"prompt":"x","max_tokens":1,"other":' + b'[' * 900 + b']' * 900 + b'}', LEGAL)
 post('duplicate keys', 'json', COMPLETIONS, lambda i: b'{"prompt":"x","max_tokens":1,' + b'"prompt":"y",' * 100_000 + b'"prompt":"z"}', LEGAL)
-post('100,000 unknown fields', 'json', COMPLETIONS, lambda i: completion(**{f'f{k}': k for k in range(100_000)}), LEGAL)
+post('100,000 unknown fields', 'json', COMPLETIONS, lambda i: completion(**{f'f{k}': k for k in range(100_000)}))
 post('100,000 unknown fields, generate', 'json', GENERATE, lambda i: generate('x', **{f'f{k}': k for k in range(100_000)}))
-post('30 MB of empty objects', 'json', COMPLETIONS, lambda i: b'{"prompt":"x","max_tokens":1,"other":[{}' + b',{}' * TEN_MB + b']}', {200, 400, 413})
-post('30 MB of numbers', 'json', GENERATE, lambda i: b'{"text":"x","other":[1' + b',1' * (3 * TEN_MB // 2) + b']}', {200, 400, 413})
-post('30 MB of names', 'json', COMPLETIONS, lambda i: b'{"prompt":"x","max_tokens":1' + b''.join(b',"%d":1' % k for k in range(2_600_000)) + b'}', {200, 400, 413})
-post('30 MB of escapes', 'json', COMPLETIONS, lambda i: b'{"prompt":"' + b'\\u0041' * 5_000_000 + b'"}', {400, 413})
+post('30 MB of empty objects', 'json', COMPLETIONS, lambda i: b'{"prompt":"x","max_tokens":1,"other":[{}' + b',{}' * TEN_MB + b']}')
+post('30 MB of numbers', 'json', GENERATE, lambda i: b'{"text":"x","other":[1' + b',1' * (3 * TEN_MB // 2) + b']}')
+post('30 MB of names', 'json', COMPLETIONS, lambda i: b'{"prompt":"x","max_tokens":1' + b''.join(b',"%d":1' % k for k in range(2_600_000)) + b'}')
+post('30 MB of escapes', 'json', COMPLETIONS, lambda i: b'{"prompt":"' + b'\\u0041' * 5_000_000 + b'"}')
 post('NaN', 'json', COMPLETIONS, lambda i: completion(temperature=float('nan')))
 post('Infinity', 'json', GENERATE, lambda i: generate('x', min_p=float('inf')))
 post('a number of a million digits', 'json', COMPLETIONS, lambda i: b'{"prompt":"x","seed":' + b'9' * 1_000_000 + b'}')
