@@ -25,7 +25,8 @@ from minisgl_lit.server.engine_client import AsyncEngineClient
 from minisgl_lit.server.engine_core import ControlHandler, GrammarQueue, handle
 from minisgl_lit.server.messages import UserMsg, decode
 from minisgl_lit.testing.toy_engine import ToyEngine
-from minisgl_lit.text.tokenizer import ChatTemplate, Tokenizer, stop_check_factory
+from minisgl_lit.text import tokenizer as tokenizers
+from minisgl_lit.text.tokenizer import ChatTemplate, Tokenizer
 
 unmended = pytest.mark.xfail(strict=True, reason='this bound does not stand yet')   # taken away with each mend
 VOCAB, MAX_SEQ_LEN, PAGE = 4096, 256, 16
@@ -67,6 +68,11 @@ class CountingBackend:
         return self._backend.decode_batch([o[:1000] for o in lists], *args, **more)
 
 
+def stop_checks(tokenizer):
+    "What finds stop strings, by its new name or by its old one"
+    return getattr(tokenizers, 'TextStopChecks', getattr(tokenizers, 'stop_check_factory', None))(tokenizer)
+
+
 class Engine:
     "The engine core in this process, over the toy engine: an `EngineCoreHandle` to the client, as far as it looks at one."
     trouble, silence = '', 0.
@@ -77,7 +83,7 @@ class Engine:
         grammars = GrammarCompiler(tokenizer.backend, VOCAB)
         self.scheduler = Scheduler(
             ToyEngine(table.page_table, table.token_pool, PAGE, 256, VOCAB), CacheManager(256, table, RadixCache(PAGE, 'lru')), VOCAB, lambda: 0.,
-            config, make_stop_check=stop_check_factory(tokenizer), make_grammar=grammars)
+            config, frozenset(), None, stop_checks(tokenizer), make_grammar=grammars)
         self.queue = GrammarQueue(self.scheduler, grammars.begin)
         self.handler, self.stopped = ControlHandler(Control(self.scheduler), self.queue), False
 
