@@ -270,6 +270,18 @@ def test_a_request_that_is_refused_displaces_nobody(server):
     assert (innocent.status_code, bad.status_code) == (200, 400)
 
 
+# ---- control
+
+def test_many_who_ask_for_a_step_share_it(server):
+    async def use(web, engine):
+        steps, step = [], engine.scheduler.idle_step
+        engine.scheduler.idle_step = lambda: steps.append(step())
+        replies = await asyncio.gather(*(web.get('/health_generate') for _ in range(50)))
+        return {o.status_code for o in replies}, len(steps)
+    statuses, n_steps = server.run(use)
+    assert statuses == {200} and n_steps <= 3
+
+
 # ---- the tests' own tools
 
 def test_each_row_and_route_has_its_entries():
