@@ -158,8 +158,8 @@ async def read_body(
                    code='body_too_large')
 
 # %% ../../nbs/49_server.middleware.ipynb #9b27c1e1
-_MAX_NODES = 100_000      # names, objects and lists in a body
-_MAX_VALUES = 2_000_000   # values; the ids of all prompts among them
+_MAX_NODES = 100_000    # names, objects and lists in a body
+_MAX_VALUES = 500_000   # values; the ids of all prompts among them
 
 def check_values(
     body: bytes,  # JSON, or anything else
