@@ -75,7 +75,7 @@ class Beside:
     "Streams that begin again when they end, and a caller of /health; all that they notice, with the time."
     server: Program
     prompts: list[str] = field(default_factory=lambda: PROMPTS)
-    n_tokens: int = 400
+    n_tokens: int = 300
     health_pause: float = .05    # seconds between two calls
     marks: list[list[float]] = field(default_factory=list)       # by stream: when it asked, and when something came
     texts: list[list[str]] = field(default_factory=list)         # by stream: its answers

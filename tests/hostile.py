@@ -166,7 +166,7 @@ grammar('with a repeat of a million', 'regex', lambda i: '(ab|c){1000000}', LEGA
 grammar('whose repeats multiply', 'regex', lambda i: '((a{1000}){1000}){1000}', LEGAL)
 grammar('that needs many states', 'regex', lambda i: '(a|b)*a(a|b){400}', LEGAL)
 grammar('of 1 MB', 'regex', lambda i: '(' + '|'.join(f'w{k}' for k in range(150_000)) + ')')
-grammar('slow ones, 20 at once', 'ebnf', lambda i: f'start: "{i}" r0\n' + rules(1_500).removeprefix('start: r0\n'), callers=20)
+grammar('slow ones, 20 at once', 'ebnf', lambda i: f'start: "{i}" r0\n' + rules(1_500).removeprefix('start: r0\n'), LEGAL, callers=20)
 post('tools of 10 MB', 'grammar', CHAT, lambda i: chat(tools=[tool('f', description=text(TEN_MB))], tool_choice='required'))
 post('10,000 tools', 'grammar', CHAT, lambda i: chat(tools=[tool(f'f{k}') for k in range(10_000)], tool_choice='required'))
 post('10,000 tools, none of which is chosen', 'grammar', CHAT, lambda i: chat(tools=[tool(f'f{k}') for k in range(10_000)], tool_choice={'type': 'function', 'function': {'name': 'g'}}))

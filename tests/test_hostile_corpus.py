@@ -327,6 +327,7 @@ async def beside_the_corpus(folder, rows):
             callers = await hostile_callers(server, '--rows', rows)
             start = asyncio.get_running_loop().time()
             await asyncio.sleep(BUSY)
+            assert await until(lambda: all(beside.texts), 120), 'the streams do not end'
             begin = asyncio.get_running_loop().time()
             expected = [texts[0] for texts in beside.texts]
             alone = beside.worst_gap(start, begin), beside.worst_health(start, begin)
