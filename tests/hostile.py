@@ -158,6 +158,10 @@ post('schema nested 5,000 deep', 'grammar', GENERATE, lambda i: deep_schema(5_00
 grammar('of 20,000 rules', 'ebnf', lambda i: rules(20_000))
 grammar('with a chain of 3,000 rules', 'ebnf', lambda i: rules(3_000))   # deeper than a thread's stack: it has ended an engine
 schema('with a chain of 3,000 references', lambda i: {'$defs': {f'a{k}': {'properties': {'x': {'$ref': f'#/$defs/a{k + 1}'}}} for k in range(3_000)} | {'a3000': {}}, '$ref': '#/$defs/a0'})
+grammar('with a chain of 4,000 short rules', 'ebnf', lambda i: 'start:r0\n' + ''.join(f'r{k}:"a"r{k + 1}\n' for k in range(4_000)) + 'r4000:"c"\n')
+grammar('with a chain of 5,000 names', 'ebnf', lambda i: 'start:r0\n' + ''.join(f'r{k}:r{k + 1}\n' for k in range(5_000)) + 'r5000:"c"\n')
+post('schema with a chain of 1,500 short references', 'grammar', GENERATE, lambda i: generate('x', json_schema=json.dumps(
+    {'$defs': {f'{k}': {'items': {'$ref': f'#/$defs/{k + 1}'}} for k in range(1_500)} | {'1500': {}}, '$ref': '#/$defs/0'}, separators=(',', ':'))))
 grammar('that is ambiguous', 'ebnf', lambda i: 'start: e\ne: e e | e e e | "a" | "b" |\n', LEGAL, n_tokens=100)
 grammar('that recurs on its left', 'ebnf', lambda i: 'start: start "a" | start start | "b"\n', LEGAL)
 grammar('without an end', 'ebnf', lambda i: 'start: a\na: b\nb: a\n')

@@ -198,7 +198,9 @@ def test_no_cache_of_patterns_grows(server):
 # ---- grammars
 
 @unmended
-@pytest.mark.parametrize('name, field', [('schema with an enum of 500,000', 'json_schema'), ('ebnf of 20,000 rules', 'ebnf'), ('regex of 1 MB', 'regex'), ('schema nested 5,000 deep', 'json_schema')])
+@pytest.mark.parametrize('name, field', [('schema with an enum of 500,000', 'json_schema'), ('ebnf of 20,000 rules', 'ebnf'), ('regex of 1 MB', 'regex'), 
+    ('ebnf with a chain of 4,000 short rules', 'ebnf'), ('ebnf with a chain of 5,000 names', 'ebnf'), ('schema with a chain of 1,500 short references', 'json_schema'),
+    ('schema nested 5,000 deep', 'json_schema')])
 def test_a_grammar_that_costs_much_is_never_compiled(server, name, field):
     reply = sent(server, name)
     assert server.work.grammars == []
