@@ -2,7 +2,7 @@
 sent on); and all of it, in the long suite, sent to a server with eight streams running."""
 import asyncio, json, threading
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 
 import httpx
@@ -130,7 +130,7 @@ def server(tokenizer, monkeypatch):
         async def main():
             engine = Engine(tokenizer, work, **settings)
             engine.client = client = AsyncEngineClient(engine, 'toy', max_open=4608)
-            app = create_app(client, tokenizer, dict(max_seq_len=MAX_SEQ_LEN, vocab_size=VOCAB))
+            app = create_app(client, tokenizer, dict(asdict(engine.scheduler.config), max_seq_len=MAX_SEQ_LEN, vocab_size=VOCAB))
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url='http://x') as web: return await use(web, engine)
         return asyncio.run(asyncio.wait_for(main(), 30))
     return SimpleNamespace(work=work, run=run)
@@ -153,7 +153,7 @@ def refused(reply, field):
 # ---- text
 
 @unmended
-@pytest.mark.parametrize('name, field', [('completions', 'prompt'), ('generate', 'text'), ('chat', 'messages'), ('tokenize', 'prompt'), ('tokenize messages', None)])
+@pytest.mark.parametrize('name, field', [('completions', 'prompt'), ('chat', 'messages'), ('tokenize', 'prompt'), ('tokenize messages', None)])
 def test_a_text_that_cannot_fit_is_not_tokenized(server, name, field):
     refused(sent(server, f'text of 10 MB, {name}'), field)
     assert server.work.chars == 0
