@@ -81,7 +81,7 @@ post('200 prompts of 9,999 letters', 'text', COMPLETIONS, lambda i: completion([
 post('200 prompts of 9,999 letters, tokenize', 'text', '/tokenize', lambda i: {'prompt': [text(9_999)] * 200}, LEGAL, longest_reply=10_000_000)
 post('a million token ids', 'text', GENERATE, lambda i: {'input_ids': [5] * 1_000_000})
 post('490,000 token ids, echo', 'text', COMPLETIONS, lambda i: completion([5] * 490_000, echo=True))
-post('490,000 token ids, detokenize', 'text', '/detokenize', lambda i: {'tokens': [5] * 490_000})
+post('490,000 token ids, detokenize', 'text', '/detokenize', lambda i: {'tokens': [5] * 490_000}, LEGAL, longest_reply=10_000_000)
 post('a million token ids, echo', 'text', COMPLETIONS, lambda i: completion([5] * 1_000_000, echo=True))
 post('a million token ids, detokenize', 'text', '/detokenize', lambda i: {'tokens': [5] * 1_000_000})
 post('90,000 lists, detokenize', 'text', '/detokenize', lambda i: {'tokens': [[5, 6]] * 90_000}, LEGAL, longest_reply=10_000_000)
