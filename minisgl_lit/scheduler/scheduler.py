@@ -198,8 +198,8 @@ class Scheduler(Lifecycle):
         if waiting and self.stop_checks: self.stop_checks.search([*waiting.values()])
         for pending, check in waiting.items():
             try: new = check.take()
-            except RequestError as e:
-                self.finish(pending, FinishReason.ERROR, str(e))
+            except Exception as e:
+                self.finish(pending, FinishReason.ERROR, request_failure(e))
                 continue
             if not new: continue
             ids, (reason, matched) = new.token_ids, new.end or (None, None)

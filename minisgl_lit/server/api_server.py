@@ -154,6 +154,7 @@ class Api:
         self.info = {k: v for k, v in info.items() if k not in _SECRETS}
         self.metrics = Metrics(client.model)
         self.live = LiveFeed(lambda: self.ask(client.control, 'live'))
+        self._probe: asyncio.Future[dict[str, object]] | None = None   # of `/health_generate`
 
     def _head(self, kind: str) -> tuple[str, str, int]:
         "Id, model and time of a response"
@@ -275,7 +276,10 @@ class Api:
 
     async def health_generate(self) -> dict[str, object]:
         "Whether the engine can generate a token, within `_HEALTH_SECONDS`"
-        try: await asyncio.wait_for(self.ask(self.client.control, 'health'), _HEALTH_SECONDS)
+        if self._probe is None or self._probe.done():
+            step = self.ask(self.client.control, 'health')
+            self._probe = asyncio.ensure_future(asyncio.wait_for(step, _HEALTH_SECONDS))
+        try: await asyncio.shield(self._probe)   # it is not for this caller alone
         except TimeoutError:
             what = f'the engine made no token in {_HEALTH_SECONDS} seconds'
             raise ApiError(what, 503) from None

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'access_line', 'failure_line', 'log_to_stderr', 'AccessLogMiddleware', 'ErrorMiddleware', 'ApiKeyMiddleware',
-           'read_body', 'BodyLimitMiddleware', 'middleware_stack']
+           'read_body', 'check_values', 'BodyLimitMiddleware', 'middleware_stack']
 
 # %% ../../nbs/49_server.middleware.ipynb #0d18c9fa
 import json
@@ -170,11 +170,24 @@ async def read_body(
     raise ApiError(f'the body must be at most {limit:,} bytes long', 413,
                    code='body_too_large')
 
+# %% ../../nbs/49_server.middleware.ipynb #9b27c1e1
+_MAX_NODES = 100_000    # names, objects and lists in a body
+_MAX_VALUES = 500_000   # values; the ids of all prompts among them
+
+def check_values(
+    body: bytes,  # JSON, or anything else
+) -> None:
+    "`ApiError` 413 if to parse it would make too many objects"
+    n_nodes, n_values = sum(map(body.count, (b':', b'{', b'['))), body.count(b',')
+    if n_nodes <= _MAX_NODES and n_values <= _MAX_VALUES: return
+    raise ApiError(f'the body has {n_nodes:,} of the marks : {{ [ and {n_values:,} commas; there '
+                   f'may be {_MAX_NODES:,} and {_MAX_VALUES:,}', 413, code='too_many_values')
+
 # %% ../../nbs/49_server.middleware.ipynb #5fadd534
 class BodyLimitMiddleware:
     """Reads each body before the application runs.
 
-    `ApiError` 413 if it is too long, 415 if it is compressed."""
+    `ApiError` 413 if it has too many bytes or values, 415 if it is compressed."""
     def __init__(
         self,
         app: ASGIApp,               # The application inside
@@ -191,6 +204,7 @@ class BodyLimitMiddleware:
         length = _header(scope, b'content-length')
         declared = int(length) if length.isdigit() else 0
         body = [await read_body(receive, declared, self.max_body)]
+        check_values(body[0].get('body', b''))
         async def receive_body() -> Message: return body.pop() if body else await receive()
         await self.app(scope, receive_body, send)
 

@@ -202,8 +202,9 @@ class Server:
     def _warn_of_strangers(self) -> None:
         "Say so if callers on other machines need no key"
         address, port = self._listener.getsockname()[:2]
-        if self._config.api_key or ipaddress.ip_address(address).is_loopback: return
-        self._log(f'host {self._config.host} lets other machines in, and there is no api_key: '
+        c = self._config
+        if c.api_key or c.api_keys or ipaddress.ip_address(address).is_loopback: return
+        self._log(f'host {c.host} lets other machines in, and there is no api_key: '
                   f'whoever reaches port {port} can use this server')
 
     # %% ../../nbs/56_server.serve.ipynb #90385af1

@@ -261,16 +261,16 @@ _SEES_MORE = re.compile(r'\$|\\[A-Zbgm1-9]|\(\?[=!>]|[*+?}]\+')
 def search_together(
     checkers: Sequence[StopChecker],   # All that have text to search
     seconds: float = STEP_SEARCH_S,    # CPU time for all of them
-) -> dict[StopChecker, str]:           # Those whose request has used up its time, and what to say
+) -> dict[StopChecker, Exception]:     # Those whose request has used up its time, or that failed
     "Let these search on, the quickest first; those that have only strings in any case"
-    failed: dict[StopChecker, str] = {}
+    failed: dict[StopChecker, Exception] = {}
     late: set[int] = set()   # budgets of which a search was put off
     for checker in sorted(checkers, key=lambda o: o.budget.rate):
         too_late = seconds < _LEAST_SEARCH_S or id(checker.budget) in late
         if checker.has_pattern and too_late: continue
         started = thread_time()
         try: checker.search(seconds / 2)
-        except RequestError as e: failed[checker] = str(e)
+        except Exception as e: failed[checker] = e
         seconds -= thread_time() - started
         if checker.behind and checker not in failed: late.add(id(checker.budget))
     return failed
