@@ -14,6 +14,7 @@ import numpy as np
 from ..core.request import CacheHandle, PendingReq, Req
 from ..core.sampling_params import RequestError, SamplingParams
 from ..kv_cache.manager import CacheManager
+from ..kv_cache.radix import PrefixHandle
 from .policy import Policy
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #2be1aac3
@@ -126,7 +127,7 @@ class PrefillAdder:
         self.lengths.watched[row] = any(map(bool, ends))
 
     # %% ../../nbs/21_scheduler.prefill.ipynb #a4be8f63
-    def _pass_over(self, pending: PendingReq, handle: CacheHandle) -> bool:
+    def _pass_over(self, pending: PendingReq, handle: PrefixHandle) -> bool:
         "Whether others are tried before a prompt that must wait; the first keeps row and pages"
         if self.passed_over == self.max_passed_over: return False
         if not self.passed_over:
