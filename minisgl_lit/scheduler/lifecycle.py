@@ -213,7 +213,7 @@ class Lifecycle:
         shown: int | None = None,               # Characters of its answer, if a stop cuts it
     ) -> None:
         "End a request: its terminal output now, its row and pages at the next step"
-        pending.finish_reason = reason
+        pending.finish_reason, pending.stop_check = reason, None   # a batch may still hold the request
         self._stop_computing(pending)
         del self.alive[pending.rid]
         self._outputs.outputs.append(final_output(
