@@ -138,7 +138,7 @@ def test_a_step_searches_for_a_millisecond_however_many_ask(monkeypatch):
     clock, checks, rng = Clock(monkeypatch, slow=9., quick=3e-6), TextStopChecks(Letters()), random.Random(0)
     def make(pattern, i): return checks.make(PendingReq("r", np.array([1, i]), SamplingParams(stop_regex=pattern), 999))
     slow, quick = [make("slow", 0) for _ in range(128)], [make("quick", i) for i in range(8)]
-    worst, ended, lag, steps = 0., 0, 0, 0
+    worst, steps = 0., 0
     while any(not o.error for o in slow):
         assert steps < 300
         live = [o for o in slow if not o.error] + quick
@@ -229,6 +229,7 @@ def serve(stop_checks, overlap, asked, abort=()):
         for rid in abort:
             if rid in s.alive and steps == 9: Control(s).abort(rid)
     Control(s).self_check()
+    assert not stop_checks._budgets   # forgotten with their requests
     return {rid: (o.output.text, o.output.token_ids, o.output.finish_reason, o.output.error, ends[rid]) for rid, o in out.items()}
 
 @pytest.mark.parametrize("seed", range(6))
