@@ -136,6 +136,21 @@ def test_users_share_what_their_caller_has():
     gap, served = worst_gap(s, asked)
     assert gap <= bound([1.]) / 2 < served / 2, (gap, served)
 
+def test_who_pays_what():
+    "Prompts as far as they are computed, answers twice, once, and over the weight; what has ended is let go of"
+    s = server(cache="radix")
+    fairness = s.prefill.policy.inner.fairness
+    def paid(rid, n_answer, caller):
+        before = fairness.callers.served.get(caller.name, 0.)
+        ask(s, rid, caller, prompt=[1]*12, n_answer=n_answer)
+        finish(s)
+        list(s.prefill.policy.order([]))
+        return fairness.callers.served[caller.name] - before
+    assert paid("cold", 3, Caller("a")) == 12 + 3*2
+    assert paid("warm", 3, Caller("a")) == (12 - 8) + 3*2   # two pages are found, the last is computed again
+    assert paid("heavy", 3, Caller("a", weight=2.)) == ((12 - 8) + 3*2)/2
+    assert fairness.users["a"].served[""] == 18 + 10 + 10 and not fairness._charged
+
 def test_counters_are_bounded():
     counters = VirtualTokenCounters()
     for i in range(10_000):
