@@ -378,8 +378,9 @@ _EXIT_FAILED = 70       # EX_SOFTWARE of sysexits.h: an internal error
 _TELLING_SECONDS = 2.   # for the last words, which may find no reader
 
 def _tell_where_all_are(why: str) -> None:
-    if write_text(sys.__stderr__, f'{why}; this is where all are:\n'):
-        faulthandler.dump_traceback(sys.__stderr__)
+    file = sys.__stderr__
+    if file and write_text(file, f'{why}; this is where all are:\n'):
+        faulthandler.dump_traceback(file)
 
 def watch_parent(
     parent: int,             # Its process id
