@@ -350,6 +350,8 @@ def test_the_engine_core_writes_through_a_thread(monkeypatch):
     class First(Exception): pass
     def unblock(as_json): raise First(as_json)
     monkeypatch.setattr(engine_core, 'unblock_stderr', unblock)
+    def too_late(*_): raise AssertionError('something else came first')
+    monkeypatch.setattr(engine_core.signal, 'signal', too_late)
     with pytest.raises(First, match='True'): engine_core.main('', '', '1', json.dumps(dict(log_json=True)))
 
 

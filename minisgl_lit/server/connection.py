@@ -108,8 +108,10 @@ class Connections:
 
     def overdue(self) -> list[tuple[Connection, Awaits | None]]:
         "Those whose time is up, and what they waited for; `None`: they have lingered"
-        waited = [(o, awaits) for o, (awaits, end) in self._waiting.items() if end <= self.seconds]
-        return waited + [(o, None) for o, end in self._lingering.items() if end <= self.seconds]
+        found: list[tuple[Connection, Awaits | None]] = []
+        found += [(o, awaits) for o, (awaits, end) in self._waiting.items() if end <= self.seconds]
+        found += [(o, None) for o, end in self._lingering.items() if end <= self.seconds]
+        return found
 
 # %% ../../nbs/49b_server.connection.ipynb #3be5b8e2
 _REFUSALS = {
@@ -332,7 +334,8 @@ class ConnectionAcceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError): return
             except OSError as e:
                 self.connections.refused[f'not accepted: {e.strerror}'] += 1
-                return self.loop.remove_reader(self.listener)   # until the next second
+                self.loop.remove_reader(self.listener)   # until the next second
+                return
             caller.setblocking(False)
             task = self.loop.create_task(self.loop.connect_accepted_socket(
                 lambda: LimitedProtocol(self.http, self.connections, self.loop), caller))
