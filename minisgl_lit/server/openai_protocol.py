@@ -46,7 +46,7 @@ def check_model(
 ) -> None:
     "Raise `ApiError` if the request names another model"
     if requested not in (None, served):
-        raise ApiError(f'model {requested!r} is not served here; this server has {served!r}',
+        raise ApiError(f'model {requested!r:.80} is not served here; this server has {served!r}',
                        404, 'model', 'model_not_found')
 
 # %% ../../nbs/54_server.openai_protocol.ipynb #0d0d4efd
@@ -180,7 +180,7 @@ class ChatRequest(ApiRequest):
         chosen = functions if choice == 'required' else [f for f in functions if f.name == name]
         if chosen: return chosen
         raise ApiError('tool_choice must be none, auto, required or one of tools, '
-                       f'not {name!r}, with tools {[f.name for f in functions]}',
+                       f'not {name!r:.80}, with tools {[f.name for f in functions][:20]}',
                        param='tool_choice')
 
     @property
