@@ -20,6 +20,7 @@ from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.models.embedded import embedded_path
 from minisgl_lit.scheduler.control import Control
 from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.server import middleware
 from minisgl_lit.server.api_server import create_app
 from minisgl_lit.server.engine_client import AsyncEngineClient
 from minisgl_lit.server.engine_core import ControlHandler, GrammarQueue, handle
@@ -198,7 +199,7 @@ def test_no_cache_of_patterns_grows(server):
 # ---- grammars
 
 @unmended
-@pytest.mark.parametrize('name, field', [('schema with an enum of 500,000', 'json_schema'), ('ebnf of 20,000 rules', 'ebnf'), ('regex of 1 MB', 'regex'), 
+@pytest.mark.parametrize('name, field', [('schema with an enum of 500,000', 'json_schema'), ('ebnf of 20,000 rules', 'ebnf'), ('regex of 1 MB', 'regex'),
     ('ebnf with a chain of 4,000 short rules', 'ebnf'), ('ebnf with a chain of 5,000 names', 'ebnf'), ('schema with a chain of 1,500 short references', 'json_schema'),
     ('schema nested 5,000 deep', 'json_schema')])
 def test_a_grammar_that_costs_much_is_never_compiled(server, name, field):
@@ -222,6 +223,27 @@ def test_many_small_values_are_not_parsed(server, monkeypatch):
         return reply
     reply = server.run(use)
     assert (reply.status_code, reply.json()['error']['code'], parsed) == (413, 'too_many_values', [])
+
+
+def test_memory_of_large_bodies_is_given_back_once(monkeypatch):
+    calls, trimmed = [], asyncio.Event()
+    async def app(scope, receive, send): await receive()
+    async def trim():
+        calls.append(0)
+        await trimmed.wait()
+    async def main():
+        monkeypatch.setattr(middleware, 'trim_memory', trim)
+        limited, scope = middleware.BodyLimitMiddleware(app), {'type': 'http', 'headers': []}
+        async def receive(n): return {'type': 'http.request', 'body': bytes(n)}
+        async def call(n):
+            await limited(scope, lambda: receive(n), None)
+            await asyncio.sleep(.001)
+            return len(calls)
+        few = [await call(n) for n in (100, 2 << 20, 3 << 20)]
+        trimmed.set()
+        await asyncio.sleep(.01)
+        return [*few, await call(2 << 20)]
+    assert asyncio.run(main()) == [0, 1, 1, 2]
 
 
 # ---- names and numbers

@@ -4,9 +4,15 @@
 
 # %% auto #0
 __all__ = ['log', 'access_line', 'failure_line', 'log_to_stderr', 'AccessLogMiddleware', 'ErrorMiddleware', 'ApiKeyMiddleware',
-           'read_body', 'check_values', 'BodyLimitMiddleware', 'middleware_stack']
+           'read_body', 'check_values', 'trim_memory', 'BodyLimitMiddleware', 'middleware_stack']
 
 # %% ../../nbs/49_server.middleware.ipynb #0d18c9fa
+<<<<<<< ours
+=======
+import asyncio
+import ctypes
+import hmac
+>>>>>>> theirs
 import json
 import logging
 import re
@@ -18,9 +24,9 @@ from time import perf_counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..log import LogFile
-from .callers import Callers
-from .protocol import ApiError
+from minisgl_lit.log import LogFile
+from minisgl_lit.server.callers import Callers
+from minisgl_lit.server.protocol import ApiError
 
 # %% ../../nbs/49_server.middleware.ipynb #2f63a0a8
 log = logging.getLogger('minisgl_lit.access')
@@ -183,6 +189,17 @@ def check_values(
     raise ApiError(f'the body has {n_nodes:,} of the marks : {{ [ and {n_values:,} commas; there '
                    f'may be {_MAX_NODES:,} and {_MAX_VALUES:,}', 413, code='too_many_values')
 
+# %% ../../nbs/49_server.middleware.ipynb #9b27c1e6
+_LARGE = 1 << 20   # bytes of a body, after which memory is given back
+
+async def trim_memory(
+    seconds: float = 1.,   # Until then
+) -> None:
+    "Give freed memory back to the system, where the C library can"
+    await asyncio.sleep(seconds)
+    trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)   # glibc has it
+    if trim: await asyncio.to_thread(trim, 0)
+
 # %% ../../nbs/49_server.middleware.ipynb #5fadd534
 class BodyLimitMiddleware:
     """Reads each body before the application runs.
@@ -194,6 +211,7 @@ class BodyLimitMiddleware:
         max_body: int = 32 << 20,   # Longest body, in bytes
     ):
         self.app, self.max_body = app, max_body
+        self._trim: asyncio.Future[None] | None = None   # the last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope['type'] != 'http': return await self.app(scope, receive, send)
@@ -204,9 +222,14 @@ class BodyLimitMiddleware:
         length = _header(scope, b'content-length')
         declared = int(length) if length.isdigit() else 0
         body = [await read_body(receive, declared, self.max_body)]
-        check_values(body[0].get('body', b''))
+        is_large = len(body[0].get('body', b'')) > _LARGE
         async def receive_body() -> Message: return body.pop() if body else await receive()
-        await self.app(scope, receive_body, send)
+        try:
+            check_values(body[0].get('body', b''))
+            await self.app(scope, receive_body, send)
+        finally:
+            if is_large and (self._trim is None or self._trim.done()):
+                self._trim = asyncio.ensure_future(trim_memory())
 
 # %% ../../nbs/49_server.middleware.ipynb #afe58d77
 def middleware_stack(
