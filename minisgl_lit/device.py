@@ -16,7 +16,6 @@ from threading import Condition, Thread
 from typing import Generic, Protocol, TypeVar
 
 import torch
-from fastcore.basics import patch
 
 from .core.request import Event
 
@@ -94,50 +93,44 @@ class InlineStream:
     def _wait(self, event: HostEvent) -> None:
         "Return when an event has come; here it always has"
 
-# %% ../nbs/02_device.ipynb #66f3cc3d
-@patch
-def submit(
-    self: InlineStream,
-    work: Work,  # What to do
-) -> None:
-    "Enqueue a piece of work; never raises what the work raises"
-    self._put(work)
+    # %% ../nbs/02_device.ipynb #66f3cc3d
+    def submit(
+        self,
+        work: Work,  # What to do
+    ) -> None:
+        "Enqueue a piece of work; never raises what the work raises"
+        self._put(work)
 
-@patch
-def record(self: InlineStream) -> Event:
-    "An event that comes when all work submitted so far is done"
-    event = HostEvent(self._wait)
-    self._put(event)
-    return event
+    def record(self) -> Event:
+        "An event that comes when all work submitted so far is done"
+        event = HostEvent(self._wait)
+        self._put(event)
+        return event
 
-@patch
-def fetch(
-    self: InlineStream,
-    pairs: Pairs,  # What to copy, asked when the work before has run
-) -> Event:
-    "Copy results to the host behind all work so far; an event that comes with them"
-    def copy() -> None:
-        for there, here in pairs(): there.copy_(here, non_blocking=True)
-    self.submit(copy)
-    return self.record()
+    def fetch(
+        self,
+        pairs: Pairs,  # What to copy, asked when the work before has run
+    ) -> Event:
+        "Copy results to the host behind all work so far; an event that comes with them"
+        def copy() -> None:
+            for there, here in pairs(): there.copy_(here, non_blocking=True)
+        self.submit(copy)
+        return self.record()
 
-# %% ../nbs/02_device.ipynb #a772470c
-@patch
-def synchronize(self: InlineStream) -> None:
-    "Wait for all work submitted so far, and raise as an event would"
-    self.record().synchronize()
+    # %% ../nbs/02_device.ipynb #a772470c
+    def synchronize(self) -> None:
+        "Wait for all work submitted so far, and raise as an event would"
+        self.record().synchronize()
 
-@patch
-def reset(self: InlineStream) -> None:
-    "Let what is enqueued pass, then forget the error"
-    try: self.synchronize()
-    except BaseException as e:
-        if e is not self._error: raise   # not from the work: Ctrl-C while we waited
-    self._error = None
+    def reset(self) -> None:
+        "Let what is enqueued pass, then forget the error"
+        try: self.synchronize()
+        except BaseException as e:
+            if e is not self._error: raise   # not from the work: Ctrl-C while we waited
+        self._error = None
 
-@patch
-def close(self: InlineStream) -> None:
-    "Nothing to free"
+    def close(self) -> None:
+        "Nothing to free"
 
 # %% ../nbs/02_device.ipynb #6c947c38
 class WorkerStream(InlineStream):

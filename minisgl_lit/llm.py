@@ -21,7 +21,6 @@ from numbers import Integral
 from typing import Self, TypeVar, cast
 
 import numpy as np
-from fastcore.basics import patch
 from tqdm import tqdm
 
 from .config import EngineConfig
@@ -128,79 +127,99 @@ class EngineDriver:
             with self.exclusive():   # another caller's step may have brought it meanwhile
                 if not (request.pieces or request.output or request.error): self._step()
 
-# %% ../nbs/52_llm.ipynb #572a2ff6
-@patch
-def _step(self: EngineDriver) -> None:
-    "One step of the scheduler, for all open requests; called with the lock"
-    while self._released:
-        self.runtime.control.abort(rid := self._released.popleft())
-        request = self._open.pop(rid, None)
-        if request in self._backlog: self._backlog.remove(request)
-    while self._backlog:
-        request = self._backlog[0]
-        try: self.scheduler.add(request.rid, request.input_ids, request.params)
-        except QueueFull: break
-        except Exception as e: request.error = e
-        self._backlog.popleft()
-    for output in self.scheduler.step():
-        if not (request := self._open.get(output.rid)): continue
-        try: request.add(output)
-        except Exception as e: request.error = e
+    # %% ../nbs/52_llm.ipynb #572a2ff6
+    def _step(self) -> None:
+        "One step of the scheduler, for all open requests; called with the lock"
+        while self._released:
+            self.runtime.control.abort(rid := self._released.popleft())
+            request = self._open.pop(rid, None)
+            if request in self._backlog: self._backlog.remove(request)
+        while self._backlog:
+            request = self._backlog[0]
+            try: self.scheduler.add(request.rid, request.input_ids, request.params)
+            except QueueFull: break
+            except Exception as e: request.error = e
+            self._backlog.popleft()
+        for output in self.scheduler.step():
+            if not (request := self._open.get(output.rid)): continue
+            try: request.add(output)
+            except Exception as e: request.error = e
 
-@patch
-def release(self: EngineDriver, requests: Sequence[RequestState]) -> None:
-    "The callers of these wait no longer: abort those that have not ended, and forget all"
-    self._released.extend(r.rid for r in requests)
-    while not self.closed and (self._released or not self._open and self.scheduler.has_work):
-        if not self._lock.acquire(blocking=False): return   # the thread that holds it does it
+    def release(self, requests: Sequence[RequestState]) -> None:
+        "The callers of these wait no longer: abort those that have not ended, and forget all"
+        self._released.extend(r.rid for r in requests)
+        while not self.closed and (self._released or not self._open and self.scheduler.has_work):
+            if not self._lock.acquire(blocking=False): return   # the thread that holds it does it
+            try:
+                with defer_interrupts(): self._step()
+            finally: self._lock.release()
+
+    # %% ../nbs/52_llm.ipynb #6ae08f50
+    def read(
+        self,
+        request: RequestState,   # One that is streamed
+    ) -> Generator[Piece]:       # To close it aborts the request
+        "The pieces of an answer, as they come"
         try:
-            with defer_interrupts(): self._step()
-        finally: self._lock.release()
+            self.submit([request])
+            while True:
+                self.wait(request)
+                yield (piece := request.pieces.popleft())
+                if piece.finish_reason: return
+        finally: self.release([request])
 
-# %% ../nbs/52_llm.ipynb #6ae08f50
-@patch
-def read(
-    self: EngineDriver,
-    request: RequestState,   # One that is streamed
-) -> Generator[Piece]:       # To close it aborts the request
-    "The pieces of an answer, as they come"
-    try:
-        self.submit([request])
-        while True:
-            self.wait(request)
-            yield (piece := request.pieces.popleft())
-            if piece.finish_reason: return
-    finally: self.release([request])
+    # %% ../nbs/52_llm.ipynb #4e9443a3
+    def collect(
+        self,
+        requests: Sequence[RequestState],  # Ones that are not streamed
+        progress: bool | None,             # A bar; `None`: for four or more, in a terminal
+    ) -> list[RequestOutput]:
+        "All answers, in the order of the requests"
+        outputs: list[RequestOutput] = []
+        few = len(requests) < 4
+        hidden = not progress if progress is not None else few or None   # `None`: if no terminal
+        try:
+            self.submit(requests)
+            for request in tqdm(requests, disable=hidden, unit=' answers', leave=False):
+                self.wait(request)
+                assert request.output, 'a request that is not streamed waits for its whole answer'
+                outputs.append(request.output)
+        finally: self.release(requests)
+        return outputs
 
-# %% ../nbs/52_llm.ipynb #4e9443a3
-@patch
-def collect(
-    self: EngineDriver,
-    requests: Sequence[RequestState],  # Ones that are not streamed
-    progress: bool | None,             # A bar; `None`: for four or more, in a terminal
-) -> list[RequestOutput]:
-    "All answers, in the order of the requests"
-    outputs: list[RequestOutput] = []
-    few = len(requests) < 4
-    hidden = not progress if progress is not None else few or None   # `None`: if no terminal
-    try:
-        self.submit(requests)
-        for request in tqdm(requests, disable=hidden, unit=' answers', leave=False):
-            self.wait(request)
-            assert request.output, 'a request that is not streamed waits for its whole answer'
-            outputs.append(request.output)
-    finally: self.release(requests)
-    return outputs
+    def close(self) -> None:
+        "Abort all requests, and end the engine; a second time does nothing"
+        if self.closed: return
+        with self.exclusive():
+            self.runtime.control.abort_all()
+            while self.scheduler.has_work: self.scheduler.step()
+            self._end_engine()
+            self.closed = True
 
-@patch
-def close(self: EngineDriver) -> None:
-    "Abort all requests, and end the engine; a second time does nothing"
-    if self.closed: return
-    with self.exclusive():
-        self.runtime.control.abort_all()
-        while self.scheduler.has_work: self.scheduler.step()
-        self._end_engine()
-        self.closed = True
+    # %% ../nbs/52_llm.ipynb #20271993
+    def make_requests(
+        self,
+        prompts: Sequence[P],               # What `encode` takes
+        encode: Callable[[P], np.ndarray],  # Gives the tokens of a prompt, [input_len]
+        params: Params,                     # For all, or one for each
+        streamed: bool = False,             # Whether the caller reads pieces as they come
+    ) -> list[RequestState]:                # `n` for each prompt, one after another
+        "Requests of all prompts, or none: `RequestError` at the first that could not be served"
+        requests: list[RequestState] = []
+        for i, (prompt, own) in enumerate(zip(prompts, params_per_prompt(params, len(prompts)))):
+            if streamed and own.n > 1:
+                what = f'n={own.n} answers cannot be read as one stream; stream each by itself'
+                raise RequestError('n', what)
+            for choice in own.choices():
+                try:
+                    self.scheduler.validate(ids := encode(prompt), choice)
+                    self.runtime.grammars.validate(choice)
+                except RequestError as e:
+                    what = f'prompt {i}: {e}' if len(prompts) > 1 else str(e)
+                    raise RequestError(e.field, what) from None
+                collector = OutputCollector(self.tokenizer, choice)
+                requests.append(RequestState(next(self._rids), ids, choice, collector, streamed))
+        return requests
 
 # %% ../nbs/52_llm.ipynb #b15a11bd
 def input_ids(
@@ -225,32 +244,6 @@ def params_per_prompt(
     if len(each) == n and all(isinstance(o, SamplingParams) for o in each): return each
     raise RequestError('params', 'params must be one SamplingParams, or one for each prompt '
                                  f'({n}), not {params!r:.80}')
-
-# %% ../nbs/52_llm.ipynb #20271993
-@patch
-def make_requests(
-    self: EngineDriver,
-    prompts: Sequence[P],               # What `encode` takes
-    encode: Callable[[P], np.ndarray],  # Gives the tokens of a prompt, [input_len]
-    params: Params,                     # For all, or one for each
-    streamed: bool = False,             # Whether the caller reads pieces as they come
-) -> list[RequestState]:                # `n` for each prompt, one after another
-    "Requests of all prompts, or none: `RequestError` at the first that could not be served"
-    requests: list[RequestState] = []
-    for i, (prompt, own) in enumerate(zip(prompts, params_per_prompt(params, len(prompts)))):
-        if streamed and own.n > 1:
-            what = f'n={own.n} answers cannot be read as one stream; stream each by itself'
-            raise RequestError('n', what)
-        for choice in own.choices():
-            try:
-                self.scheduler.validate(ids := encode(prompt), choice)
-                self.runtime.grammars.validate(choice)
-            except RequestError as e:
-                what = f'prompt {i}: {e}' if len(prompts) > 1 else str(e)
-                raise RequestError(e.field, what) from None
-            collector = OutputCollector(self.tokenizer, choice)
-            requests.append(RequestState(next(self._rids), ids, choice, collector, streamed))
-    return requests
 
 # %% ../nbs/52_llm.ipynb #3e27397c
 class LoadedModel:

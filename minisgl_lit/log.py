@@ -15,7 +15,6 @@ import threading
 from collections import deque
 from typing import TextIO, cast
 
-from fastcore.basics import patch
 
 # %% ../nbs/02b_log.ipynb #559273d6
 def write_text(
@@ -73,49 +72,44 @@ class LogFile(io.TextIOBase):
 
     def flush(self) -> None: "Nothing to do: lines are written as soon as they can be"
 
-# %% ../nbs/02b_log.ipynb #fc9e3b0a
-@patch
-def _run(self: LogFile) -> None:
-    while lines := self._next(): self._write(lines)
-    self._write([])   # tells of those that were dropped last
+    # %% ../nbs/02b_log.ipynb #fc9e3b0a
+    def _run(self) -> None:
+        while lines := self._next(): self._write(lines)
+        self._write([])   # tells of those that were dropped last
 
-@patch
-def _next(self: LogFile) -> list[str]:
-    "Lines to be written, as soon as there are any; none at the end"
-    with self._changed:
-        while not self._lines and not self._ended: self._changed.wait()
-        lines = [*self._lines]
-        self._lines.clear()
-        return lines
+    def _next(self) -> list[str]:
+        "Lines to be written, as soon as there are any; none at the end"
+        with self._changed:
+            while not self._lines and not self._ended: self._changed.wait()
+            lines = [*self._lines]
+            self._lines.clear()
+            return lines
 
-@patch
-def _write(self: LogFile, lines: list[str]) -> None:
-    "Write them, and before them how many are missing; or count them as missing"
-    dropped = self.dropped
-    notice = self._notice(dropped - self._told) if dropped > self._told else ''
-    written = write_text(self.file, notice + ''.join(lines))
-    if written: self._told = dropped
-    with self._changed:
-        self.dropped += 0 if written else len(lines)
-        self._size = sum(map(len, self._lines))
+    def _write(self, lines: list[str]) -> None:
+        "Write them, and before them how many are missing; or count them as missing"
+        dropped = self.dropped
+        notice = self._notice(dropped - self._told) if dropped > self._told else ''
+        written = write_text(self.file, notice + ''.join(lines))
+        if written: self._told = dropped
+        with self._changed:
+            self.dropped += 0 if written else len(lines)
+            self._size = sum(map(len, self._lines))
 
-@patch
-def _notice(self: LogFile, missing: int) -> str:
-    "The line that tells of lines that are missing"
-    message = f'{missing} log lines could not be written'
-    return (json.dumps({'message': message}) if self.as_json else message) + '\n'
+    def _notice(self, missing: int) -> str:
+        "The line that tells of lines that are missing"
+        message = f'{missing} log lines could not be written'
+        return (json.dumps({'message': message}) if self.as_json else message) + '\n'
 
-@patch
-def close(
-    self: LogFile,
-    seconds: float = 1.,  # To wait at most
-) -> None:
-    "Wait until all is written, but not for ever; what comes later is dropped"
-    with self._changed:
-        self._ended = True
-        self._changed.notify_all()
-    self._thread.join(seconds)
-    atexit.unregister(self.close)
+    def close(
+        self,
+        seconds: float = 1.,  # To wait at most
+    ) -> None:
+        "Wait until all is written, but not for ever; what comes later is dropped"
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        self._thread.join(seconds)
+        atexit.unregister(self.close)
 
 # %% ../nbs/02b_log.ipynb #7fa95a54
 def unblock_stderr(

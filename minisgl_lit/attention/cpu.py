@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from fastcore.basics import patch
 
 from ..core.request import Batch
 from ..kv_cache.pool import KVPool
@@ -120,30 +119,30 @@ class CpuAttention:
         sent = (to_device(o, 'cpu') for o in (batch.out_loc, tasks, merges))
         return CpuMetadata(*sent, n_parts=int(merges[:, 2].sum()))
 
+    # %% ../../nbs/32_attention.cpu.ipynb #e63afd92
+    def forward(
+        self,
+        q: torch.Tensor,   # Queries of the new tokens, [n_tokens, num_heads, head_dim]
+        k: torch.Tensor,   # Their keys, [n_tokens, num_kv_heads, head_dim]
+        v: torch.Tensor,   # Their values, same shape
+        layer: int,        # Whose keys and values these are
+        metadata: object,  # From `prepare`
+    ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
+        "Store the new keys and values, then attend to the request's tokens up to each query"
+        assert isinstance(metadata, CpuMetadata)
+        (n, heads, dim), m, pool, out = q.shape, metadata, self.pool, q.new_empty(q.shape)
+        q, k, v = map(dense_heads, (q, k, v))
+        parts = torch.empty(m.n_parts, heads, dim + 2)
+        self.lib.attend(
+            out, q, k, v, *self.layers[layer], m.out_loc, n, self.page_table,
+            self.page_table.stride(0), pool.page_size, heads, k.shape[1], dim,
+            q.stride(0), k.stride(0), v.stride(0), self.windows.get(layer) or NO_WINDOW,
+            m.tasks, m.tasks.shape[0], parts, m.merges, m.merges.shape[0],
+            q.dtype == torch.bfloat16, torch.get_num_threads())
+        return out
+
 # %% ../../nbs/32_attention.cpu.ipynb #e63afd92
 NO_WINDOW = 1 << 60   # tokens: longer than any context
-
-@patch
-def forward(
-    self: CpuAttention,
-    q: torch.Tensor,   # Queries of the new tokens, [n_tokens, num_heads, head_dim]
-    k: torch.Tensor,   # Their keys, [n_tokens, num_kv_heads, head_dim]
-    v: torch.Tensor,   # Their values, same shape
-    layer: int,        # Whose keys and values these are
-    metadata: object,  # From `prepare`
-) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
-    "Store the new keys and values, then attend to the request's tokens up to each query"
-    assert isinstance(metadata, CpuMetadata)
-    (n, heads, dim), m, pool, out = q.shape, metadata, self.pool, q.new_empty(q.shape)
-    q, k, v = map(dense_heads, (q, k, v))
-    parts = torch.empty(m.n_parts, heads, dim + 2)
-    self.lib.attend(
-        out, q, k, v, *self.layers[layer], m.out_loc, n, self.page_table,
-        self.page_table.stride(0), pool.page_size, heads, k.shape[1], dim,
-        q.stride(0), k.stride(0), v.stride(0), self.windows.get(layer) or NO_WINDOW,
-        m.tasks, m.tasks.shape[0], parts, m.merges, m.merges.shape[0],
-        q.dtype == torch.bfloat16, torch.get_num_threads())
-    return out
 
 # %% ../../nbs/32_attention.cpu.ipynb #deb5890d
 def cpu_attention(

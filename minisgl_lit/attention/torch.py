@@ -14,7 +14,6 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from fastcore.basics import patch
 
 from ..core.request import Batch
 from ..kv_cache.pool import KVPool
@@ -180,24 +179,23 @@ class TorchAttention:
                   for reqs in group_requests(batch, self.max_slots)]
         return TorchMetadata(to_device(batch.out_loc, self.device), groups)
 
-# %% ../../nbs/31_attention.torch.ipynb #c52ca8c9
-@patch
-def forward(
-    self: TorchAttention,
-    q: torch.Tensor,   # Queries of the new tokens, [n_tokens, num_heads, head_dim]
-    k: torch.Tensor,   # Their keys, [n_tokens, num_kv_heads, head_dim]
-    v: torch.Tensor,   # Their values, same shape
-    layer: int,        # Whose keys and values these are
-    metadata: object,  # From `prepare`
-) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
-    "Store the new keys and values, then attend to the request's tokens up to each query"
-    assert isinstance(metadata, TorchMetadata)
-    self.pool.store_kv(layer, k, v, metadata.out_loc)
-    keys, values, out = self.pool.k(layer), self.pool.v(layer), torch.empty_like(q)
-    window = self.windows.get(layer)
-    for g in metadata.groups:
-        out[g.tokens] = attend(q[g.tokens], keys[g.slots], values[g.slots], g.masks[window])
-    return out
+    # %% ../../nbs/31_attention.torch.ipynb #c52ca8c9
+    def forward(
+        self,
+        q: torch.Tensor,   # Queries of the new tokens, [n_tokens, num_heads, head_dim]
+        k: torch.Tensor,   # Their keys, [n_tokens, num_kv_heads, head_dim]
+        v: torch.Tensor,   # Their values, same shape
+        layer: int,        # Whose keys and values these are
+        metadata: object,  # From `prepare`
+    ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
+        "Store the new keys and values, then attend to the request's tokens up to each query"
+        assert isinstance(metadata, TorchMetadata)
+        self.pool.store_kv(layer, k, v, metadata.out_loc)
+        keys, values, out = self.pool.k(layer), self.pool.v(layer), torch.empty_like(q)
+        window = self.windows.get(layer)
+        for g in metadata.groups:
+            out[g.tokens] = attend(q[g.tokens], keys[g.slots], values[g.slots], g.masks[window])
+        return out
 
 # %% ../../nbs/31_attention.torch.ipynb #3683e4bc
 backends: dict[str, Callable[..., AttentionBackend]] = {'torch': TorchAttention}

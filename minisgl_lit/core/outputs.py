@@ -9,7 +9,6 @@ __all__ = ['EngineCoreOutput', 'final_output', 'EngineCoreOutputs']
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fastcore.basics import patch
 
 from .request import FinishReason, Logprob, PendingReq
 
@@ -28,6 +27,12 @@ class EngineCoreOutput:
     prompt_logprobs: list[Logprob] | None = None     # Of its prompt, if that was asked for
     logprobs: list[Logprob] | None = None  # Of each new token, in any output, if asked for
     shown: int | None = None  # Characters of the answer that may be shown by now; `None`: all
+
+    # %% ../../nbs/05_core.outputs.ipynb #010f766c
+    @property
+    def never_ran(self) -> bool:
+        "Whether this is the end of a request that had no step"
+        return self.times is not None and self.times[0] == self.times[2]
 
 # %% ../../nbs/05_core.outputs.ipynb #eb4b4588
 def final_output(
@@ -48,12 +53,6 @@ def final_output(
     return EngineCoreOutput(
         pending.rid, list(token_ids), reason, matched, error, pending.input_len,
         pending.cached_tokens, times, prompt, logprobs, shown)
-
-# %% ../../nbs/05_core.outputs.ipynb #010f766c
-@patch(as_prop=True)
-def never_ran(self: EngineCoreOutput) -> bool:
-    "Whether this is the end of a request that had no step"
-    return self.times is not None and self.times[0] == self.times[2]
 
 # %% ../../nbs/05_core.outputs.ipynb #912bc5f6
 @dataclass(slots=True)

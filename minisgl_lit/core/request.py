@@ -15,7 +15,6 @@ from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
-from fastcore.basics import patch
 
 from .sampling_params import SamplingParams
 
@@ -217,22 +216,21 @@ class PendingReq:
         self.prompt_logprobs = PromptLogprobs(self.input_ids, params)
         self.times: dict[str, float] = {}       # of its first step and first token
 
-# %% ../../nbs/00b_core.request.ipynb #d0b64e53
-@patch(as_prop=True)
-def input_ids(self: PendingReq) -> np.ndarray:
-    "All tokens that the host knows, a view"
-    return self.tokens[:self.n_tokens]
+    # %% ../../nbs/00b_core.request.ipynb #d0b64e53
+    @property
+    def input_ids(self) -> np.ndarray:
+        "All tokens that the host knows, a view"
+        return self.tokens[:self.n_tokens]
 
-@patch(as_prop=True)
-def output_ids(self: PendingReq) -> np.ndarray:
-    "Tokens of the answer that the host knows, a view"
-    return self.tokens[self.input_len:self.n_tokens]
+    @property
+    def output_ids(self) -> np.ndarray:
+        "Tokens of the answer that the host knows, a view"
+        return self.tokens[self.input_len:self.n_tokens]
 
-@patch
-def append(self: PendingReq, token: int) -> None:
-    "Add the next token of the answer"
-    self.tokens[self.n_tokens] = token
-    self.n_tokens += 1
+    def append(self, token: int) -> None:
+        "Add the next token of the answer"
+        self.tokens[self.n_tokens] = token
+        self.n_tokens += 1
 
 # %% ../../nbs/00b_core.request.ipynb #44b90b15
 class Req:
@@ -334,22 +332,22 @@ class Batch:
     logit_edits: LogitEdits | None = None             # Changes to their logits
     logprob_requests: LogprobRequests | None = None   # Which logprobs are reported
 
-# %% ../../nbs/00b_core.request.ipynb #cbaf203d
-@patch(as_prop=True)
-def extend_lens(self: Batch) -> np.ndarray:
-    "Tokens that each request computes, [n]"
-    return self.device_lens - self.cached_lens
+    # %% ../../nbs/00b_core.request.ipynb #cbaf203d
+    @property
+    def extend_lens(self) -> np.ndarray:
+        "Tokens that each request computes, [n]"
+        return self.device_lens - self.cached_lens
 
-@patch(as_prop=True)
-def sampled_reqs(self: Batch) -> list[Req]:
-    "The requests that get a next token, in order"
-    if len(self.sampled) == len(self.reqs): return self.reqs
-    return [self.reqs[i] for i in self.sampled.tolist()]
+    @property
+    def sampled_reqs(self) -> list[Req]:
+        "The requests that get a next token, in order"
+        if len(self.sampled) == len(self.reqs): return self.reqs
+        return [self.reqs[i] for i in self.sampled.tolist()]
 
-@patch(as_prop=True)
-def last_tokens(self: Batch) -> np.ndarray:
-    "Where in the batch each sampled request's last token stands, [n_sampled]"
-    return self.extend_lens.cumsum()[self.sampled] - 1
+    @property
+    def last_tokens(self) -> np.ndarray:
+        "Where in the batch each sampled request's last token stands, [n_sampled]"
+        return self.extend_lens.cumsum()[self.sampled] - 1
 
 # %% ../../nbs/00b_core.request.ipynb #79c1f1be
 class Event(Protocol):

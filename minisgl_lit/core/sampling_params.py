@@ -11,7 +11,6 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from fastcore.basics import patch
 
 # %% ../../nbs/00a_core.sampling_params.ipynb #7b87bcce
 class RequestError(ValueError):
@@ -140,42 +139,40 @@ class SamplingParams:
             object.__setattr__(self, name, _tuple(getattr(self, name)))
         _check(self)
 
-# %% ../../nbs/00a_core.sampling_params.ipynb #e1c52b77
-@patch(as_prop=True)
-def grammars(self: SamplingParams) -> list[str]:
-    "Names of the fields that give the answer a grammar; one at most"
-    return [o for o in ('json_schema', 'regex', 'ebnf') if getattr(self, o) is not None]
+    # %% ../../nbs/00a_core.sampling_params.ipynb #e1c52b77
+    @property
+    def grammars(self) -> list[str]:
+        "Names of the fields that give the answer a grammar; one at most"
+        return [o for o in ('json_schema', 'regex', 'ebnf') if getattr(self, o) is not None]
 
-# %% ../../nbs/00a_core.sampling_params.ipynb #0e9dd378
-@patch
-def resolve(
-    self: SamplingParams,
-    defaults: Mapping[str, float],  # What the checkpoint advises, by field name
-    seed: int = 0,                  # For a request that has none of its own
-) -> SamplingParams:
-    "The same with every `None` of the sampler filled in"
-    usual = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
-                 seed=seed)
-    missing = [name for name in usual if getattr(self, name) is None]
-    return replace(self, **{name: defaults.get(name, usual[name]) for name in missing})
+    # %% ../../nbs/00a_core.sampling_params.ipynb #0e9dd378
+    def resolve(
+        self,
+        defaults: Mapping[str, float],  # What the checkpoint advises, by field name
+        seed: int = 0,                  # For a request that has none of its own
+    ) -> 'SamplingParams':
+        "The same with every `None` of the sampler filled in"
+        usual = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
+                     seed=seed)
+        missing = [name for name in usual if getattr(self, name) is None]
+        return replace(self, **{name: defaults.get(name, usual[name]) for name in missing})
 
-# %% ../../nbs/00a_core.sampling_params.ipynb #23e0b885
-@patch
-def choices(self: SamplingParams) -> list[SamplingParams]:
-    "Parameters for each of the `n` answers; of one seed come `n`, far from each other"
-    def choice(i: int) -> SamplingParams:
-        one = copy.copy(self)   # `replace` would check every field again
-        object.__setattr__(one, 'n', 1)
-        if self.seed is not None:
-            object.__setattr__(one, 'seed', (self.seed + i * 0x9E3779B97F4A7C15) % 2**63)
-        return one
-    return [choice(i) for i in range(self.n)]
+    # %% ../../nbs/00a_core.sampling_params.ipynb #23e0b885
+    def choices(self) -> 'list[SamplingParams]':
+        "Parameters for each of the `n` answers; of one seed come `n`, far from each other"
+        def choice(i: int) -> SamplingParams:
+            one = copy.copy(self)   # `replace` would check every field again
+            object.__setattr__(one, 'n', 1)
+            if self.seed is not None:
+                object.__setattr__(one, 'seed', (self.seed + i * 0x9E3779B97F4A7C15) % 2**63)
+            return one
+        return [choice(i) for i in range(self.n)]
 
-# %% ../../nbs/00a_core.sampling_params.ipynb #0b8970d1
-@patch(as_prop=True)
-def uses_logits(self: SamplingParams) -> bool:
-    "Whether it asks for more than sampling: for edited logits, or reported logprobs"
-    repeated = self.repetition_penalty not in (None, 1)
-    penalty = repeated or self.presence_penalty or self.frequency_penalty
-    reported = (self.logprobs, self.prompt_logprobs) != (None, None)
-    return bool(penalty or self.logit_bias or self.min_tokens or reported)
+    # %% ../../nbs/00a_core.sampling_params.ipynb #0b8970d1
+    @property
+    def uses_logits(self) -> bool:
+        "Whether it asks for more than sampling: for edited logits, or reported logprobs"
+        repeated = self.repetition_penalty not in (None, 1)
+        penalty = repeated or self.presence_penalty or self.frequency_penalty
+        reported = (self.logprobs, self.prompt_logprobs) != (None, None)
+        return bool(penalty or self.logit_bias or self.min_tokens or reported)

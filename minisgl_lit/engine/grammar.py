@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import tokenizers
-from fastcore.basics import patch
 
 from ..core.request import Grammar, PendingReq
 from ..core.sampling_params import RequestError, SamplingParams
@@ -190,74 +189,68 @@ class GrammarCompiler:
         state = self._compiled(spec).deep_copy()
         return GrammarMatcher(state, spec, self._n_words, ends, self._vocabulary.eos_tokens)
 
-# %% ../../nbs/45_engine.grammar.ipynb #6fd2d112
-@patch
-def prepare(self: GrammarCompiler) -> bool:
-    "Read the vocabulary in now; whether grammars can be compiled at all"
-    try: return bool(self._vocabulary)
-    except (ImportError, ValueError): return False   # `validate` says why, when a request asks
+    # %% ../../nbs/45_engine.grammar.ipynb #6fd2d112
+    def prepare(self) -> bool:
+        "Read the vocabulary in now; whether grammars can be compiled at all"
+        try: return bool(self._vocabulary)
+        except (ImportError, ValueError): return False   # `validate` says why, when a request asks
 
-@patch
-def begin(
-    self: GrammarCompiler,
-    params: SamplingParams,   # They may ask for a grammar
-) -> Compiling | None:        # `None`: they ask for none
-    "Start to compile the grammar, unless that has been done; `RequestError` if it is too large"
-    for name in params.grammars: return self._begin(GrammarSpec(name, getattr(params, name)))
+    def begin(
+        self,
+        params: SamplingParams,   # They may ask for a grammar
+    ) -> Compiling | None:        # `None`: they ask for none
+        "Start to compile the grammar, unless that has been done; `RequestError` if it is too large"
+        for name in params.grammars: return self._begin(GrammarSpec(name, getattr(params, name)))
 
-@patch
-def _begin(self: GrammarCompiler, spec: GrammarSpec) -> Compiling:
-    check_size(spec)
-    with self._lock:
-        compiling = self._cache.pop(spec, None)
-        if compiling is None or compiling.cancelled():
-            compiling = self._threads.submit(self._outcome, spec)
-        self._cache[spec] = compiling
-        done = [o for o, its in self._cache.items() if its.done() and o != spec]
-        for old in done[:max(0, len(self._cache) - self._most)]: del self._cache[old]
-    return compiling
+    def _begin(self, spec: GrammarSpec) -> Compiling:
+        check_size(spec)
+        with self._lock:
+            compiling = self._cache.pop(spec, None)
+            if compiling is None or compiling.cancelled():
+                compiling = self._threads.submit(self._outcome, spec)
+            self._cache[spec] = compiling
+            done = [o for o, its in self._cache.items() if its.done() and o != spec]
+            for old in done[:max(0, len(self._cache) - self._most)]: del self._cache[old]
+        return compiling
 
-# %% ../../nbs/45_engine.grammar.ipynb #432e99b1
-@patch
-def _outcome(self: GrammarCompiler, spec: GrammarSpec) -> 'LLMatcher | RequestError':
-    try: return self._compile(spec)
-    except RequestError as e: return e.with_traceback(None)
+    # %% ../../nbs/45_engine.grammar.ipynb #432e99b1
+    def _outcome(self, spec: GrammarSpec) -> 'LLMatcher | RequestError':
+        try: return self._compile(spec)
+        except RequestError as e: return e.with_traceback(None)
 
-@patch
-def _compiled(self: GrammarCompiler, spec: GrammarSpec) -> 'LLMatcher':
-    outcome = self._begin(spec).result()
-    if isinstance(outcome, RequestError): raise RequestError(outcome.field, str(outcome))
-    return outcome
+    def _compiled(self, spec: GrammarSpec) -> 'LLMatcher':
+        outcome = self._begin(spec).result()
+        if isinstance(outcome, RequestError): raise RequestError(outcome.field, str(outcome))
+        return outcome
 
-@patch
-def validate(
-    self: GrammarCompiler,
-    params: SamplingParams,   # They may ask for a grammar
-) -> None:
-    "Compile the grammar, if any, and wait for it; `RequestError` if it is refused"
-    for name in params.grammars: self._compiled(GrammarSpec(name, getattr(params, name)))
+    def validate(
+        self,
+        params: SamplingParams,   # They may ask for a grammar
+    ) -> None:
+        "Compile the grammar, if any, and wait for it; `RequestError` if it is refused"
+        for name in params.grammars: self._compiled(GrammarSpec(name, getattr(params, name)))
+
+    # %% ../../nbs/45_engine.grammar.ipynb #827fa0ad
+    def _compile(self, spec: GrammarSpec) -> 'LLMatcher':
+        "The library's matcher, after its first mask"
+        name, text = spec
+        try: from llguidance import LLMatcher, LLParserLimits, grammar_from
+        except ImportError:
+            raise RequestError(name, f'{name} needs llguidance, which is not installed here: '
+                                     "pip install 'minisgl_lit[structured]'") from None
+        try:
+            if name == 'json_schema':
+                source = LLMatcher.grammar_from_json_schema(
+                    text, defaults={'whitespace_flexible': False})
+            else: source = grammar_from('regex' if name == 'regex' else 'ebnf', text)
+            limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=_STEP_ITEMS,
+                                    verbose_errors=False)
+            state = LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
+        except ValueError as e: raise _refusal(spec, str(e)) from None
+        first = GrammarMatcher(state, spec, self._n_words, (), ())
+        first.mask(np.empty(self._n_words, dtype=np.int32))
+        return state
 
 # %% ../../nbs/45_engine.grammar.ipynb #827fa0ad
 _LEXER_FUEL = 100_000   # steps of regex analysis; the library's default is a million
 _STEP_ITEMS = 5_000     # of the parser, in one mask; the default is ten times as many
-
-@patch
-def _compile(self: GrammarCompiler, spec: GrammarSpec) -> 'LLMatcher':
-    "The library's matcher, after its first mask"
-    name, text = spec
-    try: from llguidance import LLMatcher, LLParserLimits, grammar_from
-    except ImportError:
-        raise RequestError(name, f'{name} needs llguidance, which is not installed here: '
-                                 "pip install 'minisgl_lit[structured]'") from None
-    try:
-        if name == 'json_schema':
-            source = LLMatcher.grammar_from_json_schema(
-                text, defaults={'whitespace_flexible': False})
-        else: source = grammar_from('regex' if name == 'regex' else 'ebnf', text)
-        limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=_STEP_ITEMS,
-                                verbose_errors=False)
-        state = LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
-    except ValueError as e: raise _refusal(spec, str(e)) from None
-    first = GrammarMatcher(state, spec, self._n_words, (), ())
-    first.mask(np.empty(self._n_words, dtype=np.int32))
-    return state

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
-from fastcore.basics import patch
 
 from ..core.request import PendingReq
 from ..core.sampling_params import RequestError
@@ -92,244 +91,225 @@ class CacheManager:
         "The same and those that wait for a batch in flight"
         return self.ready_size + self.releasing.size
 
-# %% ../../nbs/13_kv_cache.manager.ipynb #61511cfd
-@patch
-def match(
-    self: CacheManager,
-    pending: PendingReq,  # A waiting request
-) -> PrefixHandle:        # Not locked yet
-    "The longest cached prefix of its namespace that leaves the tokens that must be computed"
-    matchable_len = 0
-    if pending.shares_cache:
-        matchable_len = pending.prompt_logprobs.matchable_len(pending.n_tokens)
-    ids, params = pending.input_ids[:matchable_len], pending.params
-    return self.prefix.match_prefix(ids, params.extra_key, params.priority)
+    # %% ../../nbs/13_kv_cache.manager.ipynb #61511cfd
+    def match(
+        self,
+        pending: PendingReq,  # A waiting request
+    ) -> PrefixHandle:        # Not locked yet
+        "The longest cached prefix of its namespace that leaves the tokens that must be computed"
+        matchable_len = 0
+        if pending.shares_cache:
+            matchable_len = pending.prompt_logprobs.matchable_len(pending.n_tokens)
+        ids, params = pending.input_ids[:matchable_len], pending.params
+        return self.prefix.match_prefix(ids, params.extra_key, params.priority)
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #79f61aeb
+    def pages_for(
+        self,
+        n_tokens: Count,  # Tokens of one request, or of each of several
+    ) -> Count:           # Pages
+        "Pages that so many tokens need, the last one perhaps half full"
+        return -(-n_tokens // self.page_size)
+
+    def lock(self, handle: PrefixHandle) -> None:
+        "Protect this prefix from eviction"
+        self.prefix.lock(handle)
+
+    def unlock(self, handle: PrefixHandle) -> None:
+        "Release one lock on this prefix"
+        self.prefix.unlock(handle)
+
+    def _push(self, pages: np.ndarray) -> None:
+        "Put pages on the stack of free ones"
+        self._stack[self.free_size:self.free_size + len(pages)] = pages
+        self.free_size += len(pages)
+
+    def _cached_len(self, pending: PendingReq) -> int:
+        "Tokens of a request whose keys and values have a slot in its pages"
+        return int(self.table.lengths.cached_len[pending.table_idx])
+
+    def _launched(self, pending: PendingReq) -> int:
+        "Number of the last batch that was launched with this request"
+        return int(self.table.lengths.launched[pending.table_idx])
+
+    def _own_pages(self, pending: PendingReq) -> np.ndarray:
+        "Pages of a request that are not in the tree"
+        end = self.pages_for(self._cached_len(pending))
+        first = _locked_prefix(pending).cached_len // self.page_size
+        return self.table.pages[pending.table_idx, first:end].astype(np.int64)
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #ceb48f6e
+    def allocate(
+        self,
+        n: int,        # Pages wanted; at most `ready_size`
+    ) -> np.ndarray:   # Their numbers, [n]
+        "Allocate pages to a request; cached prefixes are evicted if need be"
+        if n > self.ready_size:
+            raise RuntimeError(f'{n} pages are wanted, but only {self.free_size} are free '
+                               f'and {self.prefix.evictable_size} evictable')
+        if n > self.free_size:
+            evicted = self.prefix.evict(n - self.free_size)
+            self._push(evicted)
+            self.evicted_pages += len(evicted)
+        self.free_size -= n
+        self.held_size += n
+        pages = self._stack[self.free_size:self.free_size + n][::-1].copy()
+        self._allocated[pages] = True
+        return pages
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #7e14b80b
+    def _release(
+        self,
+        pages: np.ndarray,  # Allocated to a request, [n]
+        step: int,          # Number of the last batch that uses them
+    ) -> None:
+        "Free pages of a request; they wait for that batch"
+        wrong = pages[~self._allocated[pages]].tolist()
+        if wrong: raise RuntimeError(f'pages {wrong} are freed, but not allocated')
+        self._allocated[pages] = False
+        self.releasing.put(pages, step)
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #8489321c
+    def collect(
+        self,
+        completed: int,  # Number of the last batch that has completed
+    ) -> None:
+        "Free pages and release locks whose wait is over; called whenever a batch has completed"
+        for pages in self.releasing.take(completed):
+            self.held_size -= len(pages)
+            self._push(pages)
+        for handles in self._unlocking.take(completed):
+            for handle in handles: self.unlock(handle)
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #850ae564
+    def owners(
+        self,
+        pendings: Sequence[PendingReq],  # All that have a row
+    ) -> dict[int, str]:                 # Owner of each page; missing if it has none
+        "The owner of each page; `RuntimeError` if a page has two"
+        owner_of: dict[int, str] = {}
+        owned = [('free', self._stack[:self.free_size]), ('tree', self.prefix.all_pages()),
+                 ('waiting', self.releasing.items())]
+        for owner, pages in owned + [(p.rid, self._own_pages(p)) for p in pendings]:
+            for page in pages.tolist():
+                if page in owner_of:
+                    raise RuntimeError(f'page {page} belongs to {owner_of[page]} and to {owner}')
+                owner_of[page] = owner
+        return owner_of
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #ee5f0357
+    def check_integrity(
+        self,
+        pendings: Sequence[PendingReq] = (),  # All that have a row
+    ) -> None:
+        "`RuntimeError` unless each page has one owner, and all counts and rows are right"
+        owner_of, counts = self.owners(pendings), self.page_counts
+        if lost := sorted(set(range(self.num_pages)) - set(owner_of)):
+            raise RuntimeError(f'pages {lost} have no owner')
+        in_tree = sum(owner == 'tree' for owner in owner_of.values())
+        counted = counts['evictable'] + counts['protected'], sum(counts.values())
+        held = int(self._allocated.sum()) + self.releasing.size
+        if (*counted, held) != (in_tree, self.num_pages, counts['held']):
+            raise RuntimeError(f'{counts}, of {self.num_pages} pages, {in_tree} in the tree '
+                               f'and {held} allocated or waiting')
+        for pending in pendings:
+            cached = _locked_prefix(pending).pages
+            in_row = self.table.pages[pending.table_idx, :len(cached)]
+            if in_row.tolist() != cached.tolist():
+                raise RuntimeError(f'row {pending.table_idx} of {pending.rid} has pages '
+                                   f'{in_row.tolist()}, but its prefix is in {cached.tolist()}')
+        self.prefix.check_integrity()
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #9a4be310
+    def checks(self) -> Iterator[None]:
+        "`check_integrity` while no request has a row, bit by bit; nothing may change meanwhile"
+        owned = np.append(self._stack[:self.free_size], self.releasing.items())
+        n_owners = np.bincount(owned, minlength=self.num_pages)
+        for node in self.prefix.nodes():
+            n_owners[node.pages] += 1
+            yield
+        if (n_owners != 1).any() or self._allocated.any(): self.check_integrity()   # it knows whose
+        yield from self.prefix.checks()
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #8f84dd92
+    def _insert_prefix(
+        self,
+        pending: PendingReq,  # It has a row
+        n_known: int,         # Tokens from the start that the host knows for sure
+    ) -> None:
+        "Insert full pages that are computed and known into the prefix cache; the lock moves on"
+        row, handle = pending.table_idx, _locked_prefix(pending)
+        start = handle.cached_len
+        n_tokens = min(self._cached_len(pending), n_known)
+        first = start // self.page_size              # pages before it are the tree's
+        last = max(n_tokens // self.page_size, first)
+        own = self.table.pages[row, first:last].astype(np.int64)
+        ids = pending.input_ids[start:last * self.page_size]
+        cached = self.prefix.extend(handle, ids, own)
+        own = own[:len(cached)]                      # none are cached if nothing is kept
+        duplicates = np.flatnonzero(own != cached)
+        self.table.write(np.full(len(duplicates), row), first + duplicates, cached[duplicates])
+        self._release(own[duplicates], self._launched(pending))
+        inserted = np.delete(own, duplicates)
+        self._allocated[inserted] = False
+        self.held_size -= len(inserted)
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #ad15d853
+    def cache_unfinished(
+        self,
+        pending: PendingReq,  # It has been launched, and goes on
+    ) -> None:
+        "Let other requests share what this one has computed so far"
+        self._insert_prefix(pending, pending.n_tokens)
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #46fc579c
+    def cache_finished(
+        self,
+        pending: PendingReq,  # It has ended, and still has its row
+        keep: bool = True,    # Whether what it computed can be trusted
+    ) -> None:
+        "Free all pages of a request: full ones go to the tree, the rest to the release list"
+        handle, launched = _locked_prefix(pending), self._launched(pending)
+        if keep: self._insert_prefix(pending, max(pending.input_len, pending.n_tokens - 1))
+        self._release(self._own_pages(pending), launched)
+        self._unlocking.put([handle], launched)
+        pending.handle = None
+
+    def freed_by(
+        self,
+        pendings: Sequence[PendingReq],  # All have rows, and no batch in flight uses them
+    ) -> int:                            # Pages
+        "How many more pages would be available if these requests were retracted"
+        own = sum(len(self._own_pages(p)) for p in pendings)
+        return own + self.prefix.freed_by([_locked_prefix(p) for p in pendings])
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #680bcc51
+    def invalidate(
+        self,
+        pending: PendingReq,             # Its keys and values are wrong
+        others: Iterable[PendingReq],    # All others that have a row
+    ) -> list[PendingReq]:               # Those that have read its pages
+        "Hide what this request has inserted, and what others have added below it"
+        self.prefix.invalidate(_locked_prefix(pending))
+        return [o for o in others if o is not pending and _locked_prefix(o).invalid]
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #60d32497
+    def flush(self) -> None:
+        "Evict every cached prefix that is not locked"
+        self._push(self.prefix.evict(self.prefix.evictable_size))
+
+    def reset(self) -> None:
+        "Evict every cached prefix; `RequestError` while any request runs"
+        try: self._push(self.prefix.reset())
+        except RuntimeError:
+            raise RequestError(
+                'flush_cache', 'the cache can be flushed only while nothing runs; '
+                f'its pages are {self.page_counts}') from None
 
 # %% ../../nbs/13_kv_cache.manager.ipynb #79f61aeb
-@patch
-def pages_for(
-    self: CacheManager,
-    n_tokens: Count,  # Tokens of one request, or of each of several
-) -> Count:           # Pages
-    "Pages that so many tokens need, the last one perhaps half full"
-    return -(-n_tokens // self.page_size)
-
-@patch
-def lock(self: CacheManager, handle: PrefixHandle) -> None:
-    "Protect this prefix from eviction"
-    self.prefix.lock(handle)
-
-@patch
-def unlock(self: CacheManager, handle: PrefixHandle) -> None:
-    "Release one lock on this prefix"
-    self.prefix.unlock(handle)
-
-@patch
-def _push(self: CacheManager, pages: np.ndarray) -> None:
-    "Put pages on the stack of free ones"
-    self._stack[self.free_size:self.free_size + len(pages)] = pages
-    self.free_size += len(pages)
 
 def _locked_prefix(pending: PendingReq) -> PrefixHandle:
     "What a request with a row has locked; `RuntimeError` if it was freed, as after a double free"
     if not isinstance(pending.handle, PrefixHandle):
         raise RuntimeError(f'request {pending.rid!r} has no locked prefix: it was freed already')
     return pending.handle
-
-@patch
-def _cached_len(self: CacheManager, pending: PendingReq) -> int:
-    "Tokens of a request whose keys and values have a slot in its pages"
-    return int(self.table.lengths.cached_len[pending.table_idx])
-
-@patch
-def _launched(self: CacheManager, pending: PendingReq) -> int:
-    "Number of the last batch that was launched with this request"
-    return int(self.table.lengths.launched[pending.table_idx])
-
-@patch
-def _own_pages(self: CacheManager, pending: PendingReq) -> np.ndarray:
-    "Pages of a request that are not in the tree"
-    end = self.pages_for(self._cached_len(pending))
-    first = _locked_prefix(pending).cached_len // self.page_size
-    return self.table.pages[pending.table_idx, first:end].astype(np.int64)
-
-# %% ../../nbs/13_kv_cache.manager.ipynb #ceb48f6e
-@patch
-def allocate(
-    self: CacheManager,
-    n: int,        # Pages wanted; at most `ready_size`
-) -> np.ndarray:   # Their numbers, [n]
-    "Allocate pages to a request; cached prefixes are evicted if need be"
-    if n > self.ready_size:
-        raise RuntimeError(f'{n} pages are wanted, but only {self.free_size} are free '
-                           f'and {self.prefix.evictable_size} evictable')
-    if n > self.free_size:
-        evicted = self.prefix.evict(n - self.free_size)
-        self._push(evicted)
-        self.evicted_pages += len(evicted)
-    self.free_size -= n
-    self.held_size += n
-    pages = self._stack[self.free_size:self.free_size + n][::-1].copy()
-    self._allocated[pages] = True
-    return pages
-
-# %% ../../nbs/13_kv_cache.manager.ipynb #7e14b80b
-@patch
-def _release(
-    self: CacheManager,
-    pages: np.ndarray,  # Allocated to a request, [n]
-    step: int,          # Number of the last batch that uses them
-) -> None:
-    "Free pages of a request; they wait for that batch"
-    wrong = pages[~self._allocated[pages]].tolist()
-    if wrong: raise RuntimeError(f'pages {wrong} are freed, but not allocated')
-    self._allocated[pages] = False
-    self.releasing.put(pages, step)
-
-# %% ../../nbs/13_kv_cache.manager.ipynb #8489321c
-@patch
-def collect(
-    self: CacheManager,
-    completed: int,  # Number of the last batch that has completed
-) -> None:
-    "Free pages and release locks whose wait is over; called whenever a batch has completed"
-    for pages in self.releasing.take(completed):
-        self.held_size -= len(pages)
-        self._push(pages)
-    for handles in self._unlocking.take(completed):
-        for handle in handles: self.unlock(handle)
-
-# %% ../../nbs/13_kv_cache.manager.ipynb #850ae564
-@patch
-def owners(
-    self: CacheManager,
-    pendings: Sequence[PendingReq],  # All that have a row
-) -> dict[int, str]:                 # Owner of each page; missing if it has none
-    "The owner of each page; `RuntimeError` if a page has two"
-    owner_of: dict[int, str] = {}
-    owned = [('free', self._stack[:self.free_size]), ('tree', self.prefix.all_pages()),
-             ('waiting', self.releasing.items())]
-    for owner, pages in owned + [(p.rid, self._own_pages(p)) for p in pendings]:
-        for page in pages.tolist():
-            if page in owner_of:
-                raise RuntimeError(f'page {page} belongs to {owner_of[page]} and to {owner}')
-            owner_of[page] = owner
-    return owner_of
-
-# %% ../../nbs/13_kv_cache.manager.ipynb #ee5f0357
-@patch
-def check_integrity(
-    self: CacheManager,
-    pendings: Sequence[PendingReq] = (),  # All that have a row
-) -> None:
-    "`RuntimeError` unless each page has one owner, and all counts and rows are right"
-    owner_of, counts = self.owners(pendings), self.page_counts
-    if lost := sorted(set(range(self.num_pages)) - set(owner_of)):
-        raise RuntimeError(f'pages {lost} have no owner')
-    in_tree = sum(owner == 'tree' for owner in owner_of.values())
-    counted = counts['evictable'] + counts['protected'], sum(counts.values())
-    held = int(self._allocated.sum()) + self.releasing.size
-    if (*counted, held) != (in_tree, self.num_pages, counts['held']):
-        raise RuntimeError(f'{counts}, of {self.num_pages} pages, {in_tree} in the tree '
-                           f'and {held} allocated or waiting')
-    for pending in pendings:
-        cached = _locked_prefix(pending).pages
-        in_row = self.table.pages[pending.table_idx, :len(cached)]
-        if in_row.tolist() != cached.tolist():
-            raise RuntimeError(f'row {pending.table_idx} of {pending.rid} has pages '
-                               f'{in_row.tolist()}, but its prefix is in {cached.tolist()}')
-    self.prefix.check_integrity()
-
-# %% ../../nbs/13_kv_cache.manager.ipynb #9a4be310
-@patch
-def checks(self: CacheManager) -> Iterator[None]:
-    "`check_integrity` while no request has a row, bit by bit; nothing may change meanwhile"
-    owned = np.append(self._stack[:self.free_size], self.releasing.items())
-    n_owners = np.bincount(owned, minlength=self.num_pages)
-    for node in self.prefix.nodes():
-        n_owners[node.pages] += 1
-        yield
-    if (n_owners != 1).any() or self._allocated.any(): self.check_integrity()   # it knows whose
-    yield from self.prefix.checks()
-
-# %% ../../nbs/13_kv_cache.manager.ipynb #8f84dd92
-@patch
-def _insert_prefix(
-    self: CacheManager,
-    pending: PendingReq,  # It has a row
-    n_known: int,         # Tokens from the start that the host knows for sure
-) -> None:
-    "Insert full pages that are computed and known into the prefix cache; the lock moves on"
-    row, handle = pending.table_idx, _locked_prefix(pending)
-    start = handle.cached_len
-    n_tokens = min(self._cached_len(pending), n_known)
-    first = start // self.page_size              # pages before it are the tree's
-    last = max(n_tokens // self.page_size, first)
-    own = self.table.pages[row, first:last].astype(np.int64)
-    ids = pending.input_ids[start:last * self.page_size]
-    cached = self.prefix.extend(handle, ids, own)
-    own = own[:len(cached)]                      # none are cached if nothing is kept
-    duplicates = np.flatnonzero(own != cached)
-    self.table.write(np.full(len(duplicates), row), first + duplicates, cached[duplicates])
-    self._release(own[duplicates], self._launched(pending))
-    inserted = np.delete(own, duplicates)
-    self._allocated[inserted] = False
-    self.held_size -= len(inserted)
-
-# %% ../../nbs/13_kv_cache.manager.ipynb #ad15d853
-@patch
-def cache_unfinished(
-    self: CacheManager,
-    pending: PendingReq,  # It has been launched, and goes on
-) -> None:
-    "Let other requests share what this one has computed so far"
-    self._insert_prefix(pending, pending.n_tokens)
-
-# %% ../../nbs/13_kv_cache.manager.ipynb #46fc579c
-@patch
-def cache_finished(
-    self: CacheManager,
-    pending: PendingReq,  # It has ended, and still has its row
-    keep: bool = True,    # Whether what it computed can be trusted
-) -> None:
-    "Free all pages of a request: full ones go to the tree, the rest to the release list"
-    handle, launched = _locked_prefix(pending), self._launched(pending)
-    if keep: self._insert_prefix(pending, max(pending.input_len, pending.n_tokens - 1))
-    self._release(self._own_pages(pending), launched)
-    self._unlocking.put([handle], launched)
-    pending.handle = None
-
-@patch
-def freed_by(
-    self: CacheManager,
-    pendings: Sequence[PendingReq],  # All have rows, and no batch in flight uses them
-) -> int:                            # Pages
-    "How many more pages would be available if these requests were retracted"
-    own = sum(len(self._own_pages(p)) for p in pendings)
-    return own + self.prefix.freed_by([_locked_prefix(p) for p in pendings])
-
-# %% ../../nbs/13_kv_cache.manager.ipynb #680bcc51
-@patch
-def invalidate(
-    self: CacheManager,
-    pending: PendingReq,             # Its keys and values are wrong
-    others: Iterable[PendingReq],    # All others that have a row
-) -> list[PendingReq]:               # Those that have read its pages
-    "Hide what this request has inserted, and what others have added below it"
-    self.prefix.invalidate(_locked_prefix(pending))
-    return [o for o in others if o is not pending and _locked_prefix(o).invalid]
-
-# %% ../../nbs/13_kv_cache.manager.ipynb #60d32497
-@patch
-def flush(self: CacheManager) -> None:
-    "Evict every cached prefix that is not locked"
-    self._push(self.prefix.evict(self.prefix.evictable_size))
-
-@patch
-def reset(self: CacheManager) -> None:
-    "Evict every cached prefix; `RequestError` while any request runs"
-    try: self._push(self.prefix.reset())
-    except RuntimeError:
-        raise RequestError(
-            'flush_cache', 'the cache can be flushed only while nothing runs; '
-            f'its pages are {self.page_counts}') from None

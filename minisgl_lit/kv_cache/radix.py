@@ -14,7 +14,6 @@ from itertools import count
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from fastcore.basics import patch
 
 from .eviction import EvictionHeap
 
@@ -76,17 +75,17 @@ class PrefixHandle:
         "A copy of the tree's pages of the prefix, [cached_len / page_size]"
         return np.concatenate([node.pages for node in self.path])
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #0fcf8fc1
-@patch(as_prop=True)
-def path(self: PrefixHandle) -> list[Node]:
-    "Nodes from the root to `node`; `RuntimeError` if some were evicted"
-    path = [self.node]
-    while parent := path[-1].parent: path.append(parent)
-    if len(path[-1].key) or sum(len(node.key) for node in path) != self.cached_len:
-        raise RuntimeError(f'{self} was evicted: lock it first')
-    if self.invalid and not self.locks:
-        raise RuntimeError(f'{self} was invalidated: match again')
-    return path[::-1]
+    # %% ../../nbs/12_kv_cache.radix.ipynb #0fcf8fc1
+    @property
+    def path(self) -> list[Node]:
+        "Nodes from the root to `node`; `RuntimeError` if some were evicted"
+        path = [self.node]
+        while parent := path[-1].parent: path.append(parent)
+        if len(path[-1].key) or sum(len(node.key) for node in path) != self.cached_len:
+            raise RuntimeError(f'{self} was evicted: lock it first')
+        if self.invalid and not self.locks:
+            raise RuntimeError(f'{self} was invalidated: match again')
+        return path[::-1]
 
 # %% ../../nbs/12_kv_cache.radix.ipynb #acd7e061
 class InsertResult(NamedTuple):
@@ -170,271 +169,250 @@ class RadixCache:
         "The name of a node that begins with these tokens"
         return namespace, ids[:self.page_size].tobytes()
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #1e07c9b7
-@patch
-def match_prefix(
-    self: RadixCache,
-    ids: np.ndarray,               # Tokens, [n]
-    extra_key: str | None = None,  # Namespace to look in
-    priority: int = 0,             # Of the request
-) -> PrefixHandle:                 # Not locked yet
-    "The longest prefix of `ids` in the tree, in full pages"
-    ids = np.asarray(ids, dtype=np.int32)
-    path = [self.root, *self._walk(self.root, ids, extra_key)]
-    n = sum(len(node.key) for node in path)
-    return PrefixHandle(path[-1], n, extra_key, priority, borrowed=n > 0)
+    # %% ../../nbs/12_kv_cache.radix.ipynb #1e07c9b7
+    def match_prefix(
+        self,
+        ids: np.ndarray,               # Tokens, [n]
+        extra_key: str | None = None,  # Namespace to look in
+        priority: int = 0,             # Of the request
+    ) -> PrefixHandle:                 # Not locked yet
+        "The longest prefix of `ids` in the tree, in full pages"
+        ids = np.asarray(ids, dtype=np.int32)
+        path = [self.root, *self._walk(self.root, ids, extra_key)]
+        n = sum(len(node.key) for node in path)
+        return PrefixHandle(path[-1], n, extra_key, priority, borrowed=n > 0)
 
-@patch
-def _walk(self: RadixCache, node: Node, ids: np.ndarray, extra_key: str | None) -> list[Node]:
-    "The nodes below `node` that match `ids`; the last is split where full pages differ"
-    found, n = [], 0
-    while child := node.children.get(self._name(ids[n:], extra_key)):
-        node = self._split(child, common_pages(child.key, ids[n:], self.page_size))
-        found.append(node)
-        n += len(node.key)
-    return found
+    def _walk(self, node: Node, ids: np.ndarray, extra_key: str | None) -> list[Node]:
+        "The nodes below `node` that match `ids`; the last is split where full pages differ"
+        found, n = [], 0
+        while child := node.children.get(self._name(ids[n:], extra_key)):
+            node = self._split(child, common_pages(child.key, ids[n:], self.page_size))
+            found.append(node)
+            n += len(node.key)
+        return found
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #5f26b0f6
-@patch
-def _split(self: RadixCache, node: Node, n_pages: int) -> Node:
-    "A new parent takes the first `n_pages` of `node`, which keeps the rest and its handles"
-    if n_pages == len(node.pages): return node
-    assert node.parent is not None, 'the root has no pages to split'
-    n = n_pages * self.page_size
-    head = replace(node, key=node.key[:n].copy(), pages=node.pages[:n_pages].copy(),
-                   children={}, entry_no=0)
-    node.parent.children[head.name] = head
-    node.key, node.pages, node.parent = node.key[n:], node.pages[n_pages:], head
-    node.name = self._name(node.key, node.name[0])
-    head.children[node.name] = node
-    return head
+    # %% ../../nbs/12_kv_cache.radix.ipynb #5f26b0f6
+    def _split(self, node: Node, n_pages: int) -> Node:
+        "A new parent takes the first `n_pages` of `node`, which keeps the rest and its handles"
+        if n_pages == len(node.pages): return node
+        assert node.parent is not None, 'the root has no pages to split'
+        n = n_pages * self.page_size
+        head = replace(node, key=node.key[:n].copy(), pages=node.pages[:n_pages].copy(),
+                       children={}, entry_no=0)
+        node.parent.children[head.name] = head
+        node.key, node.pages, node.parent = node.key[n:], node.pages[n_pages:], head
+        node.name = self._name(node.key, node.name[0])
+        head.children[node.name] = node
+        return head
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #179e3bd3
-@patch
-def lock(self: RadixCache, handle: PrefixHandle) -> None:
-    "Protect a prefix from eviction until `unlock`; `RuntimeError` if it was evicted already"
-    self._add_locks(handle.path, 1, handle.priority)
-    handle.locks += 1
+    # %% ../../nbs/12_kv_cache.radix.ipynb #179e3bd3
+    def lock(self, handle: PrefixHandle) -> None:
+        "Protect a prefix from eviction until `unlock`; `RuntimeError` if it was evicted already"
+        self._add_locks(handle.path, 1, handle.priority)
+        handle.locks += 1
 
-@patch
-def unlock(self: RadixCache, handle: PrefixHandle) -> None:
-    "Release one lock of this handle; `RuntimeError` if it has none"
-    if not handle.locks: raise RuntimeError(f'{handle} is not locked (unlocked twice?)')
-    self._add_locks(handle.path, -1, handle.priority)
-    handle.locks -= 1
-    self._offer(handle.node)
+    def unlock(self, handle: PrefixHandle) -> None:
+        "Release one lock of this handle; `RuntimeError` if it has none"
+        if not handle.locks: raise RuntimeError(f'{handle} is not locked (unlocked twice?)')
+        self._add_locks(handle.path, -1, handle.priority)
+        handle.locks -= 1
+        self._offer(handle.node)
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #c752b09f
-@patch
-def _add_locks(self: RadixCache, nodes: list[Node], n: int, priority: int) -> None:
-    "Add `n` locks to these nodes, which are used now; none of them is on offer"
-    self._step += 1
-    for node in nodes:
-        before, node.locks = node.locks, node.locks + n
-        node.last_used, node.entry_no = self._step, 0
-        if priority > node.priority: node.priority = priority
-        if bool(before) == bool(node.locks): continue
-        protected = len(node.pages) if node.locks else -len(node.pages)
-        self.protected_size += protected
-        self.evictable_size -= protected
+    # %% ../../nbs/12_kv_cache.radix.ipynb #c752b09f
+    def _add_locks(self, nodes: list[Node], n: int, priority: int) -> None:
+        "Add `n` locks to these nodes, which are used now; none of them is on offer"
+        self._step += 1
+        for node in nodes:
+            before, node.locks = node.locks, node.locks + n
+            node.last_used, node.entry_no = self._step, 0
+            if priority > node.priority: node.priority = priority
+            if bool(before) == bool(node.locks): continue
+            protected = len(node.pages) if node.locks else -len(node.pages)
+            self.protected_size += protected
+            self.evictable_size -= protected
 
-@patch
-def _offer(self: RadixCache, node: Node) -> None:
-    "Offer it for eviction, at its present rank, if it is an unlocked leaf"
-    if node.locks or node.children or node is self.root: return
-    self._heap.offer(node)
+    def _offer(self, node: Node) -> None:
+        "Offer it for eviction, at its present rank, if it is an unlocked leaf"
+        if node.locks or node.children or node is self.root: return
+        self._heap.offer(node)
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #2049eb99
-@patch
-def extend(
-    self: RadixCache,
-    handle: PrefixHandle,  # Locked; moves to the new end, and its locks with it
-    ids: np.ndarray,       # Tokens that follow it, full pages, [n_pages * page_size]
-    pages: np.ndarray,     # Pages with their keys and values, [n_pages]
-) -> np.ndarray:           # The tree's pages for them, [n_pages]; none if nothing is kept
-    "Add what is missing as one leaf, whose pages the tree owns from now on"
-    if len(ids) != len(pages) * self.page_size:
-        raise ValueError(f'{len(ids)} tokens do not fill {len(pages)} pages of {self.page_size}')
-    if not handle.locks: raise RuntimeError(f'{handle} must be locked to go on from it')
-    if handle.invalid: return self.root.pages   # an empty array
-    below = self._walk(handle.node, np.asarray(ids, dtype=np.int32), handle.extra_key)
-    first = handle.matched_len is None
-    if first: handle.matched_len = handle.cached_len
-    for node in handle.path + below if first else below: node.hits += 1
-    n = sum(len(node.key) for node in below)   # tokens that are cached already
-    if n: handle.borrowed = True
-    if below: handle.node = below[-1]
-    if n < len(ids):
-        handle.node = self._add_leaf(handle, ids[n:], pages[n // self.page_size:])
-        below.append(handle.node)
-    self._add_locks(below, handle.locks, handle.priority)
-    handle.cached_len += len(ids)
-    return np.concatenate([self.root.pages, *(node.pages for node in below)])
+    # %% ../../nbs/12_kv_cache.radix.ipynb #2049eb99
+    def extend(
+        self,
+        handle: PrefixHandle,  # Locked; moves to the new end, and its locks with it
+        ids: np.ndarray,       # Tokens that follow it, full pages, [n_pages * page_size]
+        pages: np.ndarray,     # Pages with their keys and values, [n_pages]
+    ) -> np.ndarray:           # The tree's pages for them, [n_pages]; none if nothing is kept
+        "Add what is missing as one leaf, whose pages the tree owns from now on"
+        if len(ids) != len(pages) * self.page_size:
+            raise ValueError(f'{len(ids)} tokens do not fill {len(pages)} pages of {self.page_size}')
+        if not handle.locks: raise RuntimeError(f'{handle} must be locked to go on from it')
+        if handle.invalid: return self.root.pages   # an empty array
+        below = self._walk(handle.node, np.asarray(ids, dtype=np.int32), handle.extra_key)
+        first = handle.matched_len is None
+        if first: handle.matched_len = handle.cached_len
+        for node in handle.path + below if first else below: node.hits += 1
+        n = sum(len(node.key) for node in below)   # tokens that are cached already
+        if n: handle.borrowed = True
+        if below: handle.node = below[-1]
+        if n < len(ids):
+            handle.node = self._add_leaf(handle, ids[n:], pages[n // self.page_size:])
+            below.append(handle.node)
+        self._add_locks(below, handle.locks, handle.priority)
+        handle.cached_len += len(ids)
+        return np.concatenate([self.root.pages, *(node.pages for node in below)])
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #ae255ed3
-@patch
-def _add_leaf(self: RadixCache, handle: PrefixHandle, ids: np.ndarray, pages: np.ndarray) -> Node:
-    "A new child of `handle.node`; it copies the caller's arrays, which go on changing"
-    key, pages = np.array(ids, dtype=np.int32), np.array(pages, dtype=np.int32)
-    leaf = Node(key, pages, self._name(key, handle.extra_key), parent=handle.node,
-                created=self._step, priority=handle.priority)
-    handle.node.children[leaf.name] = leaf
-    self.evictable_size += len(leaf.pages)
-    return leaf
+    # %% ../../nbs/12_kv_cache.radix.ipynb #ae255ed3
+    def _add_leaf(self, handle: PrefixHandle, ids: np.ndarray, pages: np.ndarray) -> Node:
+        "A new child of `handle.node`; it copies the caller's arrays, which go on changing"
+        key, pages = np.array(ids, dtype=np.int32), np.array(pages, dtype=np.int32)
+        leaf = Node(key, pages, self._name(key, handle.extra_key), parent=handle.node,
+                    created=self._step, priority=handle.priority)
+        handle.node.children[leaf.name] = leaf
+        self.evictable_size += len(leaf.pages)
+        return leaf
 
-@patch
-def insert(
-    self: RadixCache,
-    ids: np.ndarray,    # Tokens from the start, full pages, [n_pages * page_size]
-    pages: np.ndarray,  # Pages with their keys and values, [n_pages]
-    extra_key: str | None = None,  # Namespace to insert into
-    priority: int = 0,  # Of the request that computed them
-) -> InsertResult:
-    "Add what is missing of a whole prefix; nothing is locked afterwards"
-    self.lock(handle := PrefixHandle(self.root, 0, extra_key, priority))
-    try: return InsertResult(handle, self.extend(handle, ids, pages))
-    finally: self.unlock(handle)
+    def insert(
+        self,
+        ids: np.ndarray,    # Tokens from the start, full pages, [n_pages * page_size]
+        pages: np.ndarray,  # Pages with their keys and values, [n_pages]
+        extra_key: str | None = None,  # Namespace to insert into
+        priority: int = 0,  # Of the request that computed them
+    ) -> InsertResult:
+        "Add what is missing of a whole prefix; nothing is locked afterwards"
+        self.lock(handle := PrefixHandle(self.root, 0, extra_key, priority))
+        try: return InsertResult(handle, self.extend(handle, ids, pages))
+        finally: self.unlock(handle)
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #eb584b9f
-@patch
-def evict(
-    self: RadixCache,
-    n_pages: int,  # Pages wanted
-) -> np.ndarray:   # So many pages, or all that are evictable, [n]
-    "Give up pages from ends of unlocked leaves, lowest rank first; each gives all it can"
-    evicted, n_pages = [self.root.pages], min(n_pages, self.evictable_size)
-    while n_pages > 0:
-        evicted.append(self._trim(self._heap.pop(), n_pages))
-        n_pages -= len(evicted[-1])
-    return np.concatenate(evicted)
+    # %% ../../nbs/12_kv_cache.radix.ipynb #eb584b9f
+    def evict(
+        self,
+        n_pages: int,  # Pages wanted
+    ) -> np.ndarray:   # So many pages, or all that are evictable, [n]
+        "Give up pages from ends of unlocked leaves, lowest rank first; each gives all it can"
+        evicted, n_pages = [self.root.pages], min(n_pages, self.evictable_size)
+        while n_pages > 0:
+            evicted.append(self._trim(self._heap.pop(), n_pages))
+            n_pages -= len(evicted[-1])
+        return np.concatenate(evicted)
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #ddcfbf17
-@patch
-def _trim(self: RadixCache, leaf: Node, n_pages: int) -> np.ndarray:
-    "Take `n_pages` pages from the end of `leaf`, or all it has"
-    keep, cut = len(leaf.pages) - n_pages, leaf.pages
-    if keep > 0:
-        leaf.key, leaf.pages, cut = leaf.key[:keep * self.page_size], cut[:keep], cut[keep:]
-        self._offer(leaf)
-    else:
-        parent, leaf.parent = leaf.parent, None
-        assert parent is not None, 'the root has no pages to evict'
-        del parent.children[leaf.name]
-        self._offer(parent)
-    self.evictable_size -= len(cut)
-    return cut
+    # %% ../../nbs/12_kv_cache.radix.ipynb #ddcfbf17
+    def _trim(self, leaf: Node, n_pages: int) -> np.ndarray:
+        "Take `n_pages` pages from the end of `leaf`, or all it has"
+        keep, cut = len(leaf.pages) - n_pages, leaf.pages
+        if keep > 0:
+            leaf.key, leaf.pages, cut = leaf.key[:keep * self.page_size], cut[:keep], cut[keep:]
+            self._offer(leaf)
+        else:
+            parent, leaf.parent = leaf.parent, None
+            assert parent is not None, 'the root has no pages to evict'
+            del parent.children[leaf.name]
+            self._offer(parent)
+        self.evictable_size -= len(cut)
+        return cut
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #936ad52a
-@patch
-def reset(self: RadixCache) -> np.ndarray:
-    "Give up all pages; `RuntimeError` while anything is locked"
-    if self.root.locks:
-        raise RuntimeError(f'cannot empty the cache: locks are held, {self.root.locks} of them')
-    return self.evict(self.evictable_size)
+    # %% ../../nbs/12_kv_cache.radix.ipynb #936ad52a
+    def reset(self) -> np.ndarray:
+        "Give up all pages; `RuntimeError` while anything is locked"
+        if self.root.locks:
+            raise RuntimeError(f'cannot empty the cache: locks are held, {self.root.locks} of them')
+        return self.evict(self.evictable_size)
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #dd7fc0ce
-@patch
-def invalidate(
-    self: RadixCache,
-    handle: PrefixHandle,  # Locked, by a request whose keys and values are wrong
-) -> None:
-    "Hide what it has added and all below: never matched or extended again, evicted first"
-    if not handle.locks: raise RuntimeError(f'{handle} must be locked to be invalidated')
-    n = 0
-    for node in handle.path[1:]:
-        if n == handle.matched_len: return self._hide(node)
-        n += len(node.key)
+    # %% ../../nbs/12_kv_cache.radix.ipynb #dd7fc0ce
+    def invalidate(
+        self,
+        handle: PrefixHandle,  # Locked, by a request whose keys and values are wrong
+    ) -> None:
+        "Hide what it has added and all below: never matched or extended again, evicted first"
+        if not handle.locks: raise RuntimeError(f'{handle} must be locked to be invalidated')
+        n = 0
+        for node in handle.path[1:]:
+            if n == handle.matched_len: return self._hide(node)
+            n += len(node.key)
 
-@patch
-def _hide(self: RadixCache, top: Node) -> None:
-    "Rename a node, and mark it and all below as invalid"
-    parent = top.parent
-    assert parent is not None, 'the root is never invalid'
-    del parent.children[top.name]
-    top.name = next(self._hidden), b''
-    parent.children[top.name] = top
-    hidden = [top]
-    for node in hidden:   # grows while it is walked
-        node.invalid = True
-        self._offer(node)
-        hidden += node.children.values()
+    def _hide(self, top: Node) -> None:
+        "Rename a node, and mark it and all below as invalid"
+        parent = top.parent
+        assert parent is not None, 'the root is never invalid'
+        del parent.children[top.name]
+        top.name = next(self._hidden), b''
+        parent.children[top.name] = top
+        hidden = [top]
+        for node in hidden:   # grows while it is walked
+            node.invalid = True
+            self._offer(node)
+            hidden += node.children.values()
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #9415b168
-@patch
-def nodes(self: RadixCache) -> Iterator[Node]:
-    "All nodes, parents first; for checks and pictures, too slow for every step"
-    todo = [self.root]
-    while todo:
-        yield (node := todo.pop())
-        todo.extend(node.children.values())
+    # %% ../../nbs/12_kv_cache.radix.ipynb #9415b168
+    def nodes(self) -> Iterator[Node]:
+        "All nodes, parents first; for checks and pictures, too slow for every step"
+        todo = [self.root]
+        while todo:
+            yield (node := todo.pop())
+            todo.extend(node.children.values())
 
-@patch
-def all_pages(self: RadixCache) -> np.ndarray:
-    "All pages in the tree"
-    return np.concatenate([node.pages for node in self.nodes()])
+    def all_pages(self) -> np.ndarray:
+        "All pages in the tree"
+        return np.concatenate([node.pages for node in self.nodes()])
 
-@patch
-def checks(self: RadixCache) -> Iterator[None]:
-    "Walk the whole tree, claim by claim; `RuntimeError` names the first that is false"
-    for claim, holds in self._claims():
-        if not holds: raise RuntimeError(f'prefix tree: it is not true that {claim}')
-        yield
+    def checks(self) -> Iterator[None]:
+        "Walk the whole tree, claim by claim; `RuntimeError` names the first that is false"
+        for claim, holds in self._claims():
+            if not holds: raise RuntimeError(f'prefix tree: it is not true that {claim}')
+            yield
 
-@patch
-def check_integrity(self: RadixCache) -> None:
-    "Walk the whole tree, without a break"
-    for _ in self.checks(): pass
+    def check_integrity(self) -> None:
+        "Walk the whole tree, without a break"
+        for _ in self.checks(): pass
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #6b7b2cf7
-@patch
-def _claims(self: RadixCache) -> Iterator[tuple[str, bool]]:
-    "Every invariant in words, and whether it holds"
-    ranks: dict[int, tuple] = {}
-    for *rank, entry, _ in self._heap.entries:
-        yield f'entry {entry} is in the heap once', entry not in ranks
-        ranks[entry] = (*rank,)
-    evictable, protected, times_seen = 0, 0, Counter()
-    for node in self.nodes():
-        it, below = f'node of pages {node.pages.tolist()}', node.children.values()
-        is_root = node is self.root
-        can_be_evicted = not (is_root or node.locks or node.children)
-        yield f'{it} has their tokens', len(node.key) == len(node.pages) * self.page_size
-        yield f'{it} has pages, or is the root', bool(len(node.pages)) != is_root
-        first, hidden = self._name(node.key, None)[1], isinstance(node.name[0], int)
-        yield f'{it} is named by its first page', hidden or node.name[1] == first
-        yield f'{it} is in one namespace with its children', is_root or hidden or all(
-            o.name[0] == node.name[0] or isinstance(o.name[0], int) for o in below)
-        yield f'{it} is invalid if it is hidden', node.invalid or not hidden
-        yield f'{it} is invalid with all below', not node.invalid or all(
-            o.invalid for o in below)
-        yield f'{it} is the parent of its children', all(o.parent is node for o in below)
-        yield f'{it} has its children by name', all(
-            o.name == name for name, o in node.children.items())
-        yield f'{it} has the locks of its children', node.locks >= sum(o.locks for o in below)
-        yield f'{it} was used when they were', node.locks > 0 or all(
-            node.last_used >= o.last_used for o in below)
-        has_entry = node.entry_no in ranks
-        yield f'{it} has an entry if it can be evicted', has_entry == can_be_evicted
-        yield f'{it} is not evicted too late', (
-            not can_be_evicted or ranks[node.entry_no] <= self._heap.rank(node))
-        if node.locks > 0: protected += len(node.pages)
-        else: evictable += len(node.pages)
-        times_seen.update(node.pages.tolist())
-    yield f'evictable_size {self.evictable_size} is {evictable}', self.evictable_size == evictable
-    yield f'protected_size {self.protected_size} is {protected}', self.protected_size == protected
-    for page, n in times_seen.items(): yield f'page {page} is in one place', n == 1
+    # %% ../../nbs/12_kv_cache.radix.ipynb #6b7b2cf7
+    def _claims(self) -> Iterator[tuple[str, bool]]:
+        "Every invariant in words, and whether it holds"
+        ranks: dict[int, tuple] = {}
+        for *rank, entry, _ in self._heap.entries:
+            yield f'entry {entry} is in the heap once', entry not in ranks
+            ranks[entry] = (*rank,)
+        evictable, protected, times_seen = 0, 0, Counter()
+        for node in self.nodes():
+            it, below = f'node of pages {node.pages.tolist()}', node.children.values()
+            is_root = node is self.root
+            can_be_evicted = not (is_root or node.locks or node.children)
+            yield f'{it} has their tokens', len(node.key) == len(node.pages) * self.page_size
+            yield f'{it} has pages, or is the root', bool(len(node.pages)) != is_root
+            first, hidden = self._name(node.key, None)[1], isinstance(node.name[0], int)
+            yield f'{it} is named by its first page', hidden or node.name[1] == first
+            yield f'{it} is in one namespace with its children', is_root or hidden or all(
+                o.name[0] == node.name[0] or isinstance(o.name[0], int) for o in below)
+            yield f'{it} is invalid if it is hidden', node.invalid or not hidden
+            yield f'{it} is invalid with all below', not node.invalid or all(
+                o.invalid for o in below)
+            yield f'{it} is the parent of its children', all(o.parent is node for o in below)
+            yield f'{it} has its children by name', all(
+                o.name == name for name, o in node.children.items())
+            yield f'{it} has the locks of its children', node.locks >= sum(o.locks for o in below)
+            yield f'{it} was used when they were', node.locks > 0 or all(
+                node.last_used >= o.last_used for o in below)
+            has_entry = node.entry_no in ranks
+            yield f'{it} has an entry if it can be evicted', has_entry == can_be_evicted
+            yield f'{it} is not evicted too late', (
+                not can_be_evicted or ranks[node.entry_no] <= self._heap.rank(node))
+            if node.locks > 0: protected += len(node.pages)
+            else: evictable += len(node.pages)
+            times_seen.update(node.pages.tolist())
+        yield f'evictable_size {self.evictable_size} is {evictable}', self.evictable_size == evictable
+        yield f'protected_size {self.protected_size} is {protected}', self.protected_size == protected
+        for page, n in times_seen.items(): yield f'page {page} is in one place', n == 1
 
-# %% ../../nbs/12_kv_cache.radix.ipynb #cfa2d233
-@patch
-def freed_by(
-    self: RadixCache,
-    handles: Sequence[PrefixHandle],  # Each with its locks
-) -> int:                             # Pages
-    "How many pages would become evictable if these handles released all their locks"
-    theirs: Counter[Node] = Counter()
-    for handle in handles:
-        for node in handle.path: theirs[node] += handle.locks
-    return sum(len(node.pages) for node, locks in theirs.items() if node.locks == locks)
+    # %% ../../nbs/12_kv_cache.radix.ipynb #cfa2d233
+    def freed_by(
+        self,
+        handles: Sequence[PrefixHandle],  # Each with its locks
+    ) -> int:                             # Pages
+        "How many pages would become evictable if these handles released all their locks"
+        theirs: Counter[Node] = Counter()
+        for handle in handles:
+            for node in handle.path: theirs[node] += handle.locks
+        return sum(len(node.pages) for node, locks in theirs.items() if node.locks == locks)
 
 # %% ../../nbs/12_kv_cache.radix.ipynb #2d757b68
 class NaiveCache(RadixCache):

@@ -8,7 +8,6 @@ __all__ = ['TableManager', 'to_device', 'dummy_batch']
 # %% ../../nbs/11_kv_cache.table.ipynb #b146c3be
 import numpy as np
 import torch
-from fastcore.basics import patch
 
 from ..core.request import Batch, ForwardMode, Lengths, SamplingArrays
 
@@ -42,31 +41,68 @@ class TableManager:
         self._free, self._allocated = list(reversed(range(max_running_req))), set[int]()
         self._changed: list[tuple[np.ndarray, np.ndarray]] = []  # rows and columns to send
 
-# %% ../../nbs/11_kv_cache.table.ipynb #1f0c78ff
-@patch(as_prop=True)
-def available_size(self: TableManager) -> int:
-    "Rows that can still be allocated"
-    return len(self._free)
+    # %% ../../nbs/11_kv_cache.table.ipynb #1f0c78ff
+    @property
+    def available_size(self) -> int:
+        "Rows that can still be allocated"
+        return len(self._free)
 
-@patch
-def allocate(self: TableManager) -> int:
-    "A free row; `RuntimeError` if there is none, so look at `available_size` first"
-    if not self._free:
-        raise RuntimeError(f'no free row: all {self.dummy_row} are allocated')
-    row = self._free.pop()
-    self._allocated.add(row)
-    return row
+    def allocate(self) -> int:
+        "A free row; `RuntimeError` if there is none, so look at `available_size` first"
+        if not self._free:
+            raise RuntimeError(f'no free row: all {self.dummy_row} are allocated')
+        row = self._free.pop()
+        self._allocated.add(row)
+        return row
 
-@patch
-def free(
-    self: TableManager,
-    row: int,  # An allocated row that no batch in flight uses
-) -> None:
-    "Take back a row; `RuntimeError` if it is not allocated, as after a double free"
-    if row not in self._allocated:
-        raise RuntimeError(f'row {row} is not allocated, so it cannot be freed')
-    self._allocated.remove(row)
-    self._free.append(row)
+    def free(
+        self,
+        row: int,  # An allocated row that no batch in flight uses
+    ) -> None:
+        "Take back a row; `RuntimeError` if it is not allocated, as after a double free"
+        if row not in self._allocated:
+            raise RuntimeError(f'row {row} is not allocated, so it cannot be freed')
+        self._allocated.remove(row)
+        self._free.append(row)
+
+    # %% ../../nbs/11_kv_cache.table.ipynb #91bfab82
+    def write(
+        self,
+        rows: np.ndarray,   # Allocated rows, [n]
+        cols: np.ndarray,   # Index of each page in its row, [n]
+        pages: np.ndarray,  # Pages to put there, [n]
+    ) -> None:
+        "Set pages on the host; `flush` copies them to the device"
+        self.pages[rows, cols] = pages
+        self._changed.append((rows, cols))
+
+    def flush(self) -> None:
+        "Update `page_table` with one copy of what changed; nothing to do if it shares memory"
+        changed, self._changed = self._changed, []
+        if self._shared or not changed: return
+        rows, cols = (np.concatenate(o) for o in zip(*changed))
+        sent = to_device(np.stack([rows, cols, self.pages[rows, cols]]), self.page_table.device)
+        self.page_table[sent[0], sent[1]] = sent[2].int()
+
+    def write_tokens(
+        self,
+        row: int,         # An allocated row
+        start: int,       # Position of the first token in its sequence
+        ids: np.ndarray,  # Token ids, [n_tokens]
+    ) -> None:
+        "Write tokens that the host knows into `token_pool`"
+        sent = to_device(np.ascontiguousarray(ids, dtype=np.int32), self.token_pool.device)
+        self.token_pool[row, start:start + len(ids)] = sent
+
+    # %% ../../nbs/11_kv_cache.table.ipynb #44b0b348
+    def slots(
+        self,
+        rows: np.ndarray,       # Row of each token, [n_tokens]
+        positions: np.ndarray,  # Position of each token in its sequence, [n_tokens]
+    ) -> np.ndarray:            # Slot of each token in the KV pool, [n_tokens]
+        "Slots of tokens: page × `page_size` + offset in the page"
+        cols = positions // self.page_size
+        return positions + (self.pages[rows, cols] - cols) * self.page_size
 
 # %% ../../nbs/11_kv_cache.table.ipynb #93e154ec
 def to_device(
@@ -77,49 +113,6 @@ def to_device(
     tensor = torch.from_numpy(array)
     if torch.device(device).type != 'cuda': return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-# %% ../../nbs/11_kv_cache.table.ipynb #91bfab82
-@patch
-def write(
-    self: TableManager,
-    rows: np.ndarray,   # Allocated rows, [n]
-    cols: np.ndarray,   # Index of each page in its row, [n]
-    pages: np.ndarray,  # Pages to put there, [n]
-) -> None:
-    "Set pages on the host; `flush` copies them to the device"
-    self.pages[rows, cols] = pages
-    self._changed.append((rows, cols))
-
-@patch
-def flush(self: TableManager) -> None:
-    "Update `page_table` with one copy of what changed; nothing to do if it shares memory"
-    changed, self._changed = self._changed, []
-    if self._shared or not changed: return
-    rows, cols = (np.concatenate(o) for o in zip(*changed))
-    sent = to_device(np.stack([rows, cols, self.pages[rows, cols]]), self.page_table.device)
-    self.page_table[sent[0], sent[1]] = sent[2].int()
-
-@patch
-def write_tokens(
-    self: TableManager,
-    row: int,         # An allocated row
-    start: int,       # Position of the first token in its sequence
-    ids: np.ndarray,  # Token ids, [n_tokens]
-) -> None:
-    "Write tokens that the host knows into `token_pool`"
-    sent = to_device(np.ascontiguousarray(ids, dtype=np.int32), self.token_pool.device)
-    self.token_pool[row, start:start + len(ids)] = sent
-
-# %% ../../nbs/11_kv_cache.table.ipynb #44b0b348
-@patch
-def slots(
-    self: TableManager,
-    rows: np.ndarray,       # Row of each token, [n_tokens]
-    positions: np.ndarray,  # Position of each token in its sequence, [n_tokens]
-) -> np.ndarray:            # Slot of each token in the KV pool, [n_tokens]
-    "Slots of tokens: page × `page_size` + offset in the page"
-    cols = positions // self.page_size
-    return positions + (self.pages[rows, cols] - cols) * self.page_size
 
 # %% ../../nbs/11_kv_cache.table.ipynb #1d874bb7
 def dummy_batch(

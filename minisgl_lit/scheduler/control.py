@@ -10,7 +10,6 @@ import gc
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from fastcore.basics import patch
 
 from ..core.request import FinishReason
 from ..core.sampling_params import RequestError
@@ -56,45 +55,42 @@ class Control:
         "All `checks` at once"
         for _ in self.checks(): pass
 
+    # %% ../../nbs/26_scheduler.control.ipynb #4ede0ff7
+    def tidy(self) -> Iterator[None]:
+        "Check everything and collect garbage, slice by slice; nothing if the server is not idle"
+        if self.scheduler.alive or self.scheduler.has_work: return
+        checks = self.checks()
+        while sum(1 for _ in islice(checks, _CHECKS_PER_SLICE)): yield
+        gc.collect()
+
+    # %% ../../nbs/26_scheduler.control.ipynb #635861e4
+    def pause(
+        self,
+        how: str,  # What becomes of the running requests: 'abort', 'in_place' or 'retract'
+    ) -> None:
+        "Launch nothing until `resume`; the batch in flight is processed with the next step"
+        if how not in ('abort', 'in_place', 'retract'):
+            raise RequestError('how', f"how must be 'abort', 'in_place' or 'retract', not {how!r}")
+        s = self.scheduler
+        s.paused = True
+        if how == 'abort': self.abort_all()
+        if how != 'retract': return
+        s.quiesce()
+        started = [o.pending for o in s.decode.schedule()]
+        if s.prefill.chunked: started.append(s.prefill.chunked)
+        for pending in started: s.retract(pending)
+
+    def resume(self) -> None:
+        "Launch batches again"
+        self.scheduler.paused = False
+
+    def flush_cache(self) -> None:
+        "Empty the prefix cache; `RequestError` while any request has a part of it"
+        self.scheduler.quiesce()
+        self.scheduler.cache.reset()
+
 # %% ../../nbs/26_scheduler.control.ipynb #4ede0ff7
 _CHECKS_PER_SLICE = 4096   # some milliseconds
-
-@patch
-def tidy(self: Control) -> Iterator[None]:
-    "Check everything and collect garbage, slice by slice; nothing if the server is not idle"
-    if self.scheduler.alive or self.scheduler.has_work: return
-    checks = self.checks()
-    while sum(1 for _ in islice(checks, _CHECKS_PER_SLICE)): yield
-    gc.collect()
-
-# %% ../../nbs/26_scheduler.control.ipynb #635861e4
-@patch
-def pause(
-    self: Control,
-    how: str,  # What becomes of the running requests: 'abort', 'in_place' or 'retract'
-) -> None:
-    "Launch nothing until `resume`; the batch in flight is processed with the next step"
-    if how not in ('abort', 'in_place', 'retract'):
-        raise RequestError('how', f"how must be 'abort', 'in_place' or 'retract', not {how!r}")
-    s = self.scheduler
-    s.paused = True
-    if how == 'abort': self.abort_all()
-    if how != 'retract': return
-    s.quiesce()
-    started = [o.pending for o in s.decode.schedule()]
-    if s.prefill.chunked: started.append(s.prefill.chunked)
-    for pending in started: s.retract(pending)
-
-@patch
-def resume(self: Control) -> None:
-    "Launch batches again"
-    self.scheduler.paused = False
-
-@patch
-def flush_cache(self: Control) -> None:
-    "Empty the prefix cache; `RequestError` while any request has a part of it"
-    self.scheduler.quiesce()
-    self.scheduler.cache.reset()
 
 # %% ../../nbs/26_scheduler.control.ipynb #fc314b83
 class Watchdog:

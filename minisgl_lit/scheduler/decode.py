@@ -9,7 +9,6 @@ __all__ = ['NewTokenRatio', 'DecodeManager', 'retract_order']
 from collections.abc import Iterable
 
 import numpy as np
-from fastcore.basics import patch
 
 from ..core.request import PendingReq, Req
 from ..kv_cache.table import TableManager
@@ -102,30 +101,28 @@ class DecodeManager:
         "All running requests: views for one decode batch"
         return list(self.running.values())
 
-# %% ../../nbs/22_scheduler.decode.ipynb #0c191290
-@patch
-def filter_reqs(
-    self: DecodeManager,
-    reqs: Iterable[Req] = (),  # Those of the batch just launched
-) -> None:
-    "Add requests that make more tokens; drop those whose last token is launched"
-    joined = {o.rid: o for o in reqs if o.can_decode and o.rid not in self.running}
-    if joined:
-        new_rows = np.array([o.table_idx for o in joined.values()], dtype=np.int64)
-        self._rows = np.append(self.rows, new_rows)
-    self.running.update(joined)
-    stays = self.lengths.device_len[self.rows] < self.lengths.max_device_len[self.rows]
-    if stays.all(): return
-    names, self._rows = list(self.running), self.rows[stays]
-    for i in np.flatnonzero(~stays).tolist(): del self.running[names[i]]
+    # %% ../../nbs/22_scheduler.decode.ipynb #0c191290
+    def filter_reqs(
+        self,
+        reqs: Iterable[Req] = (),  # Those of the batch just launched
+    ) -> None:
+        "Add requests that make more tokens; drop those whose last token is launched"
+        joined = {o.rid: o for o in reqs if o.can_decode and o.rid not in self.running}
+        if joined:
+            new_rows = np.array([o.table_idx for o in joined.values()], dtype=np.int64)
+            self._rows = np.append(self.rows, new_rows)
+        self.running.update(joined)
+        stays = self.lengths.device_len[self.rows] < self.lengths.max_device_len[self.rows]
+        if stays.all(): return
+        names, self._rows = list(self.running), self.rows[stays]
+        for i in np.flatnonzero(~stays).tolist(): del self.running[names[i]]
 
-@patch
-def remove_req(
-    self: DecodeManager,
-    rid: str,  # A request that may be running
-) -> None:
-    "Drop a request before its last token"
-    if self.running.pop(rid, None): self._rows = None
+    def remove_req(
+        self,
+        rid: str,  # A request that may be running
+    ) -> None:
+        "Drop a request before its last token"
+        if self.running.pop(rid, None): self._rows = None
 
 # %% ../../nbs/22_scheduler.decode.ipynb #c504dd16
 def retract_order(

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Set
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
 
-from fastcore.basics import patch
 
 from ..core.request import Caller, PendingReq
 
@@ -89,46 +88,43 @@ class FairOrder:
             yield pending
             self._charge(pending)
 
-# %% ../../nbs/19a_scheduler.fairness.ipynb #2f65155c
-@patch
-def _merge(self: FairOrder, counters: VirtualTokenCounters,
-           lines: dict[str, Iterator[PendingReq]],
-           place: dict[PendingReq, int]) -> Iterator[PendingReq]:
-    "From the line of the lowest counter its next request, until all lines are empty"
-    served, heads = counters.served, {name: next(line) for name, line in lines.items()}
-    heap = [(served[name], place[head], name) for name, head in heads.items()]
-    heapify(heap)
-    while heap:
-        name = heap[0][2]
-        yield heads[name]
-        if head := next(lines[name], None):
-            heads[name] = head
-            heapreplace(heap, (served[name], place[head], name))
-        else: heappop(heap)
+    # %% ../../nbs/19a_scheduler.fairness.ipynb #2f65155c
+    def _merge(self, counters: VirtualTokenCounters,
+               lines: dict[str, Iterator[PendingReq]],
+               place: dict[PendingReq, int]) -> Iterator[PendingReq]:
+        "From the line of the lowest counter its next request, until all lines are empty"
+        served, heads = counters.served, {name: next(line) for name, line in lines.items()}
+        heap = [(served[name], place[head], name) for name, head in heads.items()]
+        heapify(heap)
+        while heap:
+            name = heap[0][2]
+            yield heads[name]
+            if head := next(lines[name], None):
+                heads[name] = head
+                heapreplace(heap, (served[name], place[head], name))
+            else: heappop(heap)
 
-# %% ../../nbs/19a_scheduler.fairness.ipynb #2a98516c
-@patch
-def _charge(self: FairOrder, pending: PendingReq) -> None:
-    "Add what a request has cost since it was last looked at"
-    before, cost, (name, user, weight) = self._charged[pending], 0., pending.caller
-    if pending.table_idx is not None or 'scheduled' in pending.times:   # it has started
-        cost = (self.prompt_cost * (pending.input_len - pending.cached_tokens)
-                + self.output_cost * (pending.n_tokens - pending.input_len))
-    if cost and not before:
-        self.callers.last_to_start, self.users[name].last_to_start = name, user
-    self.callers.add(name, (cost - before) / weight)
-    self.users[name].add(user, cost - before)
-    self._charged[pending] = cost
-    if pending.finish_reason or not cost: del self._charged[pending]
+    # %% ../../nbs/19a_scheduler.fairness.ipynb #2a98516c
+    def _charge(self, pending: PendingReq) -> None:
+        "Add what a request has cost since it was last looked at"
+        before, cost, (name, user, weight) = self._charged[pending], 0., pending.caller
+        if pending.table_idx is not None or 'scheduled' in pending.times:   # it has started
+            cost = (self.prompt_cost * (pending.input_len - pending.cached_tokens)
+                    + self.output_cost * (pending.n_tokens - pending.input_len))
+        if cost and not before:
+            self.callers.last_to_start, self.users[name].last_to_start = name, user
+        self.callers.add(name, (cost - before) / weight)
+        self.users[name].add(user, cost - before)
+        self._charged[pending] = cost
+        if pending.finish_reason or not cost: del self._charged[pending]
 
-@patch
-def _lift(self: FairOrder, groups: dict[Caller, list[PendingReq]]) -> None:
-    "Lift the counters of callers and users that begin to wait"
-    users, stayed = defaultdict[str, list[str]](list), defaultdict[str, set[str]](set)
-    for caller, group in groups.items():
-        users[caller.name].append(caller.user)
-        if not self._waited.isdisjoint(group): stayed[caller.name].add(caller.user)
-    self.callers.lift(users, stayed.keys())
-    for name, waiting in users.items():
-        self.users[name].lift(waiting, stayed.get(name, set()))
-    for name in self.users.keys() - self.callers.served.keys(): del self.users[name]
+    def _lift(self, groups: dict[Caller, list[PendingReq]]) -> None:
+        "Lift the counters of callers and users that begin to wait"
+        users, stayed = defaultdict[str, list[str]](list), defaultdict[str, set[str]](set)
+        for caller, group in groups.items():
+            users[caller.name].append(caller.user)
+            if not self._waited.isdisjoint(group): stayed[caller.name].add(caller.user)
+        self.callers.lift(users, stayed.keys())
+        for name, waiting in users.items():
+            self.users[name].lift(waiting, stayed.get(name, set()))
+        for name in self.users.keys() - self.callers.served.keys(): del self.users[name]

@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import compress
 
 import numpy as np
-from fastcore.basics import patch
 
 from ..config import EngineConfig
 from ..core.request import (
@@ -135,314 +134,309 @@ class Lifecycle:
         self.decode = DecodeManager(cache.table, self.ratio)
         self._init_state()
 
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #ef746428
-@patch
-def _init_state(self: Lifecycle) -> None:
-    "The state of a server before its first request"
-    self.counts = dict.fromkeys(('prompt_tokens', 'cached_tokens', 'generated_tokens',
-                                 'retracted'), 0)
-    self.alive: dict[str, PendingReq] = {}
-    self.launched = self.completed = 0
-    self._flush_after = 0   # batch whose completion empties the tree; 0: no flush is pending
-    self._to_cache: list[PendingReq] = []       # prefilled: their pages go to the tree
-    self._to_release: list[PendingReq] = []     # ended: they free row and pages
-    self._to_recompute: list[PendingReq] = []   # they have read invalid pages
-    self._unsearched: dict[PendingReq, StopCheck] = {}   # their text may hold a stop string
-    self._outputs = EngineCoreOutputs()         # of the step that runs
-    self._queue_timeout = Deadlines(self.config.queue_timeout)
-    self._run_timeout = Deadlines(self.config.run_timeout)
-    self._has_timeouts = (self.config.queue_timeout, self.config.run_timeout) != (None, None)
-    self._rows_releasing = ReleaseList()
-    self._rng = np.random.default_rng(self.config.seed)
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #ef746428
+    def _init_state(self) -> None:
+        "The state of a server before its first request"
+        self.counts = dict.fromkeys(('prompt_tokens', 'cached_tokens', 'generated_tokens',
+                                     'retracted'), 0)
+        self.alive: dict[str, PendingReq] = {}
+        self.launched = self.completed = 0
+        self._flush_after = 0   # batch whose completion empties the tree; 0: no flush is pending
+        self._to_cache: list[PendingReq] = []       # prefilled: their pages go to the tree
+        self._to_release: list[PendingReq] = []     # ended: they free row and pages
+        self._to_recompute: list[PendingReq] = []   # they have read invalid pages
+        self._unsearched: dict[PendingReq, StopCheck] = {}   # their text may hold a stop string
+        self._outputs = EngineCoreOutputs()         # of the step that runs
+        self._queue_timeout = Deadlines(self.config.queue_timeout)
+        self._run_timeout = Deadlines(self.config.run_timeout)
+        self._has_timeouts = (self.config.queue_timeout, self.config.run_timeout) != (None, None)
+        self._rows_releasing = ReleaseList()
+        self._rng = np.random.default_rng(self.config.seed)
 
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #1904a660
-@patch
-def add(
-    self: Lifecycle,
-    rid: str,                  # The caller's id of the request
-    input_ids: Sequence[int] | np.ndarray,   # The prompt
-    params: SamplingParams,    # The caller's sampling parameters
-    caller: Caller = Caller(), # Whose request it is
-) -> PendingReq:
-    "Accept a request, which then gets exactly one terminal output, or raise `RequestError`"
-    if rid in self.alive:
-        raise RequestError('rid', f'rid {rid!r} belongs to a request that is still running')
-    ids, max_len = self.validate(input_ids, params)
-    params = params.resolve(self.defaults, seed=int(self._rng.integers(2**62)))
-    if self.config.schedule_low_priority_values_first:
-        params = replace(params, priority=-params.priority)
-    pending = PendingReq(rid, ids, params, max_len, self.clock(), caller)
-    has_stops = params.stop or params.stop_regex
-    if has_stops and self.stop_checks: pending.stop_check = self.stop_checks.make(pending)
-    if params.grammars and self.make_grammar: pending.grammar = self.make_grammar(pending)
-    if params.min_tokens: pending.forbidden_tokens = self._end_token_ids(params)
-    self._make_room(pending)   # last: what is refused for itself displaces none
-    self.alive[rid] = pending
-    self.prefill.add(pending)
-    self._queue_timeout.add(pending, pending.arrival)
-    return pending
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #1904a660
+    def add(
+        self,
+        rid: str,                  # The caller's id of the request
+        input_ids: Sequence[int] | np.ndarray,   # The prompt
+        params: SamplingParams,    # The caller's sampling parameters
+        caller: Caller = Caller(), # Whose request it is
+    ) -> PendingReq:
+        "Accept a request, which then gets exactly one terminal output, or raise `RequestError`"
+        if rid in self.alive:
+            raise RequestError('rid', f'rid {rid!r} belongs to a request that is still running')
+        ids, max_len = self.validate(input_ids, params)
+        params = params.resolve(self.defaults, seed=int(self._rng.integers(2**62)))
+        if self.config.schedule_low_priority_values_first:
+            params = replace(params, priority=-params.priority)
+        pending = PendingReq(rid, ids, params, max_len, self.clock(), caller)
+        has_stops = params.stop or params.stop_regex
+        if has_stops and self.stop_checks: pending.stop_check = self.stop_checks.make(pending)
+        if params.grammars and self.make_grammar: pending.grammar = self.make_grammar(pending)
+        if params.min_tokens: pending.forbidden_tokens = self._end_token_ids(params)
+        self._make_room(pending)   # last: what is refused for itself displaces none
+        self.alive[rid] = pending
+        self.prefill.add(pending)
+        self._queue_timeout.add(pending, pending.arrival)
+        return pending
 
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #98458fa0
-@patch
-def validate(
-    self: Lifecycle,
-    input_ids: Sequence[int] | np.ndarray,   # A prompt
-    params: SamplingParams,    # Its sampling parameters
-) -> tuple[np.ndarray, int]:   # The prompt, [n], and how long the sequence may become
-    "Raise `RequestError` if this could never be served, however long it waited"
-    makers = dict.fromkeys(params.grammars, self.make_grammar)
-    makers |= {'stop': self.stop_checks, 'stop_regex': self.stop_checks}
-    for name, maker in makers.items():
-        if getattr(params, name) and not maker:
-            raise RequestError(name, f'{name} needs a tokenizer, and there is none here')
-    if self.stop_checks: self.stop_checks.validate(params)
-    if params.n > 1:
-        raise RequestError('n', f'n={params.n} answers are as many requests, see choices()')
-    if params.min_tokens and len(self._end_token_ids(params)) == self.validator.vocab_size:
-        raise RequestError(
-            'min_tokens', 'min_tokens needs a token that does not end the answer, '
-            'but stop_token_ids has them all')
-    return self.validator.validate(input_ids, params)
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #98458fa0
+    def validate(
+        self,
+        input_ids: Sequence[int] | np.ndarray,   # A prompt
+        params: SamplingParams,    # Its sampling parameters
+    ) -> tuple[np.ndarray, int]:   # The prompt, [n], and how long the sequence may become
+        "Raise `RequestError` if this could never be served, however long it waited"
+        makers = dict.fromkeys(params.grammars, self.make_grammar)
+        makers |= {'stop': self.stop_checks, 'stop_regex': self.stop_checks}
+        for name, maker in makers.items():
+            if getattr(params, name) and not maker:
+                raise RequestError(name, f'{name} needs a tokenizer, and there is none here')
+        if self.stop_checks: self.stop_checks.validate(params)
+        if params.n > 1:
+            raise RequestError('n', f'n={params.n} answers are as many requests, see choices()')
+        if params.min_tokens and len(self._end_token_ids(params)) == self.validator.vocab_size:
+            raise RequestError(
+                'min_tokens', 'min_tokens needs a token that does not end the answer, '
+                'but stop_token_ids has them all')
+        return self.validator.validate(input_ids, params)
 
-@patch
-def _end_token_ids(self: Lifecycle, params: SamplingParams) -> tuple[int, ...]:
-    "Tokens that would end a request"
-    eos = () if params.ignore_eos else self.eos_token_ids
-    return tuple(o for o in {*eos, *params.stop_token_ids} if o < self.validator.vocab_size)
+    def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        "Tokens that would end a request"
+        eos = () if params.ignore_eos else self.eos_token_ids
+        return tuple(o for o in {*eos, *params.stop_token_ids} if o < self.validator.vocab_size)
 
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #ec18135d
-@patch
-def _make_room(self: Lifecycle, newcomer: PendingReq) -> None:
-    "Make sure that the queue has room: if it is full, only by displacing a waiting request"
-    waiting = list(self.prefill.waiting.values())
-    if len(waiting) < self.config.max_queued_req: return
-    displaced = self.prefill.policy.displaced_by(waiting, newcomer)
-    full = f'{len(waiting)} requests are waiting already (max_queued_req); try again later'
-    if displaced is None: raise QueueFull('max_queued_req', full)
-    higher = displaced.params.priority < newcomer.params.priority
-    by = 'a request of higher priority' if higher else 'a caller with fewer waiting requests'
-    self.mark_to_finish(displaced, FinishReason.ERROR, f'displaced by {by}: {full}')
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #ec18135d
+    def _make_room(self, newcomer: PendingReq) -> None:
+        "Make sure that the queue has room: if it is full, only by displacing a waiting request"
+        waiting = list(self.prefill.waiting.values())
+        if len(waiting) < self.config.max_queued_req: return
+        displaced = self.prefill.policy.displaced_by(waiting, newcomer)
+        full = f'{len(waiting)} requests are waiting already (max_queued_req); try again later'
+        if displaced is None: raise QueueFull('max_queued_req', full)
+        higher = displaced.params.priority < newcomer.params.priority
+        by = 'a request of higher priority' if higher else 'a caller with fewer waiting requests'
+        self.mark_to_finish(displaced, FinishReason.ERROR, f'displaced by {by}: {full}')
 
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #32ec0dfa
-@patch
-def finish(
-    self: Lifecycle,
-    pending: PendingReq,                    # Alive; what is in flight of it will be dropped
-    reason: FinishReason,                   # Why
-    error: str | None = None,               # What went wrong
-    token_ids: Sequence[int] = (),          # Its last tokens
-    matched: str | int | None = None,       # The stop token or string
-    logprobs: list[Logprob] | None = None,  # Of these tokens
-    shown: int | None = None,               # Characters of its answer, if a stop cuts it
-) -> None:
-    "End a request: its terminal output now, its row and pages at the next step"
-    pending.finish_reason, pending.stop_check = reason, None   # a batch may still hold the request
-    self._stop_computing(pending)
-    del self.alive[pending.rid]
-    self._outputs.outputs.append(final_output(
-        pending, reason, self.clock(), token_ids, matched, error, logprobs, shown))
-    self.observer.ended(pending)
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #32ec0dfa
+    def finish(
+        self,
+        pending: PendingReq,                    # Alive; what is in flight of it will be dropped
+        reason: FinishReason,                   # Why
+        error: str | None = None,               # What went wrong
+        token_ids: Sequence[int] = (),          # Its last tokens
+        matched: str | int | None = None,       # The stop token or string
+        logprobs: list[Logprob] | None = None,  # Of these tokens
+        shown: int | None = None,               # Characters of its answer, if a stop cuts it
+    ) -> None:
+        "End a request: its terminal output now, its row and pages at the next step"
+        pending.finish_reason, pending.stop_check = reason, None   # a batch may still hold the request
+        self._stop_computing(pending)
+        del self.alive[pending.rid]
+        self._outputs.outputs.append(final_output(
+            pending, reason, self.clock(), token_ids, matched, error, logprobs, shown))
+        self.observer.ended(pending)
 
-@patch
-def _stop_computing(self: Lifecycle, pending: PendingReq) -> None:
-    "Its row and pages are released at the next step; only its text may still be searched"
-    if pending.ended: return
-    pending.ended = True
-    self.decode.remove_req(pending.rid)
-    self.prefill.remove(pending)
-    if pending.table_idx is not None:
+    def _stop_computing(self, pending: PendingReq) -> None:
+        "Its row and pages are released at the next step; only its text may still be searched"
+        if pending.ended: return
+        pending.ended = True
+        self.decode.remove_req(pending.rid)
+        self.prefill.remove(pending)
+        if pending.table_idx is not None:
+            self.table.lengths.watched[pending.table_idx] = True
+            self._to_release.append(pending)
+
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #6abd033e
+    def mark_to_finish(
+        self,
+        pending: PendingReq,       # Alive
+        reason: FinishReason,      # Why
+        error: str | None = None,  # One sentence, if the reason is 'error'
+    ) -> None:
+        "End a request as soon as it is in no batch in flight"
+        pending.to_finish = pending.to_finish or (reason, error)
+        self.prefill.remove(pending)
+        self.decode.remove_req(pending.rid)
+        row, lengths = pending.table_idx, self.table.lengths
+        in_flight = row is not None and lengths.launched[row] > self.completed
+        if in_flight: lengths.watched[row] = True
+        else: self.finish(pending, *pending.to_finish)
+
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #de8adc47
+    def _expire(self) -> None:
+        "Mark requests that have waited or run for too long"
+        timeouts = dict(queue_timeout=self._queue_timeout, run_timeout=self._run_timeout)
+        for name, timeout in timeouts.items():
+            if timeout.seconds is None: continue
+            late = [o for o in timeout.due(self.clock()) if o.finish_reason is None]
+            error = f'this request took longer than {name}={timeout.seconds:g} seconds'
+            for pending in late:
+                if timeout is self._run_timeout or 'scheduled' not in pending.times:
+                    self.mark_to_finish(pending, FinishReason.ERROR, error)
+
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #92fe413d
+    def _run_deferred(self) -> None:
+        "Do what earlier steps have left to do with pages and rows"
+        for pending in self._to_cache:
+            if pending.shares_cache and not pending.kv_invalid: self.cache.cache_unfinished(pending)
+        for pending in self._to_release: self._release_request(pending)
+        self._to_cache, self._to_release = [], []
+        self._collect()
+        self._requeue_to_recompute()
+        if 0 < self._flush_after <= self.completed:
+            self.cache.flush()
+            self._flush_after = 0
+
+    def _release_request(self, pending: PendingReq) -> None:
+        "Release row and pages of a request; they wait for what is in flight"
+        row = pending.table_idx
+        assert row is not None   # only requests with a row are released
+        self.cache.cache_finished(pending, keep=pending.shares_cache and not pending.kv_invalid)
+        pending.table_idx = None
+        self._rows_releasing.put([row], int(self.table.lengths.launched[row]))
+
+    def _collect(self) -> None:
+        "Free pages, locks and rows that nothing in flight uses any more"
+        self.cache.collect(self.completed)
+        for rows in self._rows_releasing.take(self.completed):
+            for row in rows: self.table.free(row)
+
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #b4fcd8c0
+    def retract(
+        self,
+        pending: PendingReq,   # It has a row, and is in no batch in flight
+        at_head: bool = True,  # Whether it comes before all that have not run yet
+    ) -> None:
+        "Send a request back to the waiting queue; it will go on where it was"
+        self.decode.remove_req(pending.rid)
+        self.prefill.remove(pending)
+        self._release_request(pending)
+        self._collect()
+        self.prefill.requeue(pending, at_head)
+        self.counts['retracted'] += 1
+
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #f7e1ff9a
+    def _requeue_to_recompute(self) -> None:
+        "Retract the requests to recompute, as soon as nothing of them is in flight"
+        if not self._to_recompute: return
+        lengths = self.table.lengths
+        alive = [o for o in self._to_recompute if o.finish_reason is None]
+        landed = [o for o in alive if lengths.launched[o.table_idx] <= self.completed]
+        self._to_recompute = [o for o in alive if o not in landed]
+        for pending in landed:
+            self.retract(pending)
+            pending.kv_invalid = False
+
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #43cf30c9
+    def _process_tokens(self, batch: Batch, output: ForwardOutput) -> None:
+        "What new tokens mean for their requests"
+        rows, n_tokens = batch.rows[batch.sampled], batch.device_lens[batch.sampled] + 1
+        special = may_finish(output.next_tokens, n_tokens, rows, self.table.lengths, self._is_eos)
+        special |= ~output.finite
+        pendings = [o.pending for o in batch.sampled_reqs]
+        tokens, logprobs = output.next_tokens.tolist(), {}
+        if batch.logprob_requests:
+            assert output.logprobs is not None   # the engine answers what a batch asks
+            for k, i in enumerate(batch.logprob_requests.sampled.tolist()):
+                top_n = pendings[i].params.logprobs or 0
+                logprobs[i] = [_logprob(output.logprobs, k, tokens[i], top_n)]
+                special[i] = True
+        if special.any():
+            for i in np.flatnonzero(special).tolist():
+                finite = bool(output.finite[i])
+                self._process_one_token(pendings[i], tokens[i], finite, logprobs.get(i))
+            plain = (~special).tolist()
+            pendings, tokens = list(compress(pendings, plain)), list(compress(tokens, plain))
+        for pending, token in zip(pendings, tokens): pending.append(token)
+        self._emit_tokens(pendings, tokens)
+
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #2d2db60b
+    def _process_one_token(self, pending: PendingReq, token: int, finite: bool,
+                           logprobs: list[Logprob] | None = None) -> None:
+        "What an unusual result means for its request"
+        if pending.ended: return
+        if not finite and not pending.kv_invalid: self._invalidate(pending)
+        if pending.to_finish: return self.finish(pending, *pending.to_finish)
+        if pending in self._to_recompute: return
+        if not finite:
+            error = 'the model gave no finite logits for this request'
+            return self.finish(pending, FinishReason.ERROR, error=error)
+        pending.append(token)
+        try: found = check_finish(pending, self.eos_token_ids)
+        except Exception as e:
+            return self.finish(pending, FinishReason.ERROR, error=request_failure(e))
+        if pending.stop_check:
+            if found: self._stop_computing(pending)
+            pending.stop_check.push(token, logprobs[0] if logprobs else None, found)
+            self._unsearched[pending] = pending.stop_check
+        elif found:
+            reason, matched = found
+            self.counts['generated_tokens'] += 1
+            self.finish(pending, reason, None, [token], matched, logprobs)
+        elif logprobs:
+            self.counts['generated_tokens'] += 1
+            self._outputs.outputs.append(EngineCoreOutput(pending.rid, [token], logprobs=logprobs))
+        else: self._emit_tokens([pending], [token])
+
+    def _emit_tokens(self, pendings: list[PendingReq], tokens: list[int]) -> None:
+        "Output one new token for each of these requests, which go on"
+        self.counts['generated_tokens'] += len(tokens)
+        self._outputs.rids += [o.rid for o in pendings]
+        self._outputs.token_ids += tokens
+
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #26014ea3
+    def _invalidate(self, pending: PendingReq) -> None:
+        "Let no request build on what this one has computed"
+        pending.kv_invalid = True
+        started = [o for o in self.alive.values() if o.table_idx is not None and not o.ended]
+        for reader in self.cache.invalidate(pending, started): self._mark_to_recompute(reader)
+        if pending.handle is None or not pending.handle.borrowed: return
+        self._flush_after = self.launched
+        self._mark_to_recompute(pending)
+        pending.shares_cache = False
+
+    def _mark_to_recompute(self, pending: PendingReq) -> None:
+        "Take a request out of the queues, to be prefilled again when nothing of it is in flight"
+        if pending in self._to_recompute: return
+        pending.kv_invalid = True
+        self.decode.remove_req(pending.rid)
+        self.prefill.remove(pending)
         self.table.lengths.watched[pending.table_idx] = True
-        self._to_release.append(pending)
+        self._to_recompute.append(pending)
 
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #6abd033e
-@patch
-def mark_to_finish(
-    self: Lifecycle,
-    pending: PendingReq,       # Alive
-    reason: FinishReason,      # Why
-    error: str | None = None,  # One sentence, if the reason is 'error'
-) -> None:
-    "End a request as soon as it is in no batch in flight"
-    pending.to_finish = pending.to_finish or (reason, error)
-    self.prefill.remove(pending)
-    self.decode.remove_req(pending.rid)
-    row, lengths = pending.table_idx, self.table.lengths
-    in_flight = row is not None and lengths.launched[row] > self.completed
-    if in_flight: lengths.watched[row] = True
-    else: self.finish(pending, *pending.to_finish)
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #35dea579
+    def _process_prefill(self, batch: Batch, output: ForwardOutput) -> None:
+        "What it means that prompts, or chunks of them, are computed"
+        now = self.clock()
+        if batch.logprob_requests:
+            assert output.logprobs is not None   # the engine answers what a batch asks
+            self._process_prompt_logprobs(batch, batch.logprob_requests, output.logprobs)
+        for req, computed in zip(batch.reqs, batch.device_lens.tolist()):
+            if isinstance(req, ChunkedReq): self._process_chunk(req.pending, computed)
+            else: req.pending.times.setdefault('first_token', now)
 
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #de8adc47
-@patch
-def _expire(self: Lifecycle) -> None:
-    "Mark requests that have waited or run for too long"
-    timeouts = dict(queue_timeout=self._queue_timeout, run_timeout=self._run_timeout)
-    for name, timeout in timeouts.items():
-        if timeout.seconds is None: continue
-        late = [o for o in timeout.due(self.clock()) if o.finish_reason is None]
-        error = f'this request took longer than {name}={timeout.seconds:g} seconds'
-        for pending in late:
-            if timeout is self._run_timeout or 'scheduled' not in pending.times:
-                self.mark_to_finish(pending, FinishReason.ERROR, error)
+    def _process_chunk(self, pending: PendingReq, computed: int) -> None:
+        "What a computed chunk of a prompt means for its request"
+        if pending.finish_reason: return
+        if pending.to_finish: self.finish(pending, *pending.to_finish)
+        elif computed == pending.max_len and not pending.kv_invalid:   # else it is computed again
+            self.finish(pending, FinishReason.LENGTH)
 
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #92fe413d
-@patch
-def _run_deferred(self: Lifecycle) -> None:
-    "Do what earlier steps have left to do with pages and rows"
-    for pending in self._to_cache:
-        if pending.shares_cache and not pending.kv_invalid: self.cache.cache_unfinished(pending)
-    for pending in self._to_release: self._release_request(pending)
-    self._to_cache, self._to_release = [], []
-    self._collect()
-    self._requeue_to_recompute()
-    if 0 < self._flush_after <= self.completed:
-        self.cache.flush()
-        self._flush_after = 0
-
-@patch
-def _release_request(self: Lifecycle, pending: PendingReq) -> None:
-    "Release row and pages of a request; they wait for what is in flight"
-    row = pending.table_idx
-    assert row is not None   # only requests with a row are released
-    self.cache.cache_finished(pending, keep=pending.shares_cache and not pending.kv_invalid)
-    pending.table_idx = None
-    self._rows_releasing.put([row], int(self.table.lengths.launched[row]))
-
-@patch
-def _collect(self: Lifecycle) -> None:
-    "Free pages, locks and rows that nothing in flight uses any more"
-    self.cache.collect(self.completed)
-    for rows in self._rows_releasing.take(self.completed):
-        for row in rows: self.table.free(row)
-
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #b4fcd8c0
-@patch
-def retract(
-    self: Lifecycle,
-    pending: PendingReq,   # It has a row, and is in no batch in flight
-    at_head: bool = True,  # Whether it comes before all that have not run yet
-) -> None:
-    "Send a request back to the waiting queue; it will go on where it was"
-    self.decode.remove_req(pending.rid)
-    self.prefill.remove(pending)
-    self._release_request(pending)
-    self._collect()
-    self.prefill.requeue(pending, at_head)
-    self.counts['retracted'] += 1
-
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #f7e1ff9a
-@patch
-def _requeue_to_recompute(self: Lifecycle) -> None:
-    "Retract the requests to recompute, as soon as nothing of them is in flight"
-    if not self._to_recompute: return
-    lengths = self.table.lengths
-    alive = [o for o in self._to_recompute if o.finish_reason is None]
-    landed = [o for o in alive if lengths.launched[o.table_idx] <= self.completed]
-    self._to_recompute = [o for o in alive if o not in landed]
-    for pending in landed:
-        self.retract(pending)
-        pending.kv_invalid = False
-
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #43cf30c9
-@patch
-def _process_tokens(self: Lifecycle, batch: Batch, output: ForwardOutput) -> None:
-    "What new tokens mean for their requests"
-    rows, n_tokens = batch.rows[batch.sampled], batch.device_lens[batch.sampled] + 1
-    special = may_finish(output.next_tokens, n_tokens, rows, self.table.lengths, self._is_eos)
-    special |= ~output.finite
-    pendings = [o.pending for o in batch.sampled_reqs]
-    tokens, logprobs = output.next_tokens.tolist(), {}
-    if batch.logprob_requests:
-        assert output.logprobs is not None   # the engine answers what a batch asks
-        for k, i in enumerate(batch.logprob_requests.sampled.tolist()):
-            top_n = pendings[i].params.logprobs or 0
-            logprobs[i] = [_logprob(output.logprobs, k, tokens[i], top_n)]
-            special[i] = True
-    if special.any():
-        for i in np.flatnonzero(special).tolist():
-            finite = bool(output.finite[i])
-            self._process_one_token(pendings[i], tokens[i], finite, logprobs.get(i))
-        plain = (~special).tolist()
-        pendings, tokens = list(compress(pendings, plain)), list(compress(tokens, plain))
-    for pending, token in zip(pendings, tokens): pending.append(token)
-    self._emit_tokens(pendings, tokens)
-
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #2d2db60b
-@patch
-def _process_one_token(self: Lifecycle, pending: PendingReq, token: int, finite: bool,
-                       logprobs: list[Logprob] | None = None) -> None:
-    "What an unusual result means for its request"
-    if pending.ended: return
-    if not finite and not pending.kv_invalid: self._invalidate(pending)
-    if pending.to_finish: return self.finish(pending, *pending.to_finish)
-    if pending in self._to_recompute: return
-    if not finite:
-        error = 'the model gave no finite logits for this request'
-        return self.finish(pending, FinishReason.ERROR, error=error)
-    pending.append(token)
-    try: found = check_finish(pending, self.eos_token_ids)
-    except Exception as e:
-        return self.finish(pending, FinishReason.ERROR, error=request_failure(e))
-    if pending.stop_check:
-        if found: self._stop_computing(pending)
-        pending.stop_check.push(token, logprobs[0] if logprobs else None, found)
-        self._unsearched[pending] = pending.stop_check
-    elif found:
-        reason, matched = found
-        self.counts['generated_tokens'] += 1
-        self.finish(pending, reason, None, [token], matched, logprobs)
-    elif logprobs:
-        self.counts['generated_tokens'] += 1
-        self._outputs.outputs.append(EngineCoreOutput(pending.rid, [token], logprobs=logprobs))
-    else: self._emit_tokens([pending], [token])
-
-@patch
-def _emit_tokens(self: Lifecycle, pendings: list[PendingReq], tokens: list[int]) -> None:
-    "Output one new token for each of these requests, which go on"
-    self.counts['generated_tokens'] += len(tokens)
-    self._outputs.rids += [o.rid for o in pendings]
-    self._outputs.token_ids += tokens
-
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #26014ea3
-@patch
-def _invalidate(self: Lifecycle, pending: PendingReq) -> None:
-    "Let no request build on what this one has computed"
-    pending.kv_invalid = True
-    started = [o for o in self.alive.values() if o.table_idx is not None and not o.ended]
-    for reader in self.cache.invalidate(pending, started): self._mark_to_recompute(reader)
-    if pending.handle is None or not pending.handle.borrowed: return
-    self._flush_after = self.launched
-    self._mark_to_recompute(pending)
-    pending.shares_cache = False
-
-@patch
-def _mark_to_recompute(self: Lifecycle, pending: PendingReq) -> None:
-    "Take a request out of the queues, to be prefilled again when nothing of it is in flight"
-    if pending in self._to_recompute: return
-    pending.kv_invalid = True
-    self.decode.remove_req(pending.rid)
-    self.prefill.remove(pending)
-    self.table.lengths.watched[pending.table_idx] = True
-    self._to_recompute.append(pending)
-
-# %% ../../nbs/23_scheduler.lifecycle.ipynb #35dea579
-@patch
-def _process_prefill(self: Lifecycle, batch: Batch, output: ForwardOutput) -> None:
-    "What it means that prompts, or chunks of them, are computed"
-    now = self.clock()
-    if batch.logprob_requests:
-        assert output.logprobs is not None   # the engine answers what a batch asks
-        self._process_prompt_logprobs(batch, batch.logprob_requests, output.logprobs)
-    for req, computed in zip(batch.reqs, batch.device_lens.tolist()):
-        if isinstance(req, ChunkedReq): self._process_chunk(req.pending, computed)
-        else: req.pending.times.setdefault('first_token', now)
-
-@patch
-def _process_chunk(self: Lifecycle, pending: PendingReq, computed: int) -> None:
-    "What a computed chunk of a prompt means for its request"
-    if pending.finish_reason: return
-    if pending.to_finish: self.finish(pending, *pending.to_finish)
-    elif computed == pending.max_len and not pending.kv_invalid:   # else it is computed again
-        self.finish(pending, FinishReason.LENGTH)
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #e1af016d
+    def _process_prompt_logprobs(self, batch: Batch, requests: LogprobRequests,
+                                 results: LogprobResults) -> None:
+        "Collect the logprobs of prompt tokens"
+        first = len(requests.sampled)   # before it stand the results of chosen tokens
+        targets = requests.targets.tolist()
+        for i in np.unique(requests.owners).tolist():
+            pending = batch.reqs[i].pending
+            own = np.flatnonzero(requests.owners == i).tolist()
+            if pending.finish_reason or pending.to_finish or pending.kv_invalid: continue
+            if np.isfinite(results.logprobs[[first + k for k in own]]).all():
+                top_n = pending.params.prompt_logprobs or 0
+                pending.prompt_logprobs.reported += [_logprob(results, first + k, targets[k], top_n)
+                                                 for k in own]
+            else: self._process_one_token(pending, no_token, finite=False)
 
 # %% ../../nbs/23_scheduler.lifecycle.ipynb #e1af016d
 no_token = -1   # in place of a token that was not sampled
@@ -451,19 +445,3 @@ def _logprob(results: LogprobResults, i: int, token: int, top_n: int) -> Logprob
     "Entry `i` of the results, on this token, as a caller gets it"
     top = zip(results.top_ids[i, :top_n].tolist(), results.top[i, :top_n].tolist())
     return Logprob(token, float(results.logprobs[i]), list(top))
-
-@patch
-def _process_prompt_logprobs(self: Lifecycle, batch: Batch, requests: LogprobRequests,
-                             results: LogprobResults) -> None:
-    "Collect the logprobs of prompt tokens"
-    first = len(requests.sampled)   # before it stand the results of chosen tokens
-    targets = requests.targets.tolist()
-    for i in np.unique(requests.owners).tolist():
-        pending = batch.reqs[i].pending
-        own = np.flatnonzero(requests.owners == i).tolist()
-        if pending.finish_reason or pending.to_finish or pending.kv_invalid: continue
-        if np.isfinite(results.logprobs[[first + k for k in own]]).all():
-            top_n = pending.params.prompt_logprobs or 0
-            pending.prompt_logprobs.reported += [_logprob(results, first + k, targets[k], top_n)
-                                             for k in own]
-        else: self._process_one_token(pending, no_token, finite=False)

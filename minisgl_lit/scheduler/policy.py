@@ -16,7 +16,6 @@ from itertools import islice, tee
 from typing import Protocol
 
 import numpy as np
-from fastcore.basics import patch
 
 from ..core.request import CacheHandle, Caller, PendingReq
 from ..kv_cache.manager import CacheManager
@@ -73,6 +72,17 @@ class Fcfs:
             if pending in counts: counts[pending] = n + later_left
             else: later_left = True
         self.overtaken = counts
+
+    # %% ../../nbs/20_scheduler.policy.ipynb #a1ceb3db
+    def displaced_by(self, waiting: Sequence[PendingReq],
+                     newcomer: PendingReq) -> PendingReq | None:
+        "Which request leaves a full queue for a newcomer; `None`: the newcomer is refused"
+        last = _least_important(waiting)
+        return last if last.params.priority < newcomer.params.priority else None
+
+    def may_preempt(self, head: PendingReq, running: PendingReq) -> bool:
+        "Whether a higher priority of one may retract the other"
+        return True
 
 # %% ../../nbs/20_scheduler.policy.ipynb #0b5a28c7
 class Lof(Fcfs):
@@ -169,6 +179,16 @@ class InBatchPrefixPolicy:
                                          self.min_shared_tokens, inner.is_starving)
         yield from ordered
 
+    # %% ../../nbs/20_scheduler.policy.ipynb #a1ceb3db
+    def displaced_by(self, waiting: Sequence[PendingReq],
+                     newcomer: PendingReq) -> PendingReq | None:
+        "As the inner policy says"
+        return self.inner.displaced_by(waiting, newcomer)
+
+    def may_preempt(self, head: PendingReq, running: PendingReq) -> bool:
+        "As the inner policy says"
+        return self.inner.may_preempt(head, running)
+
 # %% ../../nbs/20_scheduler.policy.ipynb #d91f3cd5
 class CacheAware(Fcfs):
     "A policy that looks at the prefix cache; useless without one."
@@ -217,54 +237,30 @@ class Fair(Fcfs):
         "Whether priorities are equal; who was overtaken more often came earlier anyway"
         return len({o.params.priority for o in waiting}) == 1
 
+    # %% ../../nbs/20_scheduler.policy.ipynb #a1ceb3db
+    def displaced_by(self, waiting: Sequence[PendingReq],
+                     newcomer: PendingReq) -> PendingReq | None:
+        "The newest of whoever has most waiting; among one user's, of the lowest priority"
+        members: list[Callable[[Caller], tuple[str, float]]] = [
+            lambda caller: (caller.name, caller.weight), lambda caller: (caller.user, 1.)]
+        for member in members:   # of all callers, then of the users of the newcomer's
+            own = member(newcomer.caller)
+            queues: dict[tuple[str, float], list[PendingReq]] = {own: []}
+            for pending in waiting: queues.setdefault(member(pending.caller), []).append(pending)
+            most = max(queues, key=lambda name: len(queues[name]) / name[1])
+            if len(queues[most]) / most[1] > (len(queues[own]) + 1) / own[1]:
+                return _least_important(queues[most])
+            waiting = queues[own]
+        return Fcfs.displaced_by(self, waiting, newcomer) if waiting else None
+
+    def may_preempt(self, head: PendingReq, running: PendingReq) -> bool:
+        "Whether both are of one user of one caller"
+        return head.caller[:2] == running.caller[:2]
+
 # %% ../../nbs/20_scheduler.policy.ipynb #a1ceb3db
 def _least_important(waiting: Sequence[PendingReq]) -> PendingReq:
     "The newest of the lowest priority"
     return min(reversed(waiting), key=lambda req: req.params.priority)
-
-@patch
-def displaced_by(self: Fcfs, waiting: Sequence[PendingReq],
-                 newcomer: PendingReq) -> PendingReq | None:
-    "Which request leaves a full queue for a newcomer; `None`: the newcomer is refused"
-    last = _least_important(waiting)
-    return last if last.params.priority < newcomer.params.priority else None
-
-@patch
-def may_preempt(self: Fcfs, head: PendingReq, running: PendingReq) -> bool:
-    "Whether a higher priority of one may retract the other"
-    return True
-
-@patch
-def displaced_by(self: Fair, waiting: Sequence[PendingReq],
-                 newcomer: PendingReq) -> PendingReq | None:
-    "The newest of whoever has most waiting; among one user's, of the lowest priority"
-    members: list[Callable[[Caller], tuple[str, float]]] = [
-        lambda caller: (caller.name, caller.weight), lambda caller: (caller.user, 1.)]
-    for member in members:   # of all callers, then of the users of the newcomer's
-        own = member(newcomer.caller)
-        queues: dict[tuple[str, float], list[PendingReq]] = {own: []}
-        for pending in waiting: queues.setdefault(member(pending.caller), []).append(pending)
-        most = max(queues, key=lambda name: len(queues[name]) / name[1])
-        if len(queues[most]) / most[1] > (len(queues[own]) + 1) / own[1]:
-            return _least_important(queues[most])
-        waiting = queues[own]
-    return Fcfs.displaced_by(self, waiting, newcomer) if waiting else None
-
-@patch
-def may_preempt(self: Fair, head: PendingReq, running: PendingReq) -> bool:
-    "Whether both are of one user of one caller"
-    return head.caller[:2] == running.caller[:2]
-
-@patch
-def displaced_by(self: InBatchPrefixPolicy, waiting: Sequence[PendingReq],
-                 newcomer: PendingReq) -> PendingReq | None:
-    "As the inner policy says"
-    return self.inner.displaced_by(waiting, newcomer)
-
-@patch
-def may_preempt(self: InBatchPrefixPolicy, head: PendingReq, running: PendingReq) -> bool:
-    "As the inner policy says"
-    return self.inner.may_preempt(head, running)
 
 # %% ../../nbs/20_scheduler.policy.ipynb #d4274abd
 class Policy(Protocol):

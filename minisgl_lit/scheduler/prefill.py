@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from operator import gt
 
 import numpy as np
-from fastcore.basics import patch
 
 from ..core.request import CacheHandle, PendingReq, Req
 from ..core.sampling_params import RequestError, SamplingParams
@@ -93,41 +92,53 @@ class PrefillAdder:
     def _pages_left(self, pending: PendingReq, start: int) -> int:
         return pages_left(self.cache, pending, start, self.clip_max_new_tokens)
 
-# %% ../../nbs/21_scheduler.prefill.ipynb #56d3e404
-@patch
-def _admit(self: PrefillAdder, pending: PendingReq, limit: int) -> bool:
-    "Allocate a row to a request if it can run to its end, and `limit` tokens are enough for now"
-    if self.table.available_size <= self.reserved_rows:
-        self.closed = True
-        return False
-    handle = self.cache.match(pending)
-    if not self.may_cut and pending.n_tokens - handle.cached_len > limit:
-        self.closed = not self._pass_over(pending, handle)
-        return False
-    self.cache.lock(handle)
-    needed = self._pages_left(pending, handle.cached_len)
-    if needed + self.reserved_pages > self.cache.available_size:
-        self.cache.unlock(handle)
-        self.closed = True
-        return False
-    row = self.table.allocate()
-    pending.handle, pending.table_idx = handle, row
-    if 'scheduled' not in pending.times: pending.cached_tokens = handle.cached_len
-    self._fill_row(pending, row, handle)
-    return True
+    # %% ../../nbs/21_scheduler.prefill.ipynb #56d3e404
+    def _admit(self, pending: PendingReq, limit: int) -> bool:
+        "Allocate a row to a request if it can run to its end, and `limit` tokens are enough for now"
+        if self.table.available_size <= self.reserved_rows:
+            self.closed = True
+            return False
+        handle = self.cache.match(pending)
+        if not self.may_cut and pending.n_tokens - handle.cached_len > limit:
+            self.closed = not self._pass_over(pending, handle)
+            return False
+        self.cache.lock(handle)
+        needed = self._pages_left(pending, handle.cached_len)
+        if needed + self.reserved_pages > self.cache.available_size:
+            self.cache.unlock(handle)
+            self.closed = True
+            return False
+        row = self.table.allocate()
+        pending.handle, pending.table_idx = handle, row
+        if 'scheduled' not in pending.times: pending.cached_tokens = handle.cached_len
+        self._fill_row(pending, row, handle)
+        return True
 
-# %% ../../nbs/21_scheduler.prefill.ipynb #321c528a
-@patch
-def _fill_row(self: PrefillAdder, pending: PendingReq, row: int, handle: CacheHandle) -> None:
-    "Write what is known of a request into its row"
-    pages = handle.pages
-    self.table.write(np.full(len(pages), row), np.arange(len(pages)), pages)
-    self.table.write_tokens(row, 0, pending.input_ids)
-    self.lengths.cached_len[row] = handle.cached_len
-    self.lengths.max_device_len[row] = pending.max_len
-    self.table.sampling.put(row, pending.params)
-    ends = pending.params.stop_token_ids, pending.stop_check, pending.grammar
-    self.lengths.watched[row] = any(map(bool, ends))
+    # %% ../../nbs/21_scheduler.prefill.ipynb #321c528a
+    def _fill_row(self, pending: PendingReq, row: int, handle: CacheHandle) -> None:
+        "Write what is known of a request into its row"
+        pages = handle.pages
+        self.table.write(np.full(len(pages), row), np.arange(len(pages)), pages)
+        self.table.write_tokens(row, 0, pending.input_ids)
+        self.lengths.cached_len[row] = handle.cached_len
+        self.lengths.max_device_len[row] = pending.max_len
+        self.table.sampling.put(row, pending.params)
+        ends = pending.params.stop_token_ids, pending.stop_check, pending.grammar
+        self.lengths.watched[row] = any(map(bool, ends))
+
+    # %% ../../nbs/21_scheduler.prefill.ipynb #a4be8f63
+    def _pass_over(self, pending: PendingReq, handle: PrefixHandle) -> bool:
+        "Whether others are tried before a prompt that must wait; the first keeps row and pages"
+        if self.passed_over == self.max_passed_over: return False
+        if not self.passed_over:
+            available = self.cache.available_size
+            self.cache.lock(handle)
+            left = self.cache.available_size - self._pages_left(pending, handle.cached_len)
+            self.cache.unlock(handle)
+            if left < self.reserved_pages: return False
+            self.reserved_pages, self.reserved_rows = self.reserved_pages + available - left, 1
+        self.passed_over += 1
+        return True
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #1cf9a34f
 class PrefillManager:
@@ -171,58 +182,40 @@ class PrefillManager:
         queues = self.waiting, self.retracted
         if any(queue.pop(pending.rid, None) for queue in queues): self.blocked = None
 
-# %% ../../nbs/21_scheduler.prefill.ipynb #297102a6
-@patch
-def schedule(
-    self: PrefillManager,
-    reserved_pages: int,   # Pages that running requests will still need
-    mixed_decode_tokens: int = 0,   # Tokens of the requests that decode in the same step
-) -> list[Req]:            # Views for one prefill batch; empty if none waits or fits
-    "Choose the requests to prefill in this step"
-    adder = PrefillAdder(self.max_prefill_tokens, self.chunk_size, reserved_pages,
-                         self.cache, self.clip_max_new_tokens, mixed_decode_tokens)
-    reqs = self._start(adder, self.chunked) if self.chunked else []
-    pages = self.cache.available_size - adder.reserved_pages
-    room = self.cache.table.available_size, pages, adder.may_cut
-    if adder.closed or self.blocked and not any(map(gt, room, self._blocked_at)): return reqs
-    head, n_chunked = None, len(reqs)
-    for pending in self.candidates():
-        reqs += self._start(adder, pending)
-        head = head or pending
-        if adder.closed: break
-    self.blocked, self._blocked_at = head if len(reqs) == n_chunked else None, room
-    return reqs
+    # %% ../../nbs/21_scheduler.prefill.ipynb #297102a6
+    def schedule(
+        self,
+        reserved_pages: int,   # Pages that running requests will still need
+        mixed_decode_tokens: int = 0,   # Tokens of the requests that decode in the same step
+    ) -> list[Req]:            # Views for one prefill batch; empty if none waits or fits
+        "Choose the requests to prefill in this step"
+        adder = PrefillAdder(self.max_prefill_tokens, self.chunk_size, reserved_pages,
+                             self.cache, self.clip_max_new_tokens, mixed_decode_tokens)
+        reqs = self._start(adder, self.chunked) if self.chunked else []
+        pages = self.cache.available_size - adder.reserved_pages
+        room = self.cache.table.available_size, pages, adder.may_cut
+        if adder.closed or self.blocked and not any(map(gt, room, self._blocked_at)): return reqs
+        head, n_chunked = None, len(reqs)
+        for pending in self.candidates():
+            reqs += self._start(adder, pending)
+            head = head or pending
+            if adder.closed: break
+        self.blocked, self._blocked_at = head if len(reqs) == n_chunked else None, room
+        return reqs
 
-# %% ../../nbs/21_scheduler.prefill.ipynb #2d4f4697
-@patch
-def _start(self: PrefillManager, adder: PrefillAdder, pending: PendingReq) -> list[Req]:
-    "The view of a request that starts or goes on now, and so leaves the queue; or nothing"
-    req = adder.try_add(pending)
-    if req is None: return []
-    self.remove(pending)
-    if req.device_len < pending.n_tokens: self.chunked = pending
-    return [req]
+    # %% ../../nbs/21_scheduler.prefill.ipynb #2d4f4697
+    def _start(self, adder: PrefillAdder, pending: PendingReq) -> list[Req]:
+        "The view of a request that starts or goes on now, and so leaves the queue; or nothing"
+        req = adder.try_add(pending)
+        if req is None: return []
+        self.remove(pending)
+        if req.device_len < pending.n_tokens: self.chunked = pending
+        return [req]
 
-@patch
-def candidates(self: PrefillManager) -> Iterator[PendingReq]:
-    "Waiting requests to try: the retracted, then the others as the policy says"
-    yield from list(self.retracted.values())
-    if self.waiting: yield from self.policy.order(list(self.waiting.values()))
-
-# %% ../../nbs/21_scheduler.prefill.ipynb #a4be8f63
-@patch
-def _pass_over(self: PrefillAdder, pending: PendingReq, handle: PrefixHandle) -> bool:
-    "Whether others are tried before a prompt that must wait; the first keeps row and pages"
-    if self.passed_over == self.max_passed_over: return False
-    if not self.passed_over:
-        available = self.cache.available_size
-        self.cache.lock(handle)
-        left = self.cache.available_size - self._pages_left(pending, handle.cached_len)
-        self.cache.unlock(handle)
-        if left < self.reserved_pages: return False
-        self.reserved_pages, self.reserved_rows = self.reserved_pages + available - left, 1
-    self.passed_over += 1
-    return True
+    def candidates(self) -> Iterator[PendingReq]:
+        "Waiting requests to try: the retracted, then the others as the policy says"
+        yield from list(self.retracted.values())
+        if self.waiting: yield from self.policy.order(list(self.waiting.values()))
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #93850ea7
 class RequestValidator:
@@ -245,45 +238,42 @@ class RequestValidator:
         self._check_params(len(ids), params)
         return ids, self._max_len(len(ids), params.max_tokens)
 
-# %% ../../nbs/21_scheduler.prefill.ipynb #e4000f8c
-@patch
-def _token_ids(self: RequestValidator, input_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    "The prompt as an array, if it is one"
-    try: ids = np.asarray(input_ids)
-    except ValueError: ids = np.array(None)   # lists of several lengths
-    if ids.size == 0:
-        raise RequestError('prompt', 'the prompt is empty; it needs at least one token')
-    if ids.ndim != 1 or ids.dtype.kind not in 'iu':
-        raise RequestError('prompt', 'a prompt is a text or a list of token ids, '
-                                     f'not {input_ids!r:.80}')
-    invalid = ids[(ids < 0) | (ids >= self.vocab_size)]
-    if invalid.size:
-        raise RequestError('prompt', f'token id {invalid[0]} in the prompt is outside the '
-                                     f'vocabulary, 0 to {self.vocab_size - 1}')
-    return ids
-
-@patch
-def _check_params(self: RequestValidator, n: int, params: SamplingParams) -> None:
-    "`RequestError` if parameters name tokens that do not exist"
-    invalid = [o for o in params.logit_bias or () if o >= self.vocab_size]
-    if invalid:
-        raise RequestError('logit_bias', f'token id {invalid[0]} in logit_bias is outside the '
+    # %% ../../nbs/21_scheduler.prefill.ipynb #e4000f8c
+    def _token_ids(self, input_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        "The prompt as an array, if it is one"
+        try: ids = np.asarray(input_ids)
+        except ValueError: ids = np.array(None)   # lists of several lengths
+        if ids.size == 0:
+            raise RequestError('prompt', 'the prompt is empty; it needs at least one token')
+        if ids.ndim != 1 or ids.dtype.kind not in 'iu':
+            raise RequestError('prompt', 'a prompt is a text or a list of token ids, '
+                                         f'not {input_ids!r:.80}')
+        invalid = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if invalid.size:
+            raise RequestError('prompt', f'token id {invalid[0]} in the prompt is outside the '
                                          f'vocabulary, 0 to {self.vocab_size - 1}')
-    if (start := params.logprob_start_len or 0) >= n:
-        raise RequestError('logprob_start_len', f'logprob_start_len={start} must be less than '
-                                                f'the length of the prompt, {n}')
+        return ids
 
-@patch
-def _max_len(self: RequestValidator, n: int, wanted: int | None) -> int:
-    "Longest that the sequence may become, in tokens; `RequestError` if it does not fit"
-    longest = min(self.max_seq_len, self.slots + 1)
-    limit = (f'the KV cache holds {self.slots} tokens' if self.slots < self.max_seq_len
-             else f'max_seq_len is {self.max_seq_len}')
-    if n > min(self.max_seq_len, self.slots) or n == longest and wanted is None:
-        raise RequestError('prompt', f'the prompt has {n} tokens, '
-                                     f'too long for an answer: {limit}')
-    if wanted is None: return longest
-    if n + wanted > longest:
-        raise RequestError('max_tokens', f'max_tokens={wanted} does not fit after a prompt '
-                           f'of {n} tokens: {limit}; at most {longest - n} are possible')
-    return n + wanted
+    def _check_params(self, n: int, params: SamplingParams) -> None:
+        "`RequestError` if parameters name tokens that do not exist"
+        invalid = [o for o in params.logit_bias or () if o >= self.vocab_size]
+        if invalid:
+            raise RequestError('logit_bias', f'token id {invalid[0]} in logit_bias is outside the '
+                                             f'vocabulary, 0 to {self.vocab_size - 1}')
+        if (start := params.logprob_start_len or 0) >= n:
+            raise RequestError('logprob_start_len', f'logprob_start_len={start} must be less than '
+                                                    f'the length of the prompt, {n}')
+
+    def _max_len(self, n: int, wanted: int | None) -> int:
+        "Longest that the sequence may become, in tokens; `RequestError` if it does not fit"
+        longest = min(self.max_seq_len, self.slots + 1)
+        limit = (f'the KV cache holds {self.slots} tokens' if self.slots < self.max_seq_len
+                 else f'max_seq_len is {self.max_seq_len}')
+        if n > min(self.max_seq_len, self.slots) or n == longest and wanted is None:
+            raise RequestError('prompt', f'the prompt has {n} tokens, '
+                                         f'too long for an answer: {limit}')
+        if wanted is None: return longest
+        if n + wanted > longest:
+            raise RequestError('max_tokens', f'max_tokens={wanted} does not fit after a prompt '
+                               f'of {n} tokens: {limit}; at most {longest - n} are possible')
+        return n + wanted

@@ -9,7 +9,6 @@ __all__ = ['Scheduler']
 from collections.abc import Callable, Mapping, Set
 
 import numpy as np
-from fastcore.basics import patch
 
 from ..config import EngineConfig
 from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
@@ -49,289 +48,266 @@ class Scheduler(Lifecycle):
         self._prefill_streak = 0   # prefill steps in a row while other requests wait to decode
         self._in_flight: tuple[Batch, ForwardOutput] | None = None
 
-# %% ../../nbs/25_scheduler.scheduler.ipynb #f035fdbd
-@patch
-def _schedule_next_batch(self: Scheduler) -> Batch | None:
-    "The next batch, with its pages; `None` if nothing can run now"
-    if self._has_timeouts: self._expire()
-    self._run_deferred()
-    if self.paused: return None
-    reqs, mode = self._select_reqs()
-    return self._prepare_batch(reqs, mode) if reqs else None
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #f035fdbd
+    def _schedule_next_batch(self) -> Batch | None:
+        "The next batch, with its pages; `None` if nothing can run now"
+        if self._has_timeouts: self._expire()
+        self._run_deferred()
+        if self.paused: return None
+        reqs, mode = self._select_reqs()
+        return self._prepare_batch(reqs, mode) if reqs else None
 
-# %% ../../nbs/25_scheduler.scheduler.ipynb #117a7496
-@patch
-def _select_reqs(self: Scheduler) -> tuple[list[Req], ForwardMode]:
-    "The requests that run next"
-    config, n_running = self.config, len(self.decode.running)
-    too_long = n_running and self._prefill_streak == config.max_prefill_streak
-    mixed_decode_tokens = n_running if config.mixed_chunk else 0
-    reqs = [] if too_long or self._flush_after else self._select_prefill(mixed_decode_tokens)
-    running = self.decode.schedule()   # asked only now: some may have been preempted
-    stalls_decode = reqs and running and not config.mixed_chunk
-    self._prefill_streak = self._prefill_streak + 1 if stalls_decode else 0
-    if not reqs: return running, ForwardMode.DECODE
-    if config.mixed_chunk and running: return reqs + running, ForwardMode.MIXED
-    return reqs, ForwardMode.PREFILL
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #117a7496
+    def _select_reqs(self) -> tuple[list[Req], ForwardMode]:
+        "The requests that run next"
+        config, n_running = self.config, len(self.decode.running)
+        too_long = n_running and self._prefill_streak == config.max_prefill_streak
+        mixed_decode_tokens = n_running if config.mixed_chunk else 0
+        reqs = [] if too_long or self._flush_after else self._select_prefill(mixed_decode_tokens)
+        running = self.decode.schedule()   # asked only now: some may have been preempted
+        stalls_decode = reqs and running and not config.mixed_chunk
+        self._prefill_streak = self._prefill_streak + 1 if stalls_decode else 0
+        if not reqs: return running, ForwardMode.DECODE
+        if config.mixed_chunk and running: return reqs + running, ForwardMode.MIXED
+        return reqs, ForwardMode.PREFILL
 
-# %% ../../nbs/25_scheduler.scheduler.ipynb #64a69306
-@patch
-def _select_prefill(self: Scheduler, mixed_decode_tokens: int) -> list[Req]:
-    "The requests to prefill next"
-    if not self.prefill.runnable: return []
-    def schedule(): return self.prefill.schedule(self.decode.inflight_pages, mixed_decode_tokens)
-    reqs = schedule()
-    if not reqs and self._preempt(): reqs = schedule()
-    now = self.clock() if reqs else 0.
-    for pending in (req.pending for req in reqs):
-        if 'scheduled' in pending.times: continue
-        pending.times['scheduled'] = now
-        self._run_timeout.add(pending, now)
-        self.counts['prompt_tokens'] += pending.input_len
-        self.counts['cached_tokens'] += pending.cached_tokens
-    return reqs
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #64a69306
+    def _select_prefill(self, mixed_decode_tokens: int) -> list[Req]:
+        "The requests to prefill next"
+        if not self.prefill.runnable: return []
+        def schedule(): return self.prefill.schedule(self.decode.inflight_pages, mixed_decode_tokens)
+        reqs = schedule()
+        if not reqs and self._preempt(): reqs = schedule()
+        now = self.clock() if reqs else 0.
+        for pending in (req.pending for req in reqs):
+            if 'scheduled' in pending.times: continue
+            pending.times['scheduled'] = now
+            self._run_timeout.add(pending, now)
+            self.counts['prompt_tokens'] += pending.input_len
+            self.counts['cached_tokens'] += pending.cached_tokens
+        return reqs
 
-# %% ../../nbs/25_scheduler.scheduler.ipynb #b6f3a881
-@patch
-def _prepare_batch(self: Scheduler, reqs: list[Req], mode: ForwardMode) -> Batch | None:
-    "A batch of these; `None` if all of them had to be retracted or ended"
-    plan = BatchPlan(reqs, self.cache, self.decode.rows if mode is ForwardMode.DECODE else None)
-    if plan.new_pages > self.cache.ready_size:
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #b6f3a881
+    def _prepare_batch(self, reqs: list[Req], mode: ForwardMode) -> Batch | None:
+        "A batch of these; `None` if all of them had to be retracted or ended"
+        plan = BatchPlan(reqs, self.cache, self.decode.rows if mode is ForwardMode.DECODE else None)
+        if plan.new_pages > self.cache.ready_size:
+            self.quiesce()
+            plan = self._retract_until_fits(reqs, mode)
+        return make_batch(plan, mode, self.launched + 1) if plan.reqs else None
+
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #a6ce51a4
+    def _retract_until_fits(self, reqs: list[Req], mode: ForwardMode) -> BatchPlan:
+        "Retract until the pages suffice: what that frees is counted, not assumed"
+        while True:
+            plan = BatchPlan([o for o in reqs if o.pending.table_idx is not None], self.cache)
+            if plan.new_pages <= self.cache.ready_size: return plan
+            victims = self._retract_candidates(plan.reqs, mode)
+            if not victims:
+                raise RuntimeError(f'no page is left, and no request has any: {self.stats()}')
+            if len(victims) > 1 or mode is not ForwardMode.DECODE: self.retract(victims[0])
+            else: self._finish_out_of_pages(victims[0])
+            running = [o.pending for o in self.decode.schedule()]
+            self.ratio.on_retract(np.array([len(o.output_ids) for o in running]),
+                                  np.array([o.max_len - o.input_len for o in running]))
+
+    def _retract_candidates(self, reqs: list[Req], mode: ForwardMode) -> list[PendingReq]:
+        "Requests that may be retracted to make room for this batch, first to last"
+        started = [o.pending for o in self.decode.schedule()]
+        if self.prefill.chunked: started.append(self.prefill.chunked)
+        if mode is not ForwardMode.DECODE:   # requests that prefill in this batch stay
+            prefilling = [o.rid for o in reqs if o.rid not in self.decode.running]
+            started = [o for o in started if o.rid not in prefilling]
+        return retract_order(started)
+
+    def _finish_out_of_pages(self, pending: PendingReq) -> None:
+        "The last one that runs, and still no room: it never will be"
+        cache = self.cache
+        error = (f'the KV cache of {cache.num_pages} pages of {cache.page_size} tokens '
+                 f'has no room for this request at {pending.n_tokens} tokens')
+        self.finish(pending, FinishReason.ERROR, error=error)
+        self._run_deferred()
+
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #8d1d085d
+    def _preempt(self) -> bool:
+        "Whether requests of lower priority were retracted for the blocked head of the queue"
+        head = self.prefill.blocked
+        if head is None or not self._preemption_victims(head): return False
         self.quiesce()
-        plan = self._retract_until_fits(reqs, mode)
-    return make_batch(plan, mode, self.launched + 1) if plan.reqs else None
+        victims = self._preemption_victims(head)
+        for pending in victims: self.retract(pending, at_head=False)
+        return bool(victims)
 
-# %% ../../nbs/25_scheduler.scheduler.ipynb #a6ce51a4
-@patch
-def _retract_until_fits(self: Scheduler, reqs: list[Req], mode: ForwardMode) -> BatchPlan:
-    "Retract until the pages suffice: what that frees is counted, not assumed"
-    while True:
-        plan = BatchPlan([o for o in reqs if o.pending.table_idx is not None], self.cache)
-        if plan.new_pages <= self.cache.ready_size: return plan
-        victims = self._retract_candidates(plan.reqs, mode)
-        if not victims:
-            raise RuntimeError(f'no page is left, and no request has any: {self.stats()}')
-        if len(victims) > 1 or mode is not ForwardMode.DECODE: self.retract(victims[0])
-        else: self._finish_out_of_pages(victims[0])
-        running = [o.pending for o in self.decode.schedule()]
-        self.ratio.on_retract(np.array([len(o.output_ids) for o in running]),
-                              np.array([o.max_len - o.input_len for o in running]))
+    def _preemption_victims(self, head: PendingReq) -> list[PendingReq]:
+        "The fewest running requests to preempt for this one; none if that would not let it start"
+        limit = head.params.priority - self.config.preempt_threshold
+        newest_first = [o.pending for o in reversed(self.decode.schedule())]
+        may_preempt = self.prefill.policy.may_preempt
+        lower = sorted((o for o in newest_first
+                        if o.params.priority < limit and may_preempt(head, o)),
+                       key=lambda req: req.params.priority)
+        return next((lower[:n] for n in range(1, len(lower) + 1)
+                     if self._would_fit(head, lower[:n])), [])
 
-@patch
-def _retract_candidates(self: Scheduler, reqs: list[Req], mode: ForwardMode) -> list[PendingReq]:
-    "Requests that may be retracted to make room for this batch, first to last"
-    started = [o.pending for o in self.decode.schedule()]
-    if self.prefill.chunked: started.append(self.prefill.chunked)
-    if mode is not ForwardMode.DECODE:   # requests that prefill in this batch stay
-        prefilling = [o.rid for o in reqs if o.rid not in self.decode.running]
-        started = [o for o in started if o.rid not in prefilling]
-    return retract_order(started)
+    def _would_fit(self, head: PendingReq, retracted: list[PendingReq]) -> bool:
+        "Whether this request could start if those were retracted"
+        cache, handle = self.cache, self.cache.match(head)
+        cache.lock(handle)
+        needed = pages_left(cache, head, handle.cached_len, self.ratio.clip_max_new_tokens)
+        retracted_rows = np.array([o.table_idx for o in retracted], dtype=np.int64)
+        kept = np.setdiff1d(self.decode.rows, retracted_rows)
+        available = cache.available_size + cache.freed_by(retracted)
+        cache.unlock(handle)
+        return needed + self.decode.pages_of(kept) <= available
 
-@patch
-def _finish_out_of_pages(self: Scheduler, pending: PendingReq) -> None:
-    "The last one that runs, and still no room: it never will be"
-    cache = self.cache
-    error = (f'the KV cache of {cache.num_pages} pages of {cache.page_size} tokens '
-             f'has no room for this request at {pending.n_tokens} tokens')
-    self.finish(pending, FinishReason.ERROR, error=error)
-    self._run_deferred()
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #eb767f3e
+    def _launch(self, batch: Batch) -> object:
+        "Give a batch to the engine, and let its requests move on; what `sample` will need"
+        forwarded = self.engine.forward(batch)
+        self.launched = batch.step
+        lengths = self.table.lengths
+        lengths.launched[batch.rows] = batch.step
+        lengths.cached_len[batch.rows] = batch.device_lens
+        lengths.advance(batch.rows[batch.sampled])
+        if batch.mode is ForwardMode.DECODE: self.decode.filter_reqs()
+        else:
+            running = self.decode.running
+            self._to_cache = [o.pending for o in batch.reqs if o.rid not in running]
+            self.decode.filter_reqs(batch.reqs)
+        if batch.mode is not ForwardMode.PREFILL: self.ratio.decay()
+        self.observer.launched(batch)
+        return forwarded
 
-# %% ../../nbs/25_scheduler.scheduler.ipynb #8d1d085d
-@patch
-def _preempt(self: Scheduler) -> bool:
-    "Whether requests of lower priority were retracted for the blocked head of the queue"
-    head = self.prefill.blocked
-    if head is None or not self._preemption_victims(head): return False
-    self.quiesce()
-    victims = self._preemption_victims(head)
-    for pending in victims: self.retract(pending, at_head=False)
-    return bool(victims)
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #a1cf43e3
+    def _process_batch(self, batch: Batch, output: ForwardOutput) -> None:
+        "Wait for a batch, and process its result"
+        try: output.copy_done.synchronize()
+        except BaseException as error: return self._handle_engine_failure(error)
+        self.completed = batch.step
+        self._collect()
+        if batch.mode is ForwardMode.IDLE: return
+        if batch.mode is not ForwardMode.DECODE: self._process_prefill(batch, output)
+        self._process_tokens(batch, output)
+        self._search_stops()
+        self.observer.completed(batch, self._outputs)
 
-@patch
-def _preemption_victims(self: Scheduler, head: PendingReq) -> list[PendingReq]:
-    "The fewest running requests to preempt for this one; none if that would not let it start"
-    limit = head.params.priority - self.config.preempt_threshold
-    newest_first = [o.pending for o in reversed(self.decode.schedule())]
-    may_preempt = self.prefill.policy.may_preempt
-    lower = sorted((o for o in newest_first
-                    if o.params.priority < limit and may_preempt(head, o)),
-                   key=lambda req: req.params.priority)
-    return next((lower[:n] for n in range(1, len(lower) + 1)
-                 if self._would_fit(head, lower[:n])), [])
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #25c0571b
+    def _search_stops(self) -> None:
+        "Output tokens whose text has been searched for stops, and end requests that have one"
+        waiting = {o: check for o, check in self._unsearched.items() if not o.finish_reason}
+        if waiting and self.stop_checks: self.stop_checks.search([*waiting.values()])
+        for pending, check in waiting.items():
+            try: new = check.take()
+            except Exception as e:
+                self.finish(pending, FinishReason.ERROR, request_failure(e))
+                continue
+            if not new: continue
+            ids, (reason, matched) = new.token_ids, new.end or (None, None)
+            if not (reason or new.logprobs or new.shown is not None):
+                self._emit_tokens([pending]*len(ids), ids)
+                continue
+            self.counts['generated_tokens'] += len(ids)
+            if reason: self.finish(pending, reason, None, ids, matched, new.logprobs, new.shown)
+            else: self._outputs.outputs.append(
+                EngineCoreOutput(pending.rid, ids, logprobs=new.logprobs, shown=new.shown))
+        self._unsearched = {o: check for o, check in waiting.items()
+                            if check.behind and not o.finish_reason}
 
-@patch
-def _would_fit(self: Scheduler, head: PendingReq, retracted: list[PendingReq]) -> bool:
-    "Whether this request could start if those were retracted"
-    cache, handle = self.cache, self.cache.match(head)
-    cache.lock(handle)
-    needed = pages_left(cache, head, handle.cached_len, self.ratio.clip_max_new_tokens)
-    retracted_rows = np.array([o.table_idx for o in retracted], dtype=np.int64)
-    kept = np.setdiff1d(self.decode.rows, retracted_rows)
-    available = cache.available_size + cache.freed_by(retracted)
-    cache.unlock(handle)
-    return needed + self.decode.pages_of(kept) <= available
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #14e9ab90
+    def _handle_engine_failure(self, error: BaseException) -> None:
+        "End every request that has started; what they have computed is invalid"
+        self.engine.reset()
+        self.completed = self._flush_after = self.launched   # nothing is in flight any more
+        sentence = f'the engine failed: {str(error) or type(error).__name__}'
+        started = [o for o in self.alive.values() if o.table_idx is not None and not o.ended]
+        for pending in started:
+            pending.kv_invalid = True
+            self.finish(pending, FinishReason.ERROR, error=sentence)
+        if not isinstance(error, Exception): raise error
 
-# %% ../../nbs/25_scheduler.scheduler.ipynb #eb767f3e
-@patch
-def _launch(self: Scheduler, batch: Batch) -> object:
-    "Give a batch to the engine, and let its requests move on; what `sample` will need"
-    forwarded = self.engine.forward(batch)
-    self.launched = batch.step
-    lengths = self.table.lengths
-    lengths.launched[batch.rows] = batch.step
-    lengths.cached_len[batch.rows] = batch.device_lens
-    lengths.advance(batch.rows[batch.sampled])
-    if batch.mode is ForwardMode.DECODE: self.decode.filter_reqs()
-    else:
-        running = self.decode.running
-        self._to_cache = [o.pending for o in batch.reqs if o.rid not in running]
-        self.decode.filter_reqs(batch.reqs)
-    if batch.mode is not ForwardMode.PREFILL: self.ratio.decay()
-    self.observer.launched(batch)
-    return forwarded
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #29adb402
+    def _grammar_mask(self, batch: Batch) -> np.ndarray | None:
+        "Tokens that grammars allow, packed bits, [n_sampled, vocab_size / 32]; `None`: all"
+        if not self.table.lengths.watched[batch.rows].any(): return None
+        constrained = [(i, o.pending, o.pending.grammar) for i, o in enumerate(batch.sampled_reqs)
+                       if o.pending.grammar and not o.pending.ended]
+        if not constrained: return None
+        shape = len(batch.sampled), -(-self.validator.vocab_size // 32)
+        mask = np.full(shape, -1, dtype=np.int32)   # all bits set: all tokens allowed
+        for i, pending, grammar in constrained:
+            try: grammar.mask(mask[i])
+            except Exception as e:
+                self.mark_to_finish(pending, FinishReason.ERROR, request_failure(e))
+        return mask
 
-# %% ../../nbs/25_scheduler.scheduler.ipynb #a1cf43e3
-@patch
-def _process_batch(self: Scheduler, batch: Batch, output: ForwardOutput) -> None:
-    "Wait for a batch, and process its result"
-    try: output.copy_done.synchronize()
-    except BaseException as error: return self._handle_engine_failure(error)
-    self.completed = batch.step
-    self._collect()
-    if batch.mode is ForwardMode.IDLE: return
-    if batch.mode is not ForwardMode.DECODE: self._process_prefill(batch, output)
-    self._process_tokens(batch, output)
-    self._search_stops()
-    self.observer.completed(batch, self._outputs)
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #1d35f27d
+    def _sample(self, batch: Batch, forwarded: object) -> None:
+        "Let the engine sample; the batch has been in flight since its forward"
+        output = self.engine.sample(batch, forwarded, self._grammar_mask(batch))
+        self._in_flight = batch, output
 
-# %% ../../nbs/25_scheduler.scheduler.ipynb #25c0571b
-@patch
-def _search_stops(self: Scheduler) -> None:
-    "Output tokens whose text has been searched for stops, and end requests that have one"
-    waiting = {o: check for o, check in self._unsearched.items() if not o.finish_reason}
-    if waiting and self.stop_checks: self.stop_checks.search([*waiting.values()])
-    for pending, check in waiting.items():
-        try: new = check.take()
-        except Exception as e:
-            self.finish(pending, FinishReason.ERROR, request_failure(e))
-            continue
-        if not new: continue
-        ids, (reason, matched) = new.token_ids, new.end or (None, None)
-        if not (reason or new.logprobs or new.shown is not None):
-            self._emit_tokens([pending]*len(ids), ids)
-            continue
-        self.counts['generated_tokens'] += len(ids)
-        if reason: self.finish(pending, reason, None, ids, matched, new.logprobs, new.shown)
-        else: self._outputs.outputs.append(
-            EngineCoreOutput(pending.rid, ids, logprobs=new.logprobs, shown=new.shown))
-    self._unsearched = {o: check for o, check in waiting.items()
-                        if check.behind and not o.finish_reason}
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #c06358a1
+    def _drain(self) -> None:
+        "Process the batch in flight, if there is one"
+        if self._in_flight:
+            in_flight, self._in_flight = self._in_flight, None
+            self._process_batch(*in_flight)
 
-# %% ../../nbs/25_scheduler.scheduler.ipynb #14e9ab90
-@patch
-def _handle_engine_failure(self: Scheduler, error: BaseException) -> None:
-    "End every request that has started; what they have computed is invalid"
-    self.engine.reset()
-    self.completed = self._flush_after = self.launched   # nothing is in flight any more
-    sentence = f'the engine failed: {str(error) or type(error).__name__}'
-    started = [o for o in self.alive.values() if o.table_idx is not None and not o.ended]
-    for pending in started:
-        pending.kv_invalid = True
-        self.finish(pending, FinishReason.ERROR, error=sentence)
-    if not isinstance(error, Exception): raise error
-
-# %% ../../nbs/25_scheduler.scheduler.ipynb #29adb402
-@patch
-def _grammar_mask(self: Scheduler, batch: Batch) -> np.ndarray | None:
-    "Tokens that grammars allow, packed bits, [n_sampled, vocab_size / 32]; `None`: all"
-    if not self.table.lengths.watched[batch.rows].any(): return None
-    constrained = [(i, o.pending, o.pending.grammar) for i, o in enumerate(batch.sampled_reqs)
-                   if o.pending.grammar and not o.pending.ended]
-    if not constrained: return None
-    shape = len(batch.sampled), -(-self.validator.vocab_size // 32)
-    mask = np.full(shape, -1, dtype=np.int32)   # all bits set: all tokens allowed
-    for i, pending, grammar in constrained:
-        try: grammar.mask(mask[i])
-        except Exception as e:
-            self.mark_to_finish(pending, FinishReason.ERROR, request_failure(e))
-    return mask
-
-# %% ../../nbs/25_scheduler.scheduler.ipynb #1d35f27d
-@patch
-def _sample(self: Scheduler, batch: Batch, forwarded: object) -> None:
-    "Let the engine sample; the batch has been in flight since its forward"
-    output = self.engine.sample(batch, forwarded, self._grammar_mask(batch))
-    self._in_flight = batch, output
-
-# %% ../../nbs/25_scheduler.scheduler.ipynb #c06358a1
-@patch
-def _drain(self: Scheduler) -> None:
-    "Process the batch in flight, if there is one"
-    if self._in_flight:
-        in_flight, self._in_flight = self._in_flight, None
-        self._process_batch(*in_flight)
-
-@patch
-def quiesce(self: Scheduler) -> None:
-    "Process the batch in flight and do the deferred work: then nothing is on its way"
-    self._drain()
-    self._run_deferred()
-
-# %% ../../nbs/25_scheduler.scheduler.ipynb #4dcdffbb
-@patch
-def normal_loop(self: Scheduler) -> None:
-    "Schedule and launch a batch, wait for it, process it"
-    if batch := self._schedule_next_batch():
-        self._sample(batch, self._launch(batch))
+    def quiesce(self) -> None:
+        "Process the batch in flight and do the deferred work: then nothing is on its way"
         self._drain()
+        self._run_deferred()
 
-# %% ../../nbs/25_scheduler.scheduler.ipynb #b305059f
-@patch
-def overlap_loop(self: Scheduler) -> None:
-    "Schedule and launch a batch, and process the one before while it runs"
-    batch = self._schedule_next_batch()
-    forwarded = self._launch(batch) if batch else None
-    self._drain()
-    if batch and batch.step > self.completed:   # else the engine failed on the one before
-        self._sample(batch, forwarded)
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #4dcdffbb
+    def normal_loop(self) -> None:
+        "Schedule and launch a batch, wait for it, process it"
+        if batch := self._schedule_next_batch():
+            self._sample(batch, self._launch(batch))
+            self._drain()
 
-# %% ../../nbs/25_scheduler.scheduler.ipynb #0236aafd
-@patch
-def step(self: Scheduler) -> EngineCoreOutputs:
-    "One turn, and the outputs it brought"
-    before, self.n_steps = (self.launched, self.completed), self.n_steps + 1
-    if self.config.overlap is True: self.overlap_loop()
-    else: self.normal_loop()
-    if self.completed == before[1]: self._search_stops()   # no batch was processed
-    busy = self._outputs or self.paused or self._unsearched
-    if not self.alive: self.ratio.reset()
-    elif before == (self.launched, self.completed) and not busy:
-        stuck = list(self.alive)
-        raise RuntimeError(f'nothing runs, and {stuck} cannot start: {self.stats()}')
-    outputs, self._outputs = self._outputs, EngineCoreOutputs()
-    return outputs
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #b305059f
+    def overlap_loop(self) -> None:
+        "Schedule and launch a batch, and process the one before while it runs"
+        batch = self._schedule_next_batch()
+        forwarded = self._launch(batch) if batch else None
+        self._drain()
+        if batch and batch.step > self.completed:   # else the engine failed on the one before
+            self._sample(batch, forwarded)
 
-# %% ../../nbs/25_scheduler.scheduler.ipynb #12516637
-@patch(as_prop=True)
-def has_work(self: Scheduler) -> bool:
-    "Whether `step` has anything to do; if not, a driver may block until a request comes"
-    left_to_do = self._in_flight, self._to_release, self._flush_after, self._outputs, self._unsearched
-    return bool(any(left_to_do) or self.alive and not self.paused)
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #0236aafd
+    def step(self) -> EngineCoreOutputs:
+        "One turn, and the outputs it brought"
+        before, self.n_steps = (self.launched, self.completed), self.n_steps + 1
+        if self.config.overlap is True: self.overlap_loop()
+        else: self.normal_loop()
+        if self.completed == before[1]: self._search_stops()   # no batch was processed
+        busy = self._outputs or self.paused or self._unsearched
+        if not self.alive: self.ratio.reset()
+        elif before == (self.launched, self.completed) and not busy:
+            stuck = list(self.alive)
+            raise RuntimeError(f'nothing runs, and {stuck} cannot start: {self.stats()}')
+        outputs, self._outputs = self._outputs, EngineCoreOutputs()
+        return outputs
 
-@patch
-def idle_step(self: Scheduler) -> None:
-    "Health check: let an idle engine compute a token of padding; raises what it raises"
-    if self.has_work: return
-    batch = dummy_batch(self.table, self.launched + 1)
-    output = self.engine.sample(batch, self.engine.forward(batch))
-    output.copy_done.synchronize()
+    # %% ../../nbs/25_scheduler.scheduler.ipynb #12516637
+    @property
+    def has_work(self) -> bool:
+        "Whether `step` has anything to do; if not, a driver may block until a request comes"
+        left_to_do = self._in_flight, self._to_release, self._flush_after, self._outputs, self._unsearched
+        return bool(any(left_to_do) or self.alive and not self.paused)
 
-@patch
-def stats(self: Scheduler) -> dict[str, float | dict[str, int]]:
-    "Statistics: requests, pages, and counts since the start"
-    counts, cache = self.counts, self.cache
-    waiting = len(self.prefill.waiting) + len(self.prefill.retracted)
-    hit_rate = counts['cached_tokens'] / max(counts['prompt_tokens'], 1)
-    return dict(running=len(self.alive) - waiting, waiting=waiting, steps=self.launched,
-                pages=dict(total=cache.num_pages, **cache.page_counts), hit_rate=hit_rate,
-                evicted_pages=cache.evicted_pages, **counts)
+    def idle_step(self) -> None:
+        "Health check: let an idle engine compute a token of padding; raises what it raises"
+        if self.has_work: return
+        batch = dummy_batch(self.table, self.launched + 1)
+        output = self.engine.sample(batch, self.engine.forward(batch))
+        output.copy_done.synchronize()
+
+    def stats(self) -> dict[str, float | dict[str, int]]:
+        "Statistics: requests, pages, and counts since the start"
+        counts, cache = self.counts, self.cache
+        waiting = len(self.prefill.waiting) + len(self.prefill.retracted)
+        hit_rate = counts['cached_tokens'] / max(counts['prompt_tokens'], 1)
+        return dict(running=len(self.alive) - waiting, waiting=waiting, steps=self.launched,
+                    pages=dict(total=cache.num_pages, **cache.page_counts), hit_rate=hit_rate,
+                    evicted_pages=cache.evicted_pages, **counts)

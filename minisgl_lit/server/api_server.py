@@ -19,7 +19,6 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, Response
-from fastcore.basics import patch
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -90,21 +89,19 @@ class RequestGroup:
         assert len(outputs) == len(self.collectors), 'some have not ended'
         return outputs
 
-# %% ../../nbs/55_server.api_server.ipynb #16b5b913
-@patch
-def _ended(self: RequestGroup, timer: RequestTimer, output: EngineCoreOutput) -> None:
-    "Count how it ended; `ApiError` if that was an error"
-    timer.end(output.times)
-    if output.finish_reason is FinishReason.ABORT: self.metrics.aborted.inc()
-    if output.finish_reason is FinishReason.ERROR:
-        if output.never_ran: raise ApiError(output.error or 'too many wait', 503, code='queue_full')
-        raise ApiError(output.error or 'the engine failed', 500)
+    # %% ../../nbs/55_server.api_server.ipynb #16b5b913
+    def _ended(self, timer: RequestTimer, output: EngineCoreOutput) -> None:
+        "Count how it ended; `ApiError` if that was an error"
+        timer.end(output.times)
+        if output.finish_reason is FinishReason.ABORT: self.metrics.aborted.inc()
+        if output.finish_reason is FinishReason.ERROR:
+            if output.never_ran: raise ApiError(output.error or 'too many wait', 503, code='queue_full')
+            raise ApiError(output.error or 'the engine failed', 500)
 
-@patch
-async def done(self: RequestGroup) -> list[RequestOutput]:
-    "All answers; wait until they have ended"
-    async for _ in self.pieces(): pass
-    return self.outputs
+    async def done(self) -> list[RequestOutput]:
+        "All answers; wait until they have ended"
+        async for _ in self.pieces(): pass
+        return self.outputs
 
 # %% ../../nbs/55_server.api_server.ipynb #7d828755
 _json_string = json.encoder.encode_basestring   # `json.dumps` of a text, but faster
@@ -185,133 +182,172 @@ class Api:
         "Raise `ApiError` 503 if the engine accepts no requests"
         if not self.client.alive: raise ApiError(self.client.why, 503)
 
-# %% ../../nbs/55_server.api_server.ipynb #e600fe62
-@patch
-async def ask(
-    self: Api,
-    method: Callable[..., Awaitable[dict[str, object]]],  # Of the client
-    *args: str,                                           # What it is called with
-) -> dict[str, object]:
-    "What the engine answers; `ApiError` 503 if it has failed"
-    self.check_alive()
-    try: return await method(*args)
-    except RuntimeError as e: raise ApiError(str(e), 503) from None
+    # %% ../../nbs/55_server.api_server.ipynb #e600fe62
+    async def ask(
+        self,
+        method: Callable[..., Awaitable[dict[str, object]]],  # Of the client
+        *args: str,                                           # What it is called with
+    ) -> dict[str, object]:
+        "What the engine answers; `ApiError` 503 if it has failed"
+        self.check_alive()
+        try: return await method(*args)
+        except RuntimeError as e: raise ApiError(str(e), 503) from None
 
-# %% ../../nbs/55_server.api_server.ipynb #3aa308a3
-@patch
-def check_requests(
-    self: Api,
-    n: int,  # How many there are in one call
-) -> None:
-    "`RequestError` if the waiting queue could never hold all of them"
-    most = self.info.get('max_queued_req')
-    if isinstance(most, int) and n > most: raise RequestError(
-        'prompt', f'one call may have at most {most:,} requests (max_queued_req), one for each '
-        f'answer to each prompt, not {n:,}; make several calls')
+    # %% ../../nbs/55_server.api_server.ipynb #3aa308a3
+    def check_requests(
+        self,
+        n: int,  # How many there are in one call
+    ) -> None:
+        "`RequestError` if the waiting queue could never hold all of them"
+        most = self.info.get('max_queued_req')
+        if isinstance(most, int) and n > most: raise RequestError(
+            'prompt', f'one call may have at most {most:,} requests (max_queued_req), one for each '
+            f'answer to each prompt, not {n:,}; make several calls')
 
-@patch
-async def _echo(
-    self: Api, request: Request, prompts: list[str | list[int]], params: SamplingParams,
-) -> tuple[str, ...]:
-    "Texts of prompts; ids that cannot be decoded are left out, for the engine to refuse"
-    ids = [[i for i in o if 0 <= i < 2**31] for o in prompts if not isinstance(o, str)]
-    decoded = iter(await self.texts.texts(request, ids, params.skip_special_tokens))
-    return tuple(o if isinstance(o, str) else next(decoded) for o in prompts)
+    async def _echo(
+        self, request: Request, prompts: list[str | list[int]], params: SamplingParams,
+    ) -> tuple[str, ...]:
+        "Texts of prompts; ids that cannot be decoded are left out, for the engine to refuse"
+        ids = [[i for i in o if 0 <= i < 2**31] for o in prompts if not isinstance(o, str)]
+        decoded = iter(await self.texts.texts(request, ids, params.skip_special_tokens))
+        return tuple(o if isinstance(o, str) else next(decoded) for o in prompts)
 
-# %% ../../nbs/55_server.api_server.ipynb #c53d2eb4
-@patch
-async def chat(self: Api, body: ChatRequest, request: Request) -> Response:
-    "Answer a conversation"
-    check_model(body.model, self.client.model)
-    params, (messages, tools) = body.params(), body.dialog()
-    names = tuple(f.name for f in body.offered)
-    max_calls = 1 if body.parallel_tool_calls is False else _UNLIMITED
-    head, token_text = self._head('chatcmpl'), self.tokenizer.token_text
-    writer = ChatWriter(*head, body.usage_in_stream, token_text, params.n, names, max_calls)
-    template = self.tokenizer.tool_template
-    if body.forced and not (template and template.takes_tools):
-        tools = []   # the grammar is enough
-    self.check_requests(params.n)
-    ids = await self.texts.chat(request, messages, tools)
-    return await self._respond(request, writer, [params], [ids], body.stream, body.user)
+    # %% ../../nbs/55_server.api_server.ipynb #c53d2eb4
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        "Answer a conversation"
+        check_model(body.model, self.client.model)
+        params, (messages, tools) = body.params(), body.dialog()
+        names = tuple(f.name for f in body.offered)
+        max_calls = 1 if body.parallel_tool_calls is False else _UNLIMITED
+        head, token_text = self._head('chatcmpl'), self.tokenizer.token_text
+        writer = ChatWriter(*head, body.usage_in_stream, token_text, params.n, names, max_calls)
+        template = self.tokenizer.tool_template
+        if body.forced and not (template and template.takes_tools):
+            tools = []   # the grammar is enough
+        self.check_requests(params.n)
+        ids = await self.texts.chat(request, messages, tools)
+        return await self._respond(request, writer, [params], [ids], body.stream, body.user)
 
+    # %% ../../nbs/55_server.api_server.ipynb #37009fe2
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        "Complete each of some texts"
+        check_model(body.model, self.client.model)
+        params, prompts = body.params(), body.prompts()
+        self.check_requests(len(prompts) * params.n)
+        ids = await self.texts.ids(request, prompts)
+        echo = await self._echo(request, prompts, params) if body.echo else ()
+        head, token_text = self._head('cmpl'), self.tokenizer.token_text
+        writer = CompletionWriter(*head, body.usage_in_stream, token_text, params.n, echo)
+        return await self._respond(request, writer, [params]*len(ids), ids, body.stream,
+                                   body.user)
 
-# %% ../../nbs/55_server.api_server.ipynb #37009fe2
-@patch
-async def completions(self: Api, body: CompletionRequest, request: Request) -> Response:
-    "Complete each of some texts"
-    check_model(body.model, self.client.model)
-    params, prompts = body.params(), body.prompts()
-    self.check_requests(len(prompts) * params.n)
-    ids = await self.texts.ids(request, prompts)
-    echo = await self._echo(request, prompts, params) if body.echo else ()
-    head, token_text = self._head('cmpl'), self.tokenizer.token_text
-    writer = CompletionWriter(*head, body.usage_in_stream, token_text, params.n, echo)
-    return await self._respond(request, writer, [params]*len(ids), ids, body.stream,
-                               body.user)
+    async def generate(self, body: GenerateRequest, request: Request) -> Response:
+        "Complete a text or tokens, or several"
+        self.check_requests(len(body.prompts()))   # before the parameters of each are looked at
+        params, (rid, model, created) = body.params(), self._head('gen')
+        self.check_requests(sum(p.n for p in params))
+        ids = await self.texts.ids(request, body.prompts())
+        single = body.single and params[0].n == 1
+        writer = GenerateWriter(body.rid or rid, model, created, single=single)
+        return await self._respond(request, writer, params, ids, body.stream, body.user)
 
-@patch
-async def generate(self: Api, body: GenerateRequest, request: Request) -> Response:
-    "Complete a text or tokens, or several"
-    self.check_requests(len(body.prompts()))   # before the parameters of each are looked at
-    params, (rid, model, created) = body.params(), self._head('gen')
-    self.check_requests(sum(p.n for p in params))
-    ids = await self.texts.ids(request, body.prompts())
-    single = body.single and params[0].n == 1
-    writer = GenerateWriter(body.rid or rid, model, created, single=single)
-    return await self._respond(request, writer, params, ids, body.stream, body.user)
+    # %% ../../nbs/55_server.api_server.ipynb #6492cc46
+    async def models(self) -> dict[str, object]:
+        "The models of this server, of which there is one"
+        return {'object': 'list', 'data': [await self.model(self.client.model)]}
 
-# %% ../../nbs/55_server.api_server.ipynb #6492cc46
-@patch
-async def models(self: Api) -> dict[str, object]:
-    "The models of this server, of which there is one"
-    return {'object': 'list', 'data': [await self.model(self.client.model)]}
+    async def model(self, name: str) -> dict[str, object]:
+        "A model of this server"
+        check_model(name, self.client.model)
+        return {'id': name, 'object': 'model', 'created': self.started,
+                'owned_by': 'minisgl_lit', 'max_model_len': self.info.get('max_seq_len')}
 
-@patch
-async def model(self: Api, name: str) -> dict[str, object]:
-    "A model of this server"
-    check_model(name, self.client.model)
-    return {'id': name, 'object': 'model', 'created': self.started,
-            'owned_by': 'minisgl_lit', 'max_model_len': self.info.get('max_seq_len')}
+    async def model_info(self) -> dict[str, object]:
+        "What a client may want to know before its first request"
+        return {'model_path': self.info.get('model'), 'served_model_name': self.client.model,
+                'is_generation': True, 'max_model_len': self.info.get('max_seq_len'),
+                'vocab_size': self.info.get('vocab_size')}
 
-@patch
-async def model_info(self: Api) -> dict[str, object]:
-    "What a client may want to know before its first request"
-    return {'model_path': self.info.get('model'), 'served_model_name': self.client.model,
-            'is_generation': True, 'max_model_len': self.info.get('max_seq_len'),
-            'vocab_size': self.info.get('vocab_size')}
+    # %% ../../nbs/55_server.api_server.ipynb #e9dae8f0
+    async def health(self) -> dict[str, object]:
+        "Whether the engine is there, as far as its client knows"
+        self.check_alive()
+        return {'status': 'ok'}
 
-# %% ../../nbs/55_server.api_server.ipynb #e9dae8f0
-@patch
-async def health(self: Api) -> dict[str, object]:
-    "Whether the engine is there, as far as its client knows"
-    self.check_alive()
-    return {'status': 'ok'}
+    async def health_generate(self) -> dict[str, object]:
+        "Whether the engine can generate a token, within `_HEALTH_SECONDS`"
+        if self._probe is None or self._probe.done():
+            step = self.ask(self.client.control, 'health')
+            self._probe = asyncio.ensure_future(asyncio.wait_for(step, _HEALTH_SECONDS))
+        try: await asyncio.shield(self._probe)   # it is not for this caller alone
+        except TimeoutError:
+            what = f'the engine made no token in {_HEALTH_SECONDS} seconds'
+            raise ApiError(what, 503) from None
+        except RequestError as e:
+            raise ApiError(f'the engine can make no token: {e}', 503) from None
+        return {'status': 'ok'}
 
-@patch
-async def health_generate(self: Api) -> dict[str, object]:
-    "Whether the engine can generate a token, within `_HEALTH_SECONDS`"
-    if self._probe is None or self._probe.done():
-        step = self.ask(self.client.control, 'health')
-        self._probe = asyncio.ensure_future(asyncio.wait_for(step, _HEALTH_SECONDS))
-    try: await asyncio.shield(self._probe)   # it is not for this caller alone
-    except TimeoutError:
-        what = f'the engine made no token in {_HEALTH_SECONDS} seconds'
-        raise ApiError(what, 503) from None
-    except RequestError as e:
-        raise ApiError(f'the engine can make no token: {e}', 503) from None
-    return {'status': 'ok'}
+    async def server_info(self) -> dict[str, object]:
+        "Settings, and the scheduler's statistics"
+        return {**self.info, **await self.ask(self.client.stats)}
 
-@patch
-async def server_info(self: Api) -> dict[str, object]:
-    "Settings, and the scheduler's statistics"
-    return {**self.info, **await self.ask(self.client.stats)}
+    async def metrics_page(self) -> Response:
+        "Metrics for Prometheus"
+        text = self.metrics.page(await self.ask(self.client.stats))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-@patch
-async def metrics_page(self: Api) -> Response:
-    "Metrics for Prometheus"
-    text = self.metrics.page(await self.ask(self.client.stats))
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    # %% ../../nbs/55_server.api_server.ipynb #76b666b1
+    async def page(self, request: Request) -> Response:
+        "A file of the web page"
+        headers = {'content-security-policy': _CONTENT_SECURITY_POLICY, 'cache-control': 'no-cache',
+                   'x-content-type-options': 'nosniff'}
+        file = files('minisgl_lit')/'webui'/_PAGE_FILES[request.url.path]
+        return FileResponse(str(file), headers=headers)
+
+    async def live_events(self, request: Request) -> Response:
+        "The state of the scheduler, as server-sent events"
+        self.check_alive()
+        return EventStream(await unless_disconnected(request, self.live.now()), self.live.events())
+
+    # %% ../../nbs/55_server.api_server.ipynb #94267fbf
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
+        "The tokens of a prompt, or of several"
+        prompt, messages, several = body.prompt, body.messages, isinstance(body.prompt, list)
+        if prompt is None and messages is not None:
+            ids = [await self.texts.chat(request, [m.template_dict for m in messages])]
+        elif prompt is not None and messages is None:
+            texts = prompt if isinstance(prompt, list) else [prompt]
+            ids = await self.texts.ids(request, texts, body.add_special_tokens)
+        else: raise ApiError('give either a prompt or messages', param='prompt')
+        self.texts.check_count(count := sum(map(len, ids)), 'prompt')
+        tokens = [o.tolist() for o in ids]   # FastAPI would look at each of them
+        return JSONResponse({'tokens': tokens if several else tokens[0], 'count': count,
+                             'max_model_len': self.info.get('max_seq_len')})
+
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> dict[str, object]:
+        "The text of some tokens, or of several lists of them"
+        texts = await self.texts.texts(request, body.token_lists, body.skip_special_tokens)
+        return {'text': texts if body.tokens and isinstance(body.tokens[0], list) else texts[0]}
+
+    # %% ../../nbs/55_server.api_server.ipynb #65f25cb6
+    async def control(self, command: str, argument: str = '') -> dict[str, object]:
+        "Have the engine carry out a control request"
+        return {'success': True, **await self.ask(self.client.control, command, argument)}
+
+    async def abort_request(self, body: AbortRequest, request: Request) -> dict[str, object]:
+        "Abort some requests of the caller; the admin may abort those of others, and all"
+        account: Account = request.state.account
+        if (body.rid is None) != body.abort_all:
+            raise ApiError('give either a rid or abort_all=true', param='rid')
+        rid = body.rid or '*'
+        if body.rid and not account.is_admin: rid = account.engine_rid(rid)
+        elif not account.is_admin: account.check_admin()
+        if rid.endswith('*') and not account.name: account.check_admin()
+        return await self.control('abort', rid)
+
+    async def pause(self, body: PauseRequest | None = None) -> dict[str, object]:
+        "Run nothing until `/continue_generation`"
+        return await self.control('pause', (body or PauseRequest()).mode)
 
 # %% ../../nbs/55_server.api_server.ipynb #76b666b1
 _PAGE_FILES = {'/': 'index.html', '/webui/style.css': 'style.css', '/webui/app.js': 'app.js'}
@@ -319,64 +355,7 @@ _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'")
 
-@patch
-async def page(self: Api, request: Request) -> Response:
-    "A file of the web page"
-    headers = {'content-security-policy': _CONTENT_SECURITY_POLICY, 'cache-control': 'no-cache',
-               'x-content-type-options': 'nosniff'}
-    file = files('minisgl_lit')/'webui'/_PAGE_FILES[request.url.path]
-    return FileResponse(str(file), headers=headers)
-
-@patch
-async def live_events(self: Api, request: Request) -> Response:
-    "The state of the scheduler, as server-sent events"
-    self.check_alive()
-    return EventStream(await unless_disconnected(request, self.live.now()), self.live.events())
-
-# %% ../../nbs/55_server.api_server.ipynb #94267fbf
-@patch
-async def tokenize(self: Api, body: TokenizeRequest, request: Request) -> Response:
-    "The tokens of a prompt, or of several"
-    prompt, messages, several = body.prompt, body.messages, isinstance(body.prompt, list)
-    if prompt is None and messages is not None:
-        ids = [await self.texts.chat(request, [m.template_dict for m in messages])]
-    elif prompt is not None and messages is None:
-        texts = prompt if isinstance(prompt, list) else [prompt]
-        ids = await self.texts.ids(request, texts, body.add_special_tokens)
-    else: raise ApiError('give either a prompt or messages', param='prompt')
-    self.texts.check_count(count := sum(map(len, ids)), 'prompt')
-    tokens = [o.tolist() for o in ids]   # FastAPI would look at each of them
-    return JSONResponse({'tokens': tokens if several else tokens[0], 'count': count,
-                         'max_model_len': self.info.get('max_seq_len')})
-
-@patch
-async def detokenize(self: Api, body: DetokenizeRequest, request: Request) -> dict[str, object]:
-    "The text of some tokens, or of several lists of them"
-    texts = await self.texts.texts(request, body.token_lists, body.skip_special_tokens)
-    return {'text': texts if body.tokens and isinstance(body.tokens[0], list) else texts[0]}
-
 # %% ../../nbs/55_server.api_server.ipynb #65f25cb6
-@patch
-async def control(self: Api, command: str, argument: str = '') -> dict[str, object]:
-    "Have the engine carry out a control request"
-    return {'success': True, **await self.ask(self.client.control, command, argument)}
-
-@patch
-async def abort_request(self: Api, body: AbortRequest, request: Request) -> dict[str, object]:
-    "Abort some requests of the caller; the admin may abort those of others, and all"
-    account: Account = request.state.account
-    if (body.rid is None) != body.abort_all:
-        raise ApiError('give either a rid or abort_all=true', param='rid')
-    rid = body.rid or '*'
-    if body.rid and not account.is_admin: rid = account.engine_rid(rid)
-    elif not account.is_admin: account.check_admin()
-    if rid.endswith('*') and not account.name: account.check_admin()
-    return await self.control('abort', rid)
-
-@patch
-async def pause(self: Api, body: PauseRequest | None = None) -> dict[str, object]:
-    "Run nothing until `/continue_generation`"
-    return await self.control('pause', (body or PauseRequest()).mode)
 
 def needs_admin(
     request: Request,   # Of an operator, it is hoped

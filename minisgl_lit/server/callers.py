@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from fastcore.basics import patch
 
 from ..config import ServerConfig
 from ..core.request import Caller
@@ -112,32 +111,30 @@ class Account:
         "`ApiError` 403 unless it may stop and measure the engine"
         if not self.is_admin: raise ApiError('this needs the admin_key of the server', 403)
 
-# %% ../../nbs/48a_server.callers.ipynb #d7615ba7
-@patch
-def admit(self: Account) -> None:
-    "Count a request; `RateLimitError` if a limit is reached"
-    for kind, bucket in self.buckets.items():
-        needed = 1. if kind == 'requests' else 0.
-        if bucket.left >= needed and bucket.left > 0: continue
-        seconds = int(bucket.seconds_until(max(needed, 1.))) + 1
-        what = f'{self.name} may have {bucket.per_minute} {kind} a minute; try again in {seconds} s'
-        raise RateLimitError(what, {'retry-after': str(seconds), **self.limit_headers})
-    if 'requests' in self.buckets: self.buckets['requests'].take(1)
+    # %% ../../nbs/48a_server.callers.ipynb #d7615ba7
+    def admit(self) -> None:
+        "Count a request; `RateLimitError` if a limit is reached"
+        for kind, bucket in self.buckets.items():
+            needed = 1. if kind == 'requests' else 0.
+            if bucket.left >= needed and bucket.left > 0: continue
+            seconds = int(bucket.seconds_until(max(needed, 1.))) + 1
+            what = f'{self.name} may have {bucket.per_minute} {kind} a minute; try again in {seconds} s'
+            raise RateLimitError(what, {'retry-after': str(seconds), **self.limit_headers})
+        if 'requests' in self.buckets: self.buckets['requests'].take(1)
 
-@patch
-def take_tokens(self: Account, n: int) -> None:
-    "Count tokens of a prompt or of an answer"
-    if 'tokens' in self.buckets: self.buckets['tokens'].take(n)
+    def take_tokens(self, n: int) -> None:
+        "Count tokens of a prompt or of an answer"
+        if 'tokens' in self.buckets: self.buckets['tokens'].take(n)
 
-@patch(as_prop=True)
-def limit_headers(self: Account) -> dict[str, str]:
-    "The limits, what is left of them, and the seconds until nothing is taken"
-    headers = {}
-    for kind, bucket in self.buckets.items():
-        headers |= {f'x-ratelimit-limit-{kind}': str(bucket.per_minute),
-                    f'x-ratelimit-remaining-{kind}': str(max(int(bucket.left), 0)),
-                    f'x-ratelimit-reset-{kind}': f'{bucket.seconds_until(bucket.per_minute):.3f}s'}
-    return headers
+    @property
+    def limit_headers(self) -> dict[str, str]:
+        "The limits, what is left of them, and the seconds until nothing is taken"
+        headers = {}
+        for kind, bucket in self.buckets.items():
+            headers |= {f'x-ratelimit-limit-{kind}': str(bucket.per_minute),
+                        f'x-ratelimit-remaining-{kind}': str(max(int(bucket.left), 0)),
+                        f'x-ratelimit-reset-{kind}': f'{bucket.seconds_until(bucket.per_minute):.3f}s'}
+        return headers
 
 # %% ../../nbs/48a_server.callers.ipynb #d2b1f2b8
 _Positive = Annotated[int, msgspec.Meta(ge=1)]

@@ -18,7 +18,6 @@ from http import HTTPStatus
 from typing import Protocol
 
 import uvicorn
-from fastcore.basics import patch
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .protocol import ApiError
@@ -78,45 +77,41 @@ class Connections:
         latest = self.seconds + _SECONDS[wait[0]]
         self._waiting[connection] = wait[0], min(wait[1] + seconds, latest)
 
-# %% ../../nbs/49b_server.connection.ipynb #4384b3c2
-@patch
-def enter(
-    self: Connections,
-    connection: Connection,  # A new one, which waits for a header
-) -> Connection | None:      # Which must leave: one that waits, or this one; `None`: none
-    "Let it in if there is room, or can be"
-    self.open.add(connection)
-    self.note(connection, Awaits.HEADER)
-    if len(self.open) <= self.most: return None
-    leaving = next(iter(self._waiting))
-    if leaving is not connection: self.refused['closed to make room'] += 1
-    self.leave(leaving)
-    return leaving
+    # %% ../../nbs/49b_server.connection.ipynb #4384b3c2
+    def enter(
+        self,
+        connection: Connection,  # A new one, which waits for a header
+    ) -> Connection | None:      # Which must leave: one that waits, or this one; `None`: none
+        "Let it in if there is room, or can be"
+        self.open.add(connection)
+        self.note(connection, Awaits.HEADER)
+        if len(self.open) <= self.most: return None
+        leaving = next(iter(self._waiting))
+        if leaving is not connection: self.refused['closed to make room'] += 1
+        self.leave(leaving)
+        return leaving
 
-@patch
-def leave(self: Connections, connection: Connection) -> None:
-    "It has been closed, or is about to be"
-    self.open.discard(connection)
-    self._waiting.pop(connection, None)
-    self._lingering.pop(connection, None)
+    def leave(self, connection: Connection) -> None:
+        "It has been closed, or is about to be"
+        self.open.discard(connection)
+        self._waiting.pop(connection, None)
+        self._lingering.pop(connection, None)
 
-@patch
-def linger(
-    self: Connections,
-    connection: Connection,  # Refused
-) -> Connection | None:      # Which must be closed for it, if any
-    "It is closed in a moment, when its caller has had time to read why"
-    self.leave(connection)
-    self._lingering[connection] = self.seconds + _LINGER
-    return next(iter(self._lingering)) if len(self._lingering) > _MAX_LINGERING else None
+    def linger(
+        self,
+        connection: Connection,  # Refused
+    ) -> Connection | None:      # Which must be closed for it, if any
+        "It is closed in a moment, when its caller has had time to read why"
+        self.leave(connection)
+        self._lingering[connection] = self.seconds + _LINGER
+        return next(iter(self._lingering)) if len(self._lingering) > _MAX_LINGERING else None
 
-@patch
-def overdue(self: Connections) -> list[tuple[Connection, Awaits | None]]:
-    "Those whose time is up, and what they waited for; `None`: they have lingered"
-    found: list[tuple[Connection, Awaits | None]] = []
-    found += [(o, awaits) for o, (awaits, end) in self._waiting.items() if end <= self.seconds]
-    found += [(o, None) for o, end in self._lingering.items() if end <= self.seconds]
-    return found
+    def overdue(self) -> list[tuple[Connection, Awaits | None]]:
+        "Those whose time is up, and what they waited for; `None`: they have lingered"
+        found: list[tuple[Connection, Awaits | None]] = []
+        found += [(o, awaits) for o, (awaits, end) in self._waiting.items() if end <= self.seconds]
+        found += [(o, None) for o, end in self._lingering.items() if end <= self.seconds]
+        return found
 
 # %% ../../nbs/49b_server.connection.ipynb #3be5b8e2
 _REFUSALS = {
@@ -169,139 +164,124 @@ class LimitedProtocol(HttpToolsProtocol):
         self._body += len(body)
         super().on_body(body)
 
-# %% ../../nbs/49b_server.connection.ipynb #51949240
-@patch
-def _stop(self: LimitedProtocol, why: str) -> None:
-    "Stop the parser, which calls `send_400_response`"
-    self._why = why
-    raise ValueError(why)
+    # %% ../../nbs/49b_server.connection.ipynb #51949240
+    def _stop(self, why: str) -> None:
+        "Stop the parser, which calls `send_400_response`"
+        self._why = why
+        raise ValueError(why)
 
-@patch
-def send_400_response(self: LimitedProtocol, msg: str) -> None:
-    "The parser has stopped: say why"
-    self.refuse(self._why)
+    def send_400_response(self, msg: str) -> None:
+        "The parser has stopped: say why"
+        self.refuse(self._why)
 
-@patch
-def _answering(self: LimitedProtocol) -> bool:
-    return self.cycle is not None and not self.cycle.response_complete
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
-@patch
-def _awaits(self: LimitedProtocol) -> Awaits | None:
-    "What the caller has to do; `None` if it is our turn"
-    if self.flow.write_paused: return Awaits.READER
-    if self.pipeline: return None
-    if self._parsing is Awaits.BODY: return Awaits.BODY if self._answering() else Awaits.REST
-    return None if self._answering() else self._parsing
+    def _awaits(self) -> Awaits | None:
+        "What the caller has to do; `None` if it is our turn"
+        if self.flow.write_paused: return Awaits.READER
+        if self.pipeline: return None
+        if self._parsing is Awaits.BODY: return Awaits.BODY if self._answering() else Awaits.REST
+        return None if self._answering() else self._parsing
 
-@patch
-def _note(self: LimitedProtocol) -> None:
-    "Have it written down what this connection waits for"
-    if self in self.pool.open: self.pool.note(self, self._awaits())
+    def _note(self) -> None:
+        "Have it written down what this connection waits for"
+        if self in self.pool.open: self.pool.note(self, self._awaits())
 
-# %% ../../nbs/49b_server.connection.ipynb #dcee3b85
-@patch
-def refuse(
-    self: LimitedProtocol,
-    why: str,  # A key of `_REFUSALS`
-) -> None:
-    "Answer with an error, and close when the caller has had time to read it"
-    self._unset_keepalive_if_required()
-    self.pool.refused[why] += 1
-    if self._answering():
-        self.cycle.disconnected = True
-        self.cycle.message_event.set()
-        if self.cycle.response_started or self.pipeline: return self.transport.abort()
-    self.refused = True
-    status, message = _REFUSALS[why]
-    error = ApiError(message, status, code=why)
-    body = json.dumps(error.body).encode()
-    headers = {'content-type': 'application/json', 'content-length': str(len(body)),
-               'connection': 'close', **error.headers}
-    lines = [f'HTTP/1.1 {status} {HTTPStatus(status).phrase}',
-             *(f'{k}: {v}' for k, v in headers.items()), '', '']
-    self.transport.write('\r\n'.join(lines).encode() + body)
-    self.transport.write_eof()
-    self.flow.resume_reading()
-    if last := self.pool.linger(self): last.abort()
+    # %% ../../nbs/49b_server.connection.ipynb #dcee3b85
+    def refuse(
+        self,
+        why: str,  # A key of `_REFUSALS`
+    ) -> None:
+        "Answer with an error, and close when the caller has had time to read it"
+        self._unset_keepalive_if_required()
+        self.pool.refused[why] += 1
+        if self._answering():
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started or self.pipeline: return self.transport.abort()
+        self.refused = True
+        status, message = _REFUSALS[why]
+        error = ApiError(message, status, code=why)
+        body = json.dumps(error.body).encode()
+        headers = {'content-type': 'application/json', 'content-length': str(len(body)),
+                   'connection': 'close', **error.headers}
+        lines = [f'HTTP/1.1 {status} {HTTPStatus(status).phrase}',
+                 *(f'{k}: {v}' for k, v in headers.items()), '', '']
+        self.transport.write('\r\n'.join(lines).encode() + body)
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        if last := self.pool.linger(self): last.abort()
 
-@patch
-def abort(self: LimitedProtocol) -> None:
-    "Close it at once"
-    self.transport.abort()
+    def abort(self) -> None:
+        "Close it at once"
+        self.transport.abort()
 
-@patch
-def expire(
-    self: LimitedProtocol,
-    awaits: Awaits | None,  # What it has waited for too long; `None`: it has lingered
-) -> None:
-    "End the wait: with an error if a request has begun, else without a word"
-    match awaits:
-        case Awaits.HEADER if self.scope is not None: self.refuse('header_timeout')
-        case Awaits.BODY: self.refuse('body_timeout')
-        case _:
-            if awaits: self.pool.refused[f'closed while waiting for callers {awaits.value}'] += 1
-            self.abort()
+    def expire(
+        self,
+        awaits: Awaits | None,  # What it has waited for too long; `None`: it has lingered
+    ) -> None:
+        "End the wait: with an error if a request has begun, else without a word"
+        match awaits:
+            case Awaits.HEADER if self.scope is not None: self.refuse('header_timeout')
+            case Awaits.BODY: self.refuse('body_timeout')
+            case _:
+                if awaits: self.pool.refused[f'closed while waiting for callers {awaits.value}'] += 1
+                self.abort()
+
+    # %% ../../nbs/49b_server.connection.ipynb #f7512534
+    def eof_received(self) -> bool:
+        "The caller sends nothing any more; whether it may wait for an answer"
+        whole = self._parsing is Awaits.REQUEST and self._answering()
+        if self.refused or not whole or self.scope['http_version'] == '1.0': return False
+        self._half_closed = True
+        if not self.cycle.response_started and not self.pipeline:
+            self.transport.write(b'HTTP/1.1 100 Continue\r\n\r\n')
+        self.loop.call_later(_LOOK, self._look)
+        return True
+
+    def _look(self) -> None:
+        "Close the connection if its half-closed caller is gone"
+        if self.transport.is_closing(): return
+        caller = self.transport.get_extra_info('socket')
+        if caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR): self.transport.abort()
+        else: self.loop.call_later(_LOOK, self._look)
+
+    # %% ../../nbs/49b_server.connection.ipynb #02acc634
+    def connection_made(self, transport: asyncio.Transport) -> None:   # type: ignore
+        HttpToolsProtocol.connection_made(self, transport)
+        leaving = self.pool.enter(self)
+        if leaving is self: self.refuse('all_busy')
+        elif leaving: leaving.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.pool.leave(self)
+        HttpToolsProtocol.connection_lost(self, exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.refused: return
+        self._begun, before = False, self._body // _BODY_RATE
+        HttpToolsProtocol.data_received(self, data)
+        if self._parsing is Awaits.HEADER and not self._begun: self._size += len(data)
+        if self._size > _HEADER and not self.refused: self.refuse('header_too_large')
+        self._note()
+        if (earned := self._body // _BODY_RATE - before) > 0: self.pool.extend(self, earned)
+
+    def on_response_complete(self) -> None:
+        HttpToolsProtocol.on_response_complete(self)
+        if self._half_closed and not self._answering(): self.transport.close()
+        self._note()
+
+    def pause_writing(self) -> None:
+        HttpToolsProtocol.pause_writing(self)
+        self._note()
+
+    def resume_writing(self) -> None:
+        HttpToolsProtocol.resume_writing(self)
+        self._note()
 
 # %% ../../nbs/49b_server.connection.ipynb #f7512534
 _LOOK = .1   # seconds between two looks whether a half-closed caller is there
-
-@patch
-def eof_received(self: LimitedProtocol) -> bool:
-    "The caller sends nothing any more; whether it may wait for an answer"
-    whole = self._parsing is Awaits.REQUEST and self._answering()
-    if self.refused or not whole or self.scope['http_version'] == '1.0': return False
-    self._half_closed = True
-    if not self.cycle.response_started and not self.pipeline:
-        self.transport.write(b'HTTP/1.1 100 Continue\r\n\r\n')
-    self.loop.call_later(_LOOK, self._look)
-    return True
-
-@patch
-def _look(self: LimitedProtocol) -> None:
-    "Close the connection if its half-closed caller is gone"
-    if self.transport.is_closing(): return
-    caller = self.transport.get_extra_info('socket')
-    if caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR): self.transport.abort()
-    else: self.loop.call_later(_LOOK, self._look)
-
-# %% ../../nbs/49b_server.connection.ipynb #02acc634
-@patch
-def connection_made(self: LimitedProtocol, transport: asyncio.Transport) -> None:   # type: ignore
-    HttpToolsProtocol.connection_made(self, transport)
-    leaving = self.pool.enter(self)
-    if leaving is self: self.refuse('all_busy')
-    elif leaving: leaving.abort()
-
-@patch
-def connection_lost(self: LimitedProtocol, exc: Exception | None) -> None:
-    self.pool.leave(self)
-    HttpToolsProtocol.connection_lost(self, exc)
-
-@patch
-def data_received(self: LimitedProtocol, data: bytes) -> None:
-    if self.refused: return
-    self._begun, before = False, self._body // _BODY_RATE
-    HttpToolsProtocol.data_received(self, data)
-    if self._parsing is Awaits.HEADER and not self._begun: self._size += len(data)
-    if self._size > _HEADER and not self.refused: self.refuse('header_too_large')
-    self._note()
-    if (earned := self._body // _BODY_RATE - before) > 0: self.pool.extend(self, earned)
-
-@patch
-def on_response_complete(self: LimitedProtocol) -> None:
-    HttpToolsProtocol.on_response_complete(self)
-    if self._half_closed and not self._answering(): self.transport.close()
-    self._note()
-
-@patch
-def pause_writing(self: LimitedProtocol) -> None:
-    HttpToolsProtocol.pause_writing(self)
-    self._note()
-
-@patch
-def resume_writing(self: LimitedProtocol) -> None:
-    HttpToolsProtocol.resume_writing(self)
-    self._note()
 
 # %% ../../nbs/49b_server.connection.ipynb #16ac4959
 _RESERVE = 96          # descriptors: for refused callers, sockets of the engine, files
@@ -346,32 +326,30 @@ class ConnectionAcceptor:
             await asyncio.sleep(1)
             self.second()
 
-# %% ../../nbs/49b_server.connection.ipynb #513e0960
-@patch
-def _accept(self: ConnectionAcceptor) -> None:
-    "Accept some of those who wait"
-    for _ in range(_ACCEPTS):
-        try: caller, _ = self.listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError): return
-        except OSError as e:
-            self.connections.refused[f'not accepted: {e.strerror}'] += 1
-            self.loop.remove_reader(self.listener)   # until the next second
-            return
-        caller.setblocking(False)
-        task = self.loop.create_task(self.loop.connect_accepted_socket(
-            lambda: LimitedProtocol(self.http, self.connections, self.loop), caller))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    # %% ../../nbs/49b_server.connection.ipynb #513e0960
+    def _accept(self) -> None:
+        "Accept some of those who wait"
+        for _ in range(_ACCEPTS):
+            try: caller, _ = self.listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError): return
+            except OSError as e:
+                self.connections.refused[f'not accepted: {e.strerror}'] += 1
+                self.loop.remove_reader(self.listener)   # until the next second
+                return
+            caller.setblocking(False)
+            task = self.loop.create_task(self.loop.connect_accepted_socket(
+                lambda: LimitedProtocol(self.http, self.connections, self.loop), caller))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-@patch
-def second(self: ConnectionAcceptor) -> None:
-    "A second has passed: end waits that were too long, and write a line if there is news"
-    self.connections.seconds += 1
-    for connection, awaits in self.connections.overdue(): connection.expire(awaits)
-    self.loop.add_reader(self.listener, self._accept)
-    refused = self.connections.refused
-    if not refused or self.connections.seconds < self._next_line: return
-    self._next_line = self.connections.seconds + _LOG_SECONDS
-    counts = ', '.join(f'{n} {why.replace("_", " ")}' for why, n in refused.most_common())
-    self.log(f'connections: {counts}')
-    refused.clear()
+    def second(self) -> None:
+        "A second has passed: end waits that were too long, and write a line if there is news"
+        self.connections.seconds += 1
+        for connection, awaits in self.connections.overdue(): connection.expire(awaits)
+        self.loop.add_reader(self.listener, self._accept)
+        refused = self.connections.refused
+        if not refused or self.connections.seconds < self._next_line: return
+        self._next_line = self.connections.seconds + _LOG_SECONDS
+        counts = ', '.join(f'{n} {why.replace("_", " ")}' for why, n in refused.most_common())
+        self.log(f'connections: {counts}')
+        refused.clear()

@@ -21,7 +21,6 @@ from typing import Protocol
 
 import zmq
 import zmq.asyncio
-from fastcore.basics import patch
 
 from ..config import EngineConfig, ServerConfig
 from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
@@ -111,103 +110,96 @@ class EngineCoreHandle:
         self._heartbeat_socket.setblocking(False)
         self.loop.add_reader(self._heartbeat_socket, self._on_heartbeat)
 
-# %% ../../nbs/53a_server.engine_client.ipynb #9b145746
-@patch
-def _bind(self: EngineCoreHandle) -> str:
-    "Our address: a file, or where that cannot be, a port of this machine"
-    try:
-        self.socket.bind(endpoint := f'ipc://{self.folder}/engine')
-        return endpoint
-    except zmq.ZMQError:
-        here = 'tcp://127.0.0.1'
-        return f'{here}:{self.socket.bind_to_random_port(here)}'
+    # %% ../../nbs/53a_server.engine_client.ipynb #9b145746
+    def _bind(self) -> str:
+        "Our address: a file, or where that cannot be, a port of this machine"
+        try:
+            self.socket.bind(endpoint := f'ipc://{self.folder}/engine')
+            return endpoint
+        except zmq.ZMQError:
+            here = 'tcp://127.0.0.1'
+            return f'{here}:{self.socket.bind_to_random_port(here)}'
 
-@patch
-def _wait_for_exit(self: EngineCoreHandle) -> None:
-    code = self.process.wait()
-    with suppress(RuntimeError):   # the loop may be closed by now
-        self.loop.call_soon_threadsafe(self.exited.set_result, code)
+    def _wait_for_exit(self) -> None:
+        code = self.process.wait()
+        with suppress(RuntimeError):   # the loop may be closed by now
+            self.loop.call_soon_threadsafe(self.exited.set_result, code)
 
-@patch
-def _on_heartbeat(self: EngineCoreHandle) -> None:
-    "Read what has come: heartbeats, or the end of the process"
-    try: heartbeats = self._heartbeat_socket.recv(4096)
-    except OSError: return   # nothing has come
-    if heartbeats: self._last_heartbeat = self.loop.time()
-    else:
-        self._gone = True
+    def _on_heartbeat(self) -> None:
+        "Read what has come: heartbeats, or the end of the process"
+        try: heartbeats = self._heartbeat_socket.recv(4096)
+        except OSError: return   # nothing has come
+        if heartbeats: self._last_heartbeat = self.loop.time()
+        else:
+            self._gone = True
+            self.loop.remove_reader(self._heartbeat_socket)
+
+    # %% ../../nbs/53a_server.engine_client.ipynb #de5ba987
+    def send(
+        self,
+        message: bytes,  # What `encode` made
+    ) -> None:
+        "Send it, in the order of calls; does nothing if the process has gone"
+        sent = asyncio.ensure_future(self.socket.send(message, zmq.NOBLOCK))   # done already
+        sent.exception()   # an error means that the process has gone, which `exited` says
+
+    @property
+    def silence(self) -> float:
+        "Seconds since the last heartbeat; 0 while it loads, when heartbeats may be late"
+        if not self.ready: return 0.
+        self._on_heartbeat()   # some may have come while this process stood still
+        return self.loop.time() - self._last_heartbeat
+
+    @property
+    def trouble(self) -> str:
+        "Why it may not answer; empty if all is well"
+        silence = self.silence
+        if self._gone or self.exited.done(): return 'the engine process has ended'
+        if silence <= _TROUBLE_SECONDS: return ''
+        return f'the engine has not been heard of for {silence:.0f} s'
+
+    # %% ../../nbs/53a_server.engine_client.ipynb #fd4e3539
+    async def receive(self) -> list[FromScheduler]:
+        "The next messages, at least one; `RuntimeError` if the process ends instead"
+        message = asyncio.ensure_future(self.socket.recv())
+        try:
+            while not message.done() and not self.exited.done():
+                await asyncio.wait({message, self.exited}, timeout=1,
+                                   return_when=asyncio.FIRST_COMPLETED)
+                if self.silence > self.watchdog_timeout: self.process.kill()
+            if not message.done(): await asyncio.wait({message}, timeout=.2)
+            if not message.done():
+                code = self.exited.result()
+                raise RuntimeError(f'the engine process has ended with code {code}')
+        finally: message.cancel()
+        received = [message.result()]
+        with suppress(zmq.Again):   # a receive that does not block is done already
+            while True:
+                received.append(asyncio.ensure_future(self.socket.recv(zmq.NOBLOCK)).result())
+        return [_decode_reply(o) for o in received]
+
+    async def start(self) -> ReadyMsg:
+        "Wait until the model is loaded; `ValueError` for what the user can mend"
+        [message] = await self.receive()
+        if isinstance(message, FailMsg):
+            raise (RuntimeError if message.bug else ValueError)(message.message)
+        assert isinstance(message, ReadyMsg), 'the first message is one of the two'
+        self._last_heartbeat, self.ready = self.loop.time(), True
+        return message
+
+    # %% ../../nbs/53a_server.engine_client.ipynb #3b426c46
+    async def close(self) -> None:
+        "End it, and remove what was shared with it; to call it again does nothing"
+        if self.socket.closed: return
+        self.send(encode(StopMsg()))
+        if self.ready: await asyncio.wait({self.exited}, timeout=_STOP_SECONDS)
+        if not self.exited.done(): self.process.kill()
+        await asyncio.wait({self.exited})
         self.loop.remove_reader(self._heartbeat_socket)
-
-# %% ../../nbs/53a_server.engine_client.ipynb #de5ba987
-@patch
-def send(
-    self: EngineCoreHandle,
-    message: bytes,  # What `encode` made
-) -> None:
-    "Send it, in the order of calls; does nothing if the process has gone"
-    sent = asyncio.ensure_future(self.socket.send(message, zmq.NOBLOCK))   # done already
-    sent.exception()   # an error means that the process has gone, which `exited` says
-
-@patch(as_prop=True)
-def silence(self: EngineCoreHandle) -> float:
-    "Seconds since the last heartbeat; 0 while it loads, when heartbeats may be late"
-    if not self.ready: return 0.
-    self._on_heartbeat()   # some may have come while this process stood still
-    return self.loop.time() - self._last_heartbeat
-
-@patch(as_prop=True)
-def trouble(self: EngineCoreHandle) -> str:
-    "Why it may not answer; empty if all is well"
-    silence = self.silence
-    if self._gone or self.exited.done(): return 'the engine process has ended'
-    if silence <= _TROUBLE_SECONDS: return ''
-    return f'the engine has not been heard of for {silence:.0f} s'
-
-# %% ../../nbs/53a_server.engine_client.ipynb #fd4e3539
-@patch
-async def receive(self: EngineCoreHandle) -> list[FromScheduler]:
-    "The next messages, at least one; `RuntimeError` if the process ends instead"
-    message = asyncio.ensure_future(self.socket.recv())
-    try:
-        while not message.done() and not self.exited.done():
-            await asyncio.wait({message, self.exited}, timeout=1,
-                               return_when=asyncio.FIRST_COMPLETED)
-            if self.silence > self.watchdog_timeout: self.process.kill()
-        if not message.done(): await asyncio.wait({message}, timeout=.2)
-        if not message.done():
-            code = self.exited.result()
-            raise RuntimeError(f'the engine process has ended with code {code}')
-    finally: message.cancel()
-    received = [message.result()]
-    with suppress(zmq.Again):   # a receive that does not block is done already
-        while True:
-            received.append(asyncio.ensure_future(self.socket.recv(zmq.NOBLOCK)).result())
-    return [_decode_reply(o) for o in received]
-
-@patch
-async def start(self: EngineCoreHandle) -> ReadyMsg:
-    "Wait until the model is loaded; `ValueError` for what the user can mend"
-    [message] = await self.receive()
-    if isinstance(message, FailMsg):
-        raise (RuntimeError if message.bug else ValueError)(message.message)
-    assert isinstance(message, ReadyMsg), 'the first message is one of the two'
-    self._last_heartbeat, self.ready = self.loop.time(), True
-    return message
-
-# %% ../../nbs/53a_server.engine_client.ipynb #3b426c46
-@patch
-async def close(self: EngineCoreHandle) -> None:
-    "End it, and remove what was shared with it; to call it again does nothing"
-    if self.socket.closed: return
-    self.send(encode(StopMsg()))
-    if self.ready: await asyncio.wait({self.exited}, timeout=_STOP_SECONDS)
-    if not self.exited.done(): self.process.kill()
-    await asyncio.wait({self.exited})
-    self.loop.remove_reader(self._heartbeat_socket)
-    self._heartbeat_socket.close()
-    self.socket.close(linger=0)
-    self.socket.context.term()
-    shutil.rmtree(self.folder, ignore_errors=True)
+        self._heartbeat_socket.close()
+        self.socket.close(linger=0)
+        self.socket.context.term()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 # %% ../../nbs/53a_server.engine_client.ipynb #b96acd11
 class AsyncEngineClient:
@@ -250,100 +242,94 @@ class AsyncEngineClient:
         if n + len(requests) > self.max_open:
             raise QueueFull('server', f'{n} requests are open already; try again later')
 
-# %% ../../nbs/53a_server.engine_client.ipynb #236e2c7d
-@patch
-async def stream(
-    self: AsyncEngineClient,
-    requests: list[UserMsg],  # Of one call
-) -> AsyncGenerator[EngineCoreOutput]:
-    "Outputs of all of them, until each has ended; to close it aborts"
-    self._check_capacity(requests)
-    output_queue, messages = OutputQueue(), [encode(r) for r in requests]
-    left = {r.rid for r in requests}
-    for rid in left: self._open[rid] = output_queue
-    self.calls += 1
-    try:
-        for message in messages: self.process.send(message)
-        while left:
-            for output in await output_queue.get():
-                if output.finish_reason: left.remove(output.rid)
-                yield output
-    finally:
-        self.calls -= 1
-        for rid in left:
-            # A request that ended unread is closed, and its rid may be another's by now.
-            if self._open.get(rid) is not output_queue: continue
-            self._open[rid] = None
-            self.process.send(encode(AbortMsg(rid)))
+    # %% ../../nbs/53a_server.engine_client.ipynb #236e2c7d
+    async def stream(
+        self,
+        requests: list[UserMsg],  # Of one call
+    ) -> AsyncGenerator[EngineCoreOutput]:
+        "Outputs of all of them, until each has ended; to close it aborts"
+        self._check_capacity(requests)
+        output_queue, messages = OutputQueue(), [encode(r) for r in requests]
+        left = {r.rid for r in requests}
+        for rid in left: self._open[rid] = output_queue
+        self.calls += 1
+        try:
+            for message in messages: self.process.send(message)
+            while left:
+                for output in await output_queue.get():
+                    if output.finish_reason: left.remove(output.rid)
+                    yield output
+        finally:
+            self.calls -= 1
+            for rid in left:
+                # A request that ended unread is closed, and its rid may be another's by now.
+                if self._open.get(rid) is not output_queue: continue
+                self._open[rid] = None
+                self.process.send(encode(AbortMsg(rid)))
 
-# %% ../../nbs/53a_server.engine_client.ipynb #e4b6fff3
-@patch
-async def control(
-    self: AsyncEngineClient,
-    command: str,        # One of `ControlHandler.names`
-    argument: str = '',  # Of the command; '' if it takes none
-) -> dict[str, object]:
-    "Its result; `RequestError` if it was refused, `RuntimeError` if it failed"
-    if self.failed: raise RuntimeError(self.failed)
-    id = max(self._control_replies, default=0) + 1
-    self._control_replies[id] = asyncio.get_running_loop().create_future()
-    self.process.send(encode(ControlMsg(id, command, argument)))
-    reply = await self._control_replies[id]
-    if not reply.error: return reply.result
-    raise RequestError(command, reply.error) if reply.refused else RuntimeError(reply.error)
+    # %% ../../nbs/53a_server.engine_client.ipynb #e4b6fff3
+    async def control(
+        self,
+        command: str,        # One of `ControlHandler.names`
+        argument: str = '',  # Of the command; '' if it takes none
+    ) -> dict[str, object]:
+        "Its result; `RequestError` if it was refused, `RuntimeError` if it failed"
+        if self.failed: raise RuntimeError(self.failed)
+        id = max(self._control_replies, default=0) + 1
+        self._control_replies[id] = asyncio.get_running_loop().create_future()
+        self.process.send(encode(ControlMsg(id, command, argument)))
+        reply = await self._control_replies[id]
+        if not reply.error: return reply.result
+        raise RequestError(command, reply.error) if reply.refused else RuntimeError(reply.error)
 
-@patch
-async def stats(self: AsyncEngineClient) -> dict[str, object]:
-    "What `Scheduler.stats()` returns"
-    return await self.control('stats')
+    async def stats(self) -> dict[str, object]:
+        "What `Scheduler.stats()` returns"
+        return await self.control('stats')
 
-# %% ../../nbs/53a_server.engine_client.ipynb #d4d3dcd2
-@patch
-def dispatch(
-    self: AsyncEngineClient,
-    message: FromScheduler,  # What has come
-) -> None:
-    "Deliver a message to the callers that it is for"
-    match message:
-        case EngineCoreOutputs():
-            for rid, token in zip(message.rids, message.token_ids):
-                if output_queue := self._open.get(rid): output_queue.put_token(rid, token)
-            for output in message.outputs:
-                self._deliver(output.rid, output, last=output.finish_reason is not None)
-        case RefusedMsg(): self._deliver(message.rid, message.error, last=True)
-        case ControlReply():
-            future = self._control_replies.pop(message.id)
-            if not future.done(): future.set_result(message)
+    # %% ../../nbs/53a_server.engine_client.ipynb #d4d3dcd2
+    def dispatch(
+        self,
+        message: FromScheduler,  # What has come
+    ) -> None:
+        "Deliver a message to the callers that it is for"
+        match message:
+            case EngineCoreOutputs():
+                for rid, token in zip(message.rids, message.token_ids):
+                    if output_queue := self._open.get(rid): output_queue.put_token(rid, token)
+                for output in message.outputs:
+                    self._deliver(output.rid, output, last=output.finish_reason is not None)
+            case RefusedMsg(): self._deliver(message.rid, message.error, last=True)
+            case ControlReply():
+                future = self._control_replies.pop(message.id)
+                if not future.done(): future.set_result(message)
 
-@patch
-def _deliver(self: AsyncEngineClient, rid: str, output: EngineCoreOutput | RequestError,
-             last: bool) -> None:
-    output_queue = self._open.pop(rid, None) if last else self._open.get(rid)
-    if output_queue is not None: output_queue.put(output)
+    def _deliver(self, rid: str, output: EngineCoreOutput | RequestError,
+                 last: bool) -> None:
+        output_queue = self._open.pop(rid, None) if last else self._open.get(rid)
+        if output_queue is not None: output_queue.put(output)
+
+    # %% ../../nbs/53a_server.engine_client.ipynb #90a67773
+    def fail(
+        self,
+        why: str,  # One sentence
+    ) -> None:
+        "End all open requests and control requests with an error; no new ones are accepted"
+        self.failed = why
+        for rid in list(self._open):
+            self._deliver(rid, EngineCoreOutput(rid, [], FinishReason.ERROR, error=why), last=True)
+        for future in self._control_replies.values():
+            if not future.done(): future.set_exception(RuntimeError(why))
+        self._control_replies.clear()
+
+    async def listen(self) -> None:
+        "Receive and dispatch all messages, until the process ends: `RuntimeError`"
+        while True:
+            messages, start = await self.process.receive(), time.thread_time()
+            for message in messages: self.dispatch(message)
+            for _ in range(2): await asyncio.sleep(0)   # the woken streams make events; send them
+            busy = time.thread_time() - start
+            if busy > _MIN_BUSY: await asyncio.sleep(busy * (1 - _MAX_CPU_SHARE) / _MAX_CPU_SHARE)
 
 # %% ../../nbs/53a_server.engine_client.ipynb #90a67773
 _MAX_CPU_SHARE = .1     # of a core that `listen` and what it wakes may take; the rest computes
 _MIN_BUSY = .001        # seconds of a round that need no rest
-
-@patch
-def fail(
-    self: AsyncEngineClient,
-    why: str,  # One sentence
-) -> None:
-    "End all open requests and control requests with an error; no new ones are accepted"
-    self.failed = why
-    for rid in list(self._open):
-        self._deliver(rid, EngineCoreOutput(rid, [], FinishReason.ERROR, error=why), last=True)
-    for future in self._control_replies.values():
-        if not future.done(): future.set_exception(RuntimeError(why))
-    self._control_replies.clear()
-
-@patch
-async def listen(self: AsyncEngineClient) -> None:
-    "Receive and dispatch all messages, until the process ends: `RuntimeError`"
-    while True:
-        messages, start = await self.process.receive(), time.thread_time()
-        for message in messages: self.dispatch(message)
-        for _ in range(2): await asyncio.sleep(0)   # the woken streams make events; send them
-        busy = time.thread_time() - start
-        if busy > _MIN_BUSY: await asyncio.sleep(busy * (1 - _MAX_CPU_SHARE) / _MAX_CPU_SHARE)

@@ -28,7 +28,6 @@ from time import monotonic
 from typing import TextIO
 
 import zmq
-from fastcore.basics import patch
 from torch.profiler import profile
 
 from ..config import ServerConfig
@@ -100,80 +99,74 @@ class GrammarQueue:
 
     def __len__(self) -> int: return len(self._waiting)
 
-# %% ../../nbs/53_server.engine_core.ipynb #424e2df3
-@patch
-def add(
-    self: GrammarQueue,
-    message: UserMsg,  # A request
-) -> None:
-    "Add it to the scheduler, now or later; `RequestError` if it is refused"
-    rid, ids, params = message.rid, message.input_ids, message.params
-    if rid in self._waiting:
-        raise RequestError('rid', f'rid {rid!r} belongs to a request that is still waiting')
-    if params.grammars: self.scheduler.validate(ids, params)
-    compiling = self._compile(params)
-    if compiling and not compiling.done():
-        self._waiting[rid] = message, compiling
-        # The compiled grammar may have been dropped meanwhile: the first arrival counts.
-        self._arrivals.setdefault(rid, self.scheduler.clock())
-        return
-    arrival = self._arrivals.pop(rid, None)
-    pending = self.scheduler.add(rid, ids, params, message.caller)
-    if arrival is None: return
-    pending.arrival = arrival
-    self._unscheduled.append(pending)
-    self._expire()
+    # %% ../../nbs/53_server.engine_core.ipynb #424e2df3
+    def add(
+        self,
+        message: UserMsg,  # A request
+    ) -> None:
+        "Add it to the scheduler, now or later; `RequestError` if it is refused"
+        rid, ids, params = message.rid, message.input_ids, message.params
+        if rid in self._waiting:
+            raise RequestError('rid', f'rid {rid!r} belongs to a request that is still waiting')
+        if params.grammars: self.scheduler.validate(ids, params)
+        compiling = self._compile(params)
+        if compiling and not compiling.done():
+            self._waiting[rid] = message, compiling
+            # The compiled grammar may have been dropped meanwhile: the first arrival counts.
+            self._arrivals.setdefault(rid, self.scheduler.clock())
+            return
+        arrival = self._arrivals.pop(rid, None)
+        pending = self.scheduler.add(rid, ids, params, message.caller)
+        if arrival is None: return
+        pending.arrival = arrival
+        self._unscheduled.append(pending)
+        self._expire()
 
-# %% ../../nbs/53_server.engine_core.ipynb #e793b74a
-@patch
-def abort(
-    self: GrammarQueue,
-    rid: str,            # A request's name, or a prefix of names
-    whole: bool = True,  # Whether it is a whole name
-) -> int:                # How many of them wait here
-    "Mark these requests: they leave with the next `ready`, and end"
-    aborted = [name for name, (_, compiling) in self._waiting.items()
-               if compiling and (name == rid if whole else name.startswith(rid))]
-    for name in aborted:
-        message, compiling = self._waiting[name]
-        self._waiting[name] = message, None
-        self._cancel(compiling)
-    return len(aborted)
+    # %% ../../nbs/53_server.engine_core.ipynb #e793b74a
+    def abort(
+        self,
+        rid: str,            # A request's name, or a prefix of names
+        whole: bool = True,  # Whether it is a whole name
+    ) -> int:                # How many of them wait here
+        "Mark these requests: they leave with the next `ready`, and end"
+        aborted = [name for name, (_, compiling) in self._waiting.items()
+                   if compiling and (name == rid if whole else name.startswith(rid))]
+        for name in aborted:
+            message, compiling = self._waiting[name]
+            self._waiting[name] = message, None
+            self._cancel(compiling)
+        return len(aborted)
 
-@patch
-def _cancel(self: GrammarQueue, compiling: Future | None) -> None:
-    "Do not compile what no request waits for any more"
-    waiting = [other for _, other in self._waiting.values()]
-    if compiling and compiling not in waiting: compiling.cancel()
+    def _cancel(self, compiling: Future | None) -> None:
+        "Do not compile what no request waits for any more"
+        waiting = [other for _, other in self._waiting.values()]
+        if compiling and compiling not in waiting: compiling.cancel()
 
-@patch
-def ready(self: GrammarQueue) -> Iterator[ToScheduler]:
-    "Messages to be handled now: requests that may be added, and aborts of those that were aborted"
-    self._expire()
-    for rid, (message, compiling) in list(self._waiting.items()):
-        late = self._timed_out(self._arrivals[rid])
-        if compiling and not compiling.done() and not late: continue
-        del self._waiting[rid]
-        if late: self._cancel(compiling)
-        yield message if compiling and not late else _without_grammar(message)
-        if not compiling: yield AbortMsg(rid)
+    def ready(self) -> Iterator[ToScheduler]:
+        "Messages to be handled now: requests that may be added, and aborts of those that were aborted"
+        self._expire()
+        for rid, (message, compiling) in list(self._waiting.items()):
+            late = self._timed_out(self._arrivals[rid])
+            if compiling and not compiling.done() and not late: continue
+            del self._waiting[rid]
+            if late: self._cancel(compiling)
+            yield message if compiling and not late else _without_grammar(message)
+            if not compiling: yield AbortMsg(rid)
 
-# %% ../../nbs/53_server.engine_core.ipynb #258ddc69
-@patch
-def _timed_out(self: GrammarQueue, arrival: float) -> bool:
-    "Whether a request that arrived then has waited too long"
-    limit = self.scheduler.config.queue_timeout
-    return limit is not None and self.scheduler.clock() - arrival > limit
-
-@patch
-def _expire(self: GrammarQueue) -> None:
-    "End requests that were added late, and time out before their first step"
-    self._unscheduled = [o for o in self._unscheduled
-                         if o.finish_reason is None and 'scheduled' not in o.times]
-    for pending in [o for o in self._unscheduled if self._timed_out(o.arrival)]:
+    # %% ../../nbs/53_server.engine_core.ipynb #258ddc69
+    def _timed_out(self, arrival: float) -> bool:
+        "Whether a request that arrived then has waited too long"
         limit = self.scheduler.config.queue_timeout
-        error = f'this request took longer than queue_timeout={limit:g} seconds'
-        self.scheduler.mark_to_finish(pending, FinishReason.ERROR, error)
+        return limit is not None and self.scheduler.clock() - arrival > limit
+
+    def _expire(self) -> None:
+        "End requests that were added late, and time out before their first step"
+        self._unscheduled = [o for o in self._unscheduled
+                             if o.finish_reason is None and 'scheduled' not in o.times]
+        for pending in [o for o in self._unscheduled if self._timed_out(o.arrival)]:
+            limit = self.scheduler.config.queue_timeout
+            error = f'this request took longer than queue_timeout={limit:g} seconds'
+            self.scheduler.mark_to_finish(pending, FinishReason.ERROR, error)
 
 # %% ../../nbs/53_server.engine_core.ipynb #bdb82c00
 class BatchLog(Observer):
@@ -258,27 +251,24 @@ class ControlHandler:
                 raise RequestError('command', what)
         return {}
 
-# %% ../../nbs/53_server.engine_core.ipynb #0c0785eb
-@patch
-def abort(self: ControlHandler, rid: str, whole: bool = True) -> int:
-    "Abort a request, or all whose names begin so; how many there were"
-    here = self.grammar_queue.abort(rid, whole)
-    return here + (self.control.abort(rid) if whole else self.control.abort_all(rid))
+    # %% ../../nbs/53_server.engine_core.ipynb #0c0785eb
+    def abort(self, rid: str, whole: bool = True) -> int:
+        "Abort a request, or all whose names begin so; how many there were"
+        here = self.grammar_queue.abort(rid, whole)
+        return here + (self.control.abort(rid) if whole else self.control.abort_all(rid))
 
-@patch
-def _stats(self: ControlHandler) -> dict[str, object]:
-    "The scheduler's statistics; requests in the grammar queue count as waiting"
-    stats = self.control.scheduler.stats()
-    waiting = stats['waiting']
-    assert isinstance(waiting, int)
-    return {**stats, 'waiting': waiting + len(self.grammar_queue)}
+    def _stats(self) -> dict[str, object]:
+        "The scheduler's statistics; requests in the grammar queue count as waiting"
+        stats = self.control.scheduler.stats()
+        waiting = stats['waiting']
+        assert isinstance(waiting, int)
+        return {**stats, 'waiting': waiting + len(self.grammar_queue)}
 
-@patch
-def _recent_batches(self: ControlHandler) -> dict[str, object]:
-    "The time, and the batches of the last second"
-    s = self.control.scheduler
-    if not isinstance(s.observer, BatchLog): return {'time': s.clock(), 'batches': []}
-    return {'time': s.clock(), 'batches': s.observer.since(s.clock() - _LIVE_SECONDS)}
+    def _recent_batches(self) -> dict[str, object]:
+        "The time, and the batches of the last second"
+        s = self.control.scheduler
+        if not isinstance(s.observer, BatchLog): return {'time': s.clock(), 'batches': []}
+        return {'time': s.clock(), 'batches': s.observer.since(s.clock() - _LIVE_SECONDS)}
 
 # %% ../../nbs/53_server.engine_core.ipynb #1c90b5d1
 def _failed(rid: str, error: Exception) -> EngineCoreOutputs:
@@ -385,29 +375,27 @@ class ThroughputLog(BatchLog):
         self._steps, self._busy_seconds = 0, 0.
         self._counts_before = dict(self.scheduler.counts)
 
-# %% ../../nbs/53_server.engine_core.ipynb #8f21739a
-@patch
-def measurements(self: ThroughputLog) -> dict[str, object]:
-    "Tokens since the line before, and the requests and pages of now"
-    scheduler, stats = self.scheduler, self.scheduler.stats()
-    new = {k: v - self._counts_before[k] for k, v in scheduler.counts.items()}
-    counts, total = scheduler.cache.page_counts, scheduler.cache.num_pages
-    return dict(step=stats['steps'], new_tokens=new['prompt_tokens'] - new['cached_tokens'],
-                cached_tokens=new['cached_tokens'],
-                running=stats['running'], waiting=stats['waiting'],
-                token_usage=round(1 - (counts['free'] + counts['evictable']) / total, 3),
-                tokens_per_second=round(
-                    new['generated_tokens'] / max(self._busy_seconds, 1e-9), 1))
+    # %% ../../nbs/53_server.engine_core.ipynb #8f21739a
+    def measurements(self) -> dict[str, object]:
+        "Tokens since the line before, and the requests and pages of now"
+        scheduler, stats = self.scheduler, self.scheduler.stats()
+        new = {k: v - self._counts_before[k] for k, v in scheduler.counts.items()}
+        counts, total = scheduler.cache.page_counts, scheduler.cache.num_pages
+        return dict(step=stats['steps'], new_tokens=new['prompt_tokens'] - new['cached_tokens'],
+                    cached_tokens=new['cached_tokens'],
+                    running=stats['running'], waiting=stats['waiting'],
+                    token_usage=round(1 - (counts['free'] + counts['evictable']) / total, 3),
+                    tokens_per_second=round(
+                        new['generated_tokens'] / max(self._busy_seconds, 1e-9), 1))
 
-@patch
-def format_line(
-    self: ThroughputLog,
-    measurements: dict[str, object],  # What `measurements` returns
-) -> str:
-    "The same as a line for people"
-    return ('step {step}: prompts {new_tokens} new, {cached_tokens} cached tokens; '
-            'requests {running} running, {waiting} waiting; '
-            'pages {token_usage:.0%} used; {tokens_per_second} tok/s').format(**measurements)
+    def format_line(
+        self,
+        measurements: dict[str, object],  # What `measurements` returns
+    ) -> str:
+        "The same as a line for people"
+        return ('step {step}: prompts {new_tokens} new, {cached_tokens} cached tokens; '
+                'requests {running} running, {waiting} waiting; '
+                'pages {token_usage:.0%} used; {tokens_per_second} tok/s').format(**measurements)
 
 # %% ../../nbs/53_server.engine_core.ipynb #f6887e54
 _EXIT_FAILED = 70       # EX_SOFTWARE of sysexits.h: an internal error

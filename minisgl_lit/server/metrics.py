@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from itertools import accumulate
 from time import monotonic, perf_counter
 
-from fastcore.basics import patch
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric)
@@ -96,35 +95,33 @@ class Metrics:
         self.stats = stats
         return generate_latest(self.registry)
 
-# %% ../../nbs/49a_server.metrics.ipynb #37261cdd
-@patch
-def collect(self: Metrics) -> Iterator[Metric]:
-    "All metrics; called by the registry"
-    for histogram, name, about in (
-        (self.ttft, 'time_to_first_token', 'From the request to its first token'),
-        (self.inter_token, 'inter_token_latency', 'From one token to the next'),
-        (self.e2e_latency, 'e2e_request_latency', 'From the request to its end'),
-        (self.queue_time, 'queue_time', 'From the request to its first step'),
-    ): yield histogram.family(name, about, self.model)
-    if not self.stats: return
-    values = {name: (about, value(self.stats))
-              for name, (about, value) in _SCHEDULER_METRICS.items()}
-    rate = self._throughput(values['generation_tokens_total'][1])
-    values['gen_throughput'] = 'Tokens generated per second', rate
-    for name, (about, value) in values.items():
-        family = CounterMetricFamily if name.endswith('_total') else GaugeMetricFamily
-        metric = family(f'minisgl:{name}', about, labels=['model_name'])
-        metric.add_metric([self.model], value)
-        yield metric
+    # %% ../../nbs/49a_server.metrics.ipynb #37261cdd
+    def collect(self) -> Iterator[Metric]:
+        "All metrics; called by the registry"
+        for histogram, name, about in (
+            (self.ttft, 'time_to_first_token', 'From the request to its first token'),
+            (self.inter_token, 'inter_token_latency', 'From one token to the next'),
+            (self.e2e_latency, 'e2e_request_latency', 'From the request to its end'),
+            (self.queue_time, 'queue_time', 'From the request to its first step'),
+        ): yield histogram.family(name, about, self.model)
+        if not self.stats: return
+        values = {name: (about, value(self.stats))
+                  for name, (about, value) in _SCHEDULER_METRICS.items()}
+        rate = self._throughput(values['generation_tokens_total'][1])
+        values['gen_throughput'] = 'Tokens generated per second', rate
+        for name, (about, value) in values.items():
+            family = CounterMetricFamily if name.endswith('_total') else GaugeMetricFamily
+            metric = family(f'minisgl:{name}', about, labels=['model_name'])
+            metric.add_metric([self.model], value)
+            yield metric
 
-# %% ../../nbs/49a_server.metrics.ipynb #9906739e
-@patch
-def _throughput(self: Metrics, tokens: float) -> float:
-    "Tokens per second since the last call, or the same as then within a second"
-    (then, before), now = self._last_rate, perf_counter()
-    if now - then >= 1:
-        self._last_rate, self._rate = (now, tokens), (tokens - before) / (now - then)
-    return self._rate
+    # %% ../../nbs/49a_server.metrics.ipynb #9906739e
+    def _throughput(self, tokens: float) -> float:
+        "Tokens per second since the last call, or the same as then within a second"
+        (then, before), now = self._last_rate, perf_counter()
+        if now - then >= 1:
+            self._last_rate, self._rate = (now, tokens), (tokens - before) / (now - then)
+        return self._rate
 
 # %% ../../nbs/49a_server.metrics.ipynb #95652dbe
 class RequestTimer:

@@ -7,12 +7,8 @@ __all__ = ['log', 'access_line', 'failure_line', 'log_to_stderr', 'AccessLogMidd
            'read_body', 'check_values', 'trim_memory', 'BodyLimitMiddleware', 'middleware_stack']
 
 # %% ../../nbs/49_server.middleware.ipynb #0d18c9fa
-<<<<<<< ours
-=======
 import asyncio
 import ctypes
-import hmac
->>>>>>> theirs
 import json
 import logging
 import re
@@ -24,9 +20,9 @@ from time import perf_counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl_lit.log import LogFile
-from minisgl_lit.server.callers import Callers
-from minisgl_lit.server.protocol import ApiError
+from ..log import LogFile
+from .callers import Callers
+from .protocol import ApiError
 
 # %% ../../nbs/49_server.middleware.ipynb #2f63a0a8
 log = logging.getLogger('minisgl_lit.access')

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, ClassVar, Literal, Self
 
-from fastcore.basics import patch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..core.request import FinishReason, Logprob
@@ -197,36 +196,33 @@ class ChatRequest(ApiRequest):
         "Fields of `SamplingParams`, from those that only chats have, too"
         return super().sampling_fields() | self._own_fields() | self._structured_output()
 
-# %% ../../nbs/54_server.openai_protocol.ipynb #38fb4c6d
-@patch
-def _own_fields(self: ChatRequest) -> dict[str, object]:
-    "Limit and logprobs, which chats name otherwise"
-    given: dict[str, object] = {}
-    limit = one_value(max_tokens=self.max_tokens,
-                      max_completion_tokens=self.max_completion_tokens)
-    if limit is not None: given['max_tokens'] = limit
-    if self.top_logprobs and not self.logprobs:
-        raise ApiError('top_logprobs must come with logprobs=true', param='top_logprobs')
-    if self.logprobs: given['logprobs'] = self.top_logprobs or 0
-    return given
+    # %% ../../nbs/54_server.openai_protocol.ipynb #38fb4c6d
+    def _own_fields(self) -> dict[str, object]:
+        "Limit and logprobs, which chats name otherwise"
+        given: dict[str, object] = {}
+        limit = one_value(max_tokens=self.max_tokens,
+                          max_completion_tokens=self.max_completion_tokens)
+        if limit is not None: given['max_tokens'] = limit
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError('top_logprobs must come with logprobs=true', param='top_logprobs')
+        if self.logprobs: given['logprobs'] = self.top_logprobs or 0
+        return given
 
-# %% ../../nbs/54_server.openai_protocol.ipynb #72c62129
-@patch
-def dialog(self: ChatRequest) -> tuple[list[dict], list[dict]]:
-    "The conversation and the tools, as chat templates want them"
-    tools = [{'type': 'function', 'function': f.model_dump(exclude_none=True)}
-             for f in self.offered]
-    return [m.template_dict for m in self.messages], tools
+    # %% ../../nbs/54_server.openai_protocol.ipynb #72c62129
+    def dialog(self) -> tuple[list[dict], list[dict]]:
+        "The conversation and the tools, as chat templates want them"
+        tools = [{'type': 'function', 'function': f.model_dump(exclude_none=True)}
+                 for f in self.offered]
+        return [m.template_dict for m in self.messages], tools
 
-@patch
-def _structured_output(self: ChatRequest) -> dict[str, str]:
-    "The schema of the output, as a field of `SamplingParams`"
-    schema = self.response_format.schema_text if self.response_format else None
-    if schema and self.forced:
-        raise ApiError('tool_choice and response_format both constrain the output; '
-                       'give one of them', param='tool_choice')
-    if self.forced: schema = json.dumps(call_schema(self.offered))
-    return {'json_schema': schema} if schema else {}
+    def _structured_output(self) -> dict[str, str]:
+        "The schema of the output, as a field of `SamplingParams`"
+        schema = self.response_format.schema_text if self.response_format else None
+        if schema and self.forced:
+            raise ApiError('tool_choice and response_format both constrain the output; '
+                           'give one of them', param='tool_choice')
+        if self.forced: schema = json.dumps(call_schema(self.offered))
+        return {'json_schema': schema} if schema else {}
 
 # %% ../../nbs/54_server.openai_protocol.ipynb #8e3fc292
 class CompletionRequest(ApiRequest):
@@ -311,59 +307,52 @@ class ResponseWriter:
         "Why a choice has ended; `None` if it has not"
         return None if output.finish_reason is None else str(output.finish_reason)
 
-# %% ../../nbs/54_server.openai_protocol.ipynb #284127b5
-@patch
-def _response(
-    self: ResponseWriter, object_type: str, choices: list[_Json], **fields: object
-) -> _Json:
-    return {'id': self.id, 'object': object_type, 'created': self.created,
-            'model': self.model, 'choices': choices, **fields}
+    # %% ../../nbs/54_server.openai_protocol.ipynb #284127b5
+    def _response(
+        self, object_type: str, choices: list[_Json], **fields: object
+    ) -> _Json:
+        return {'id': self.id, 'object': object_type, 'created': self.created,
+                'model': self.model, 'choices': choices, **fields}
 
-@patch
-def _chunk(self: ResponseWriter, index: int, delta: _Json, reason: str | None = None) -> _Json:
-    choice = {'index': index, 'logprobs': None, **delta, 'finish_reason': reason}
-    fields = {'usage': None} if self.usage_in_stream else {}
-    return self._response(self.object_types[1], [choice], **fields)
+    def _chunk(self, index: int, delta: _Json, reason: str | None = None) -> _Json:
+        choice = {'index': index, 'logprobs': None, **delta, 'finish_reason': reason}
+        fields = {'usage': None} if self.usage_in_stream else {}
+        return self._response(self.object_types[1], [choice], **fields)
 
-# %% ../../nbs/54_server.openai_protocol.ipynb #26486197
-@patch
-def whole(self: ResponseWriter, outputs: Sequence[RequestOutput]) -> _Json:
-    "The whole response"
-    choices = [{'index': i, **self.content(i, self.parts(i, o)), **self.logprob_fields(i, o, 0),
-                'finish_reason': self.finish_reason(i, o)} for i, o in enumerate(outputs)]
-    return self._response(self.object_types[0], choices, usage=usage(outputs, self.n))
+    # %% ../../nbs/54_server.openai_protocol.ipynb #26486197
+    def whole(self, outputs: Sequence[RequestOutput]) -> _Json:
+        "The whole response"
+        choices = [{'index': i, **self.content(i, self.parts(i, o)), **self.logprob_fields(i, o, 0),
+                    'finish_reason': self.finish_reason(i, o)} for i, o in enumerate(outputs)]
+        return self._response(self.object_types[0], choices, usage=usage(outputs, self.n))
 
-@patch
-def opening(self: ResponseWriter, n: int) -> list[_Json]:
-    "Chunks before the first piece, for `n` choices"
-    return []
+    def opening(self, n: int) -> list[_Json]:
+        "Chunks before the first piece, for `n` choices"
+        return []
 
-@patch
-def frame(self: ResponseWriter, index: int) -> tuple[str, str] | None:
-    "JSON before and after the text in a chunk of text only; `None` if there is no such chunk"
-    marker = '\0'
-    chunk = json.dumps(self._chunk(index, self.delta(index, marker)), ensure_ascii=False)
-    before, *rest = chunk.split(json.dumps(marker))
-    return (before, rest[0]) if len(rest) == 1 else None
+    def frame(self, index: int) -> tuple[str, str] | None:
+        "JSON before and after the text in a chunk of text only; `None` if there is no such chunk"
+        marker = '\0'
+        chunk = json.dumps(self._chunk(index, self.delta(index, marker)), ensure_ascii=False)
+        before, *rest = chunk.split(json.dumps(marker))
+        return (before, rest[0]) if len(rest) == 1 else None
 
-@patch
-def events(self: ResponseWriter, index: int, piece: Piece) -> list[_Json]:
-    "Chunks for the next piece of a choice"
-    deltas = [self.delta(index, part) for part in self.parts(index, piece)]
-    if piece.logprobs or piece.prompt_logprobs:   # in the first chunk, which may lack text
-        first = deltas[0] if deltas else self.delta(index, '')
-        deltas = [first | self.logprob_fields(index, piece, piece.start), *deltas[1:]]
-    chunks = [self._chunk(index, o) for o in deltas]
-    if piece.finish_reason is not None:
-        reason = self.finish_reason(index, piece)
-        chunks.append(self._chunk(index, self.delta(index, ''), reason))
-    return chunks
+    def events(self, index: int, piece: Piece) -> list[_Json]:
+        "Chunks for the next piece of a choice"
+        deltas = [self.delta(index, part) for part in self.parts(index, piece)]
+        if piece.logprobs or piece.prompt_logprobs:   # in the first chunk, which may lack text
+            first = deltas[0] if deltas else self.delta(index, '')
+            deltas = [first | self.logprob_fields(index, piece, piece.start), *deltas[1:]]
+        chunks = [self._chunk(index, o) for o in deltas]
+        if piece.finish_reason is not None:
+            reason = self.finish_reason(index, piece)
+            chunks.append(self._chunk(index, self.delta(index, ''), reason))
+        return chunks
 
-@patch
-def closing(self: ResponseWriter, outputs: Sequence[RequestOutput]) -> list[_Json]:
-    "Chunks after the last piece"
-    if not self.usage_in_stream: return []
-    return [self._response(self.object_types[1], [], usage=usage(outputs, self.n))]
+    def closing(self, outputs: Sequence[RequestOutput]) -> list[_Json]:
+        "Chunks after the last piece"
+        if not self.usage_in_stream: return []
+        return [self._response(self.object_types[1], [], usage=usage(outputs, self.n))]
 
 # %% ../../nbs/54_server.openai_protocol.ipynb #b220ccd1
 @dataclass(frozen=True)
@@ -404,36 +393,32 @@ class ChatWriter(ResponseWriter):
         "None with tools: a text may be part of a call"
         return None if self.tools else super().frame(index)
 
-# %% ../../nbs/54_server.openai_protocol.ipynb #e045e323
-@patch
-def _call(self: ChatWriter, call: ToolCall) -> _Json:
-    "A call, or the beginning of one"
-    function = {'name': call.name, 'arguments': call.arguments}
-    return {'id': call.id, 'type': 'function', 'function': function}
+    # %% ../../nbs/54_server.openai_protocol.ipynb #e045e323
+    def _call(self, call: ToolCall) -> _Json:
+        "A call, or the beginning of one"
+        function = {'name': call.name, 'arguments': call.arguments}
+        return {'id': call.id, 'type': 'function', 'function': function}
 
-@patch
-def delta(self: ChatWriter, index: int, part: ParsedPart) -> _Json:
-    "What one part adds to a message"
-    if isinstance(part, str): return {'delta': {'content': part} if part else {}}
-    if isinstance(part, ToolCall):
-        self._n_calls[index] = self._n_calls.get(index, 0) + 1
-        call = self._call(part)
-    else: call = {'function': {'arguments': part.text}}
-    return {'delta': {'tool_calls': [{'index': self._n_calls[index] - 1, **call}]}}
+    def delta(self, index: int, part: ParsedPart) -> _Json:
+        "What one part adds to a message"
+        if isinstance(part, str): return {'delta': {'content': part} if part else {}}
+        if isinstance(part, ToolCall):
+            self._n_calls[index] = self._n_calls.get(index, 0) + 1
+            call = self._call(part)
+        else: call = {'function': {'arguments': part.text}}
+        return {'delta': {'tool_calls': [{'index': self._n_calls[index] - 1, **call}]}}
 
-@patch
-def _entry(self: ChatWriter, token: int, logprob: float | None) -> _Json:
-    "The logprob of a token, without alternatives"
-    text = self.token_text(token)
-    return {'token': text, 'logprob': logprob, 'bytes': [*text.encode()]}
+    def _entry(self, token: int, logprob: float | None) -> _Json:
+        "The logprob of a token, without alternatives"
+        text = self.token_text(token)
+        return {'token': text, 'logprob': logprob, 'bytes': [*text.encode()]}
 
-@patch
-def format_logprobs(self: ChatWriter, logprobs: Sequence[Logprob], start: int) -> _Json:
-    "An entry for each token"
-    entries = [self._entry(o.token, o.logprob) |
-               {'top_logprobs': [self._entry(*alternative) for alternative in o.top]}
-               for o in logprobs]
-    return {'content': entries, 'refusal': None}
+    def format_logprobs(self, logprobs: Sequence[Logprob], start: int) -> _Json:
+        "An entry for each token"
+        entries = [self._entry(o.token, o.logprob) |
+                   {'top_logprobs': [self._entry(*alternative) for alternative in o.top]}
+                   for o in logprobs]
+        return {'content': entries, 'refusal': None}
 
 # %% ../../nbs/54_server.openai_protocol.ipynb #3e8ccf78
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Annotated
 
-from fastcore.basics import patch
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ..core.sampling_params import QueueFull, RequestError, SamplingParams, quote
@@ -150,24 +149,22 @@ class SamplingRequest(BaseModel):
     extra_key: str | None = None
     cache_salt: str | None = None     # Another name of `extra_key`
 
-# %% ../../nbs/48_server.protocol.ipynb #5ad31dd8
-@patch
-def sampling_fields(self: SamplingRequest) -> dict[str, object]:
-    "The fields of `SamplingParams` that were given"
-    given = _from_json(self.__dict__)
-    return {k: given[k] for k in _FIELD_NAMES if given.get(k) is not None}
+    # %% ../../nbs/48_server.protocol.ipynb #5ad31dd8
+    def sampling_fields(self) -> dict[str, object]:
+        "The fields of `SamplingParams` that were given"
+        given = _from_json(self.__dict__)
+        return {k: given[k] for k in _FIELD_NAMES if given.get(k) is not None}
 
-@patch
-def params(self: SamplingRequest) -> SamplingParams:
-    "The same, checked; `ApiError` for a field that is invalid or not served"
-    extra = self.model_extra or {}
-    for name, harmless in _NOT_SERVED.items():
-        value = extra.get(name)
-        if value is not None and value not in harmless:
-            sentence = f'{name}={quote(value)} is not served; leave it out'
-            raise ApiError(sentence, param=name)
-    try: return replace(_DEFAULTS, **self.sampling_fields())
-    except RequestError as e: raise ApiError.of(e) from None
+    def params(self) -> SamplingParams:
+        "The same, checked; `ApiError` for a field that is invalid or not served"
+        extra = self.model_extra or {}
+        for name, harmless in _NOT_SERVED.items():
+            value = extra.get(name)
+            if value is not None and value not in harmless:
+                sentence = f'{name}={quote(value)} is not served; leave it out'
+                raise ApiError(sentence, param=name)
+        try: return replace(_DEFAULTS, **self.sampling_fields())
+        except RequestError as e: raise ApiError.of(e) from None
 
 # %% ../../nbs/48_server.protocol.ipynb #9c6ede10
 def as_prompts(
@@ -250,30 +247,27 @@ class GenerateRequest(BaseModel):
             raise ApiError('give the prompt either as text or as input_ids', param='text')
         return [[]] if self.input_ids == [] else as_prompts(self._prompt)
 
-# %% ../../nbs/48_server.protocol.ipynb #ffa19f9a
-@patch
-def params(self: GenerateRequest) -> list[SamplingParams]:
-    "Those of each prompt, checked; `ApiError` for an invalid field"
-    n_prompts, given = len(self.prompts()), self.sampling_params or NativeSamplingRequest()
-    if isinstance(given, list) and len(given) != n_prompts:
-        raise ApiError(f'sampling_params must be one map, or one for each of {n_prompts} '
-                       f'prompts, not {len(given)}', param='sampling_params')
-    try:
-        if not isinstance(given, list): return [self._own(given.params())]*n_prompts
-        return [self._own(o.params()) for o in given]
-    except RequestError as e: raise ApiError.of(e, 'top_logprobs_num') from None
+    # %% ../../nbs/48_server.protocol.ipynb #ffa19f9a
+    def params(self) -> list[SamplingParams]:
+        "Those of each prompt, checked; `ApiError` for an invalid field"
+        n_prompts, given = len(self.prompts()), self.sampling_params or NativeSamplingRequest()
+        if isinstance(given, list) and len(given) != n_prompts:
+            raise ApiError(f'sampling_params must be one map, or one for each of {n_prompts} '
+                           f'prompts, not {len(given)}', param='sampling_params')
+        try:
+            if not isinstance(given, list): return [self._own(given.params())]*n_prompts
+            return [self._own(o.params()) for o in given]
+        except RequestError as e: raise ApiError.of(e, 'top_logprobs_num') from None
 
-@patch
-def _own(self: GenerateRequest, params: SamplingParams) -> SamplingParams:
-    "The parameters of a prompt, with the fields that stand beside the prompt"
-    key = one_value(**{'sampling_params.extra_key': params.extra_key,
-                       'extra_key': self.extra_key, 'cache_salt': self.cache_salt})
-    return replace(params, extra_key=key, **self._logprob_fields())
+    def _own(self, params: SamplingParams) -> SamplingParams:
+        "The parameters of a prompt, with the fields that stand beside the prompt"
+        key = one_value(**{'sampling_params.extra_key': params.extra_key,
+                           'extra_key': self.extra_key, 'cache_salt': self.cache_salt})
+        return replace(params, extra_key=key, **self._logprob_fields())
 
-@patch
-def _logprob_fields(self: GenerateRequest) -> dict[str, int]:
-    "SGLang's three fields, by the names of `SamplingParams`"
-    if not self.return_logprob: return {}
-    top, start = self.top_logprobs_num or 0, self.logprob_start_len
-    if start is None or start == -1: return {'logprobs': top}
-    return {'logprobs': top, 'prompt_logprobs': top, 'logprob_start_len': start}
+    def _logprob_fields(self) -> dict[str, int]:
+        "SGLang's three fields, by the names of `SamplingParams`"
+        if not self.return_logprob: return {}
+        top, start = self.top_logprobs_num or 0, self.logprob_start_len
+        if start is None or start == -1: return {'logprobs': top}
+        return {'logprobs': top, 'prompt_logprobs': top, 'logprob_start_len': start}

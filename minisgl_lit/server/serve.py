@@ -24,7 +24,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import uvicorn
-from fastcore.basics import patch
 
 from ..config import ServerConfig
 from ..log import LogFile, write_text
@@ -155,153 +154,145 @@ class Server:
     def __exit__(self, *error: object) -> None: self.stop()
     def __repr__(self) -> str: return f'Server({self.model!r}, {self.url})'
 
-# %% ../../nbs/56_server.serve.ipynb #3642100c
-@patch
-def _run(self: Server) -> None:
-    "The thread: what goes wrong before the server is ready is for `serve`, later for `wait`"
-    try:
-        with self._listener, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
-    except BaseException as e:
-        if self._ready.done(): self._error = e
-        else: self._ready.set_exception(e)
-    finally:
-        self._log_file.close()
-        self._ended.set()
+    # %% ../../nbs/56_server.serve.ipynb #3642100c
+    def _run(self) -> None:
+        "The thread: what goes wrong before the server is ready is for `serve`, later for `wait`"
+        try:
+            with self._listener, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+        except BaseException as e:
+            if self._ready.done(): self._error = e
+            else: self._ready.set_exception(e)
+        finally:
+            self._log_file.close()
+            self._ended.set()
+
+    # %% ../../nbs/56_server.serve.ipynb #17622bb1
+    def _log(self, sentence: str) -> None:
+        "Write a line on standard error"
+        as_json = self._config.log_json
+        line = json.dumps({'message': sentence}) if as_json else f'minisgl_lit: {sentence}'
+        print(line, file=self._log_file)
+
+    async def _unless_stopped(
+        self,
+        *events: asyncio.Future,
+        timeout: float | None = None,
+    ) -> bool:
+        "Wait for the first of these; whether the server goes on"
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try: await asyncio.wait({stopping, *events}, timeout=timeout,
+                                return_when=asyncio.FIRST_COMPLETED)
+        finally: stopping.cancel()
+        return not self._stopping.is_set()
+
+    # %% ../../nbs/56_server.serve.ipynb #68b9ac80
+    async def _load(self) -> tuple[EngineCoreHandle, ReadyMsg]:
+        "A process that has started, to be closed at the end; raises what kept it from starting"
+        self._process = EngineCoreHandle(self._config)
+        start = asyncio.ensure_future(self._process.start())
+        try:
+            while await self._unless_stopped(start, timeout=_LOADING_LINE) and not start.done():
+                self._log(f'still loading {self._config.model}')
+            if not start.done(): raise RuntimeError('stopped before the model was loaded')
+            return self._process, start.result()
+        finally: start.cancel()
+
+    # %% ../../nbs/56_server.serve.ipynb #c3a1f0d3
+    def _warn_of_strangers(self) -> None:
+        "Say so if callers on other machines need no key"
+        address, port = self._listener.getsockname()[:2]
+        c = self._config
+        if c.api_key or c.api_keys or ipaddress.ip_address(address).is_loopback: return
+        self._log(f'host {c.host} lets other machines in, and there is no api_key: '
+                  f'whoever reaches port {port} can use this server')
+
+    # %% ../../nbs/56_server.serve.ipynb #90385af1
+    async def _supervise(self, client: AsyncEngineClient) -> None:
+        "Dispatch what the engine sends; when it fails start another, or raise why not"
+        backoff = Backoff(self._loop.time)
+        while True:
+            try: await client.listen()
+            except Exception as e: client.fail(str(e))
+            if not self._config.restart: raise RuntimeError(client.failed)
+            await self._restart(client, backoff)
+
+    async def _restart(self, client: AsyncEngineClient, backoff: Backoff) -> None:
+        "Start another engine, as soon and as often as it may be; `RuntimeError` when it may not"
+        while client.failed:
+            delay = backoff.failed()
+            if delay is None: raise RuntimeError(
+                f'{client.failed}; {backoff.max_failures} failures within {backoff.window / 60:g} '
+                'minutes, so it is not started again')
+            self._log(f'{client.failed}; starting another' + (f' in {delay:g} s' if delay else ''))
+            if self._process: await self._process.close()
+            await asyncio.sleep(delay)
+            try: client.process, _ = await self._load()
+            except (RuntimeError, ValueError) as e:
+                if self._stopping.is_set(): raise
+                client.fail(f'the engine could not be started: {e}')
+            else: client.failed = ''
+        self._log('the engine answers again')
+
+    # %% ../../nbs/56_server.serve.ipynb #e9aff651
+    async def _run_until_stopped(
+        self, client: AsyncEngineClient, answering: asyncio.Future,
+    ) -> None:
+        "Return when the server is stopped or drained; `RuntimeError` if it has failed"
+        engine = asyncio.ensure_future(self._supervise(client))
+        draining = asyncio.ensure_future(self._draining.wait())
+        try:
+            if not await self._unless_stopped(engine, draining, answering): return
+            if engine.done():
+                self._log(str(engine.exception()))
+                await self._unless_stopped(timeout=_FAILED_LINGER)
+                engine.result()
+            client.closed = 'the server is about to end'
+            end = self._loop.time() + self._config.drain_seconds
+            while client.calls and self._loop.time() < end and not engine.done():
+                if not await self._unless_stopped(engine, timeout=_DRAIN_POLL): return
+            if engine.done(): engine.result()
+        finally:
+            for task in (engine, draining): task.cancel()
+            await asyncio.wait({engine, draining})
+
+    # %% ../../nbs/56_server.serve.ipynb #3e695167
+    async def _serve(self) -> None:
+        c = self._config
+        try:
+            process, ready = await self._load()
+            max_open = c.max_running_req + c.max_queued_req + c.max_recv_per_step
+            self._client = client = AsyncEngineClient(process, self.model, max_open)
+            info: dict[str, object] = {
+                **asdict(c), 'max_seq_len': ready.max_seq_len, 'vocab_size': ready.vocab_size,
+                'api_key': None, 'admin_key': None}
+            tokenizer = Tokenizer(ready.model_path)
+            if problem := tokenizer.template_problem: self._log(problem)
+            app = create_app(client, tokenizer, info, self._callers,
+                             c.protect_metrics, c.cors, c.max_body_mb, c.log_json)
+            http = uvicorn.Server(uvicorn.Config(
+                app, log_config=None, log_level='critical', access_log=False,
+                lifespan='off', ws='none', timeout_graceful_shutdown=1))
+            answering = asyncio.ensure_future(http.serve([]))
+            acceptor = ConnectionAcceptor(http, self._listener, self._max_connections, self._log)
+            limits = asyncio.ensure_future(acceptor.run())
+            log_to_stderr(c.log_json)
+            self._warn_of_strangers()
+            self._ready.set_result(None)
+            try: await self._run_until_stopped(client, answering)
+            finally:
+                client.fail(client.failed or 'the server was stopped')
+                acceptor.close()
+                limits.cancel()
+                http.should_exit = True
+                await answering
+        finally:
+            if self._process: await self._process.close()
 
 # %% ../../nbs/56_server.serve.ipynb #17622bb1
 _LOADING_LINE = 10.   # seconds between two lines while a model loads
 _FAILED_LINGER = 3.   # seconds in which a failed server still answers, `/health` above all
 _DRAIN_POLL = .05     # seconds between two looks at the open calls
-
-@patch
-def _log(self: Server, sentence: str) -> None:
-    "Write a line on standard error"
-    as_json = self._config.log_json
-    line = json.dumps({'message': sentence}) if as_json else f'minisgl_lit: {sentence}'
-    print(line, file=self._log_file)
-
-@patch
-async def _unless_stopped(
-    self: Server,
-    *events: asyncio.Future,
-    timeout: float | None = None,
-) -> bool:
-    "Wait for the first of these; whether the server goes on"
-    stopping = asyncio.ensure_future(self._stopping.wait())
-    try: await asyncio.wait({stopping, *events}, timeout=timeout,
-                            return_when=asyncio.FIRST_COMPLETED)
-    finally: stopping.cancel()
-    return not self._stopping.is_set()
-
-# %% ../../nbs/56_server.serve.ipynb #68b9ac80
-@patch
-async def _load(self: Server) -> tuple[EngineCoreHandle, ReadyMsg]:
-    "A process that has started, to be closed at the end; raises what kept it from starting"
-    self._process = EngineCoreHandle(self._config)
-    start = asyncio.ensure_future(self._process.start())
-    try:
-        while await self._unless_stopped(start, timeout=_LOADING_LINE) and not start.done():
-            self._log(f'still loading {self._config.model}')
-        if not start.done(): raise RuntimeError('stopped before the model was loaded')
-        return self._process, start.result()
-    finally: start.cancel()
-
-# %% ../../nbs/56_server.serve.ipynb #c3a1f0d3
-@patch
-def _warn_of_strangers(self: Server) -> None:
-    "Say so if callers on other machines need no key"
-    address, port = self._listener.getsockname()[:2]
-    c = self._config
-    if c.api_key or c.api_keys or ipaddress.ip_address(address).is_loopback: return
-    self._log(f'host {c.host} lets other machines in, and there is no api_key: '
-              f'whoever reaches port {port} can use this server')
-
-# %% ../../nbs/56_server.serve.ipynb #90385af1
-@patch
-async def _supervise(self: Server, client: AsyncEngineClient) -> None:
-    "Dispatch what the engine sends; when it fails start another, or raise why not"
-    backoff = Backoff(self._loop.time)
-    while True:
-        try: await client.listen()
-        except Exception as e: client.fail(str(e))
-        if not self._config.restart: raise RuntimeError(client.failed)
-        await self._restart(client, backoff)
-
-@patch
-async def _restart(self: Server, client: AsyncEngineClient, backoff: Backoff) -> None:
-    "Start another engine, as soon and as often as it may be; `RuntimeError` when it may not"
-    while client.failed:
-        delay = backoff.failed()
-        if delay is None: raise RuntimeError(
-            f'{client.failed}; {backoff.max_failures} failures within {backoff.window / 60:g} '
-            'minutes, so it is not started again')
-        self._log(f'{client.failed}; starting another' + (f' in {delay:g} s' if delay else ''))
-        if self._process: await self._process.close()
-        await asyncio.sleep(delay)
-        try: client.process, _ = await self._load()
-        except (RuntimeError, ValueError) as e:
-            if self._stopping.is_set(): raise
-            client.fail(f'the engine could not be started: {e}')
-        else: client.failed = ''
-    self._log('the engine answers again')
-
-# %% ../../nbs/56_server.serve.ipynb #e9aff651
-@patch
-async def _run_until_stopped(
-    self: Server, client: AsyncEngineClient, answering: asyncio.Future,
-) -> None:
-    "Return when the server is stopped or drained; `RuntimeError` if it has failed"
-    engine = asyncio.ensure_future(self._supervise(client))
-    draining = asyncio.ensure_future(self._draining.wait())
-    try:
-        if not await self._unless_stopped(engine, draining, answering): return
-        if engine.done():
-            self._log(str(engine.exception()))
-            await self._unless_stopped(timeout=_FAILED_LINGER)
-            engine.result()
-        client.closed = 'the server is about to end'
-        end = self._loop.time() + self._config.drain_seconds
-        while client.calls and self._loop.time() < end and not engine.done():
-            if not await self._unless_stopped(engine, timeout=_DRAIN_POLL): return
-        if engine.done(): engine.result()
-    finally:
-        for task in (engine, draining): task.cancel()
-        await asyncio.wait({engine, draining})
-
-# %% ../../nbs/56_server.serve.ipynb #3e695167
-@patch
-async def _serve(self: Server) -> None:
-    c = self._config
-    try:
-        process, ready = await self._load()
-        max_open = c.max_running_req + c.max_queued_req + c.max_recv_per_step
-        self._client = client = AsyncEngineClient(process, self.model, max_open)
-        info: dict[str, object] = {
-            **asdict(c), 'max_seq_len': ready.max_seq_len, 'vocab_size': ready.vocab_size,
-            'api_key': None, 'admin_key': None}
-        tokenizer = Tokenizer(ready.model_path)
-        if problem := tokenizer.template_problem: self._log(problem)
-        app = create_app(client, tokenizer, info, self._callers,
-                         c.protect_metrics, c.cors, c.max_body_mb, c.log_json)
-        http = uvicorn.Server(uvicorn.Config(
-            app, log_config=None, log_level='critical', access_log=False,
-            lifespan='off', ws='none', timeout_graceful_shutdown=1))
-        answering = asyncio.ensure_future(http.serve([]))
-        acceptor = ConnectionAcceptor(http, self._listener, self._max_connections, self._log)
-        limits = asyncio.ensure_future(acceptor.run())
-        log_to_stderr(c.log_json)
-        self._warn_of_strangers()
-        self._ready.set_result(None)
-        try: await self._run_until_stopped(client, answering)
-        finally:
-            client.fail(client.failed or 'the server was stopped')
-            acceptor.close()
-            limits.cancel()
-            http.should_exit = True
-            await answering
-    finally:
-        if self._process: await self._process.close()
 
 # %% ../../nbs/56_server.serve.ipynb #f3bab1dc
 def serve(

@@ -18,7 +18,6 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 from fastapi import Request
-from fastcore.basics import patch
 
 from ..core.sampling_params import RequestError
 from .sse import unless_disconnected
@@ -104,60 +103,56 @@ class AsyncTokenizer:
         if n > most: raise RequestError(
             field, f'{field} may come to at most {most:,} tokens in one call, not {n:,}')
 
+    # %% ../../nbs/54b_server.tokenizing.ipynb #a9ca7150
+    async def ids(
+        self,
+        request: Request,                    # Of the caller
+        prompts: Sequence[str | list[int]],  # Texts, or token ids
+        add_special_tokens: bool = True,     # Whether a text gets a BOS token
+    ) -> list[np.ndarray]:
+        "Token ids of each prompt, int64, [n]; `RequestError` if one is too long for the model"
+        if self.max_len is not None:
+            for prompt in prompts: self._check_length(prompt, self.max_len)
+        def encode(prompt: str | list[int]) -> np.ndarray:
+            if isinstance(prompt, str):
+                return self.tokenizer.encode(prompt, add_special_tokens, self.max_len)
+            try: return np.array(prompt, dtype=np.int64)
+            except OverflowError:
+                what = f'token id {max(prompt, key=abs)} in the prompt is outside the vocabulary'
+                raise RequestError('prompt', what) from None
+        cost = sum(len(o) + _ITEM_COST for o in prompts)
+        return await self._run(request, cost, encode, prompts)
+
+    def _check_length(self, prompt: str | list[int], most: int) -> None:
+        if isinstance(prompt, str): self.tokenizer.check_length(prompt, most)
+        elif len(prompt) > most: raise too_long(len(prompt), most)
+
+    # %% ../../nbs/54b_server.tokenizing.ipynb #f1f132b8
+    async def chat(
+        self,
+        request: Request,                          # Of the caller
+        messages: Sequence[Mapping[str, object]],  # Each with a 'role' and a 'content'
+        tools: Sequence[Mapping[str, object]] | None = None,   # Functions the model may call
+    ) -> np.ndarray:
+        "Token ids of a conversation, int64, [n]; `RequestError` if it is too long for the model"
+        def encode(dialog: Sequence[Mapping[str, object]]) -> np.ndarray:
+            return self.tokenizer.chat(dialog, True, tools, self.max_len)
+        cost = _ITEM_COST*len(messages) + written_size([messages, tools], LONG_TEXT)
+        return (await self._run(request, cost, encode, [messages]))[0]
+
+    async def texts(
+        self,
+        request: Request,               # Of the caller
+        token_lists: list[list[int]],   # Token ids of each text
+        skip_special_tokens: bool = True,   # Leave special tokens out
+    ) -> list[str]:
+        "Texts of token ids; `RequestError` for ids that there cannot be, or too many"
+        self.check_count(n := sum(map(len, token_lists)), 'tokens')
+        def decode(ids: list[int]) -> str:
+            return self.tokenizer.decode(_check_ids(ids), skip_special_tokens)
+        return await self._run(request, n + _ITEM_COST*len(token_lists), decode, token_lists)
+
 def _and_release(work: Callable[[T], R], item: T) -> R:
     "What the work returns; what it needed meanwhile goes back to the system"
     try: return work(item)
     finally: _release_memory()
-
-# %% ../../nbs/54b_server.tokenizing.ipynb #a9ca7150
-@patch
-async def ids(
-    self: AsyncTokenizer,
-    request: Request,                    # Of the caller
-    prompts: Sequence[str | list[int]],  # Texts, or token ids
-    add_special_tokens: bool = True,     # Whether a text gets a BOS token
-) -> list[np.ndarray]:
-    "Token ids of each prompt, int64, [n]; `RequestError` if one is too long for the model"
-    if self.max_len is not None:
-        for prompt in prompts: self._check_length(prompt, self.max_len)
-    def encode(prompt: str | list[int]) -> np.ndarray:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens, self.max_len)
-        try: return np.array(prompt, dtype=np.int64)
-        except OverflowError:
-            what = f'token id {max(prompt, key=abs)} in the prompt is outside the vocabulary'
-            raise RequestError('prompt', what) from None
-    cost = sum(len(o) + _ITEM_COST for o in prompts)
-    return await self._run(request, cost, encode, prompts)
-
-@patch
-def _check_length(self: AsyncTokenizer, prompt: str | list[int], most: int) -> None:
-    if isinstance(prompt, str): self.tokenizer.check_length(prompt, most)
-    elif len(prompt) > most: raise too_long(len(prompt), most)
-
-# %% ../../nbs/54b_server.tokenizing.ipynb #f1f132b8
-@patch
-async def chat(
-    self: AsyncTokenizer,
-    request: Request,                          # Of the caller
-    messages: Sequence[Mapping[str, object]],  # Each with a 'role' and a 'content'
-    tools: Sequence[Mapping[str, object]] | None = None,   # Functions the model may call
-) -> np.ndarray:
-    "Token ids of a conversation, int64, [n]; `RequestError` if it is too long for the model"
-    def encode(dialog: Sequence[Mapping[str, object]]) -> np.ndarray:
-        return self.tokenizer.chat(dialog, True, tools, self.max_len)
-    cost = _ITEM_COST*len(messages) + written_size([messages, tools], LONG_TEXT)
-    return (await self._run(request, cost, encode, [messages]))[0]
-
-@patch
-async def texts(
-    self: AsyncTokenizer,
-    request: Request,               # Of the caller
-    token_lists: list[list[int]],   # Token ids of each text
-    skip_special_tokens: bool = True,   # Leave special tokens out
-) -> list[str]:
-    "Texts of token ids; `RequestError` for ids that there cannot be, or too many"
-    self.check_count(n := sum(map(len, token_lists)), 'tokens')
-    def decode(ids: list[int]) -> str:
-        return self.tokenizer.decode(_check_ids(ids), skip_special_tokens)
-    return await self._run(request, n + _ITEM_COST*len(token_lists), decode, token_lists)

@@ -15,7 +15,6 @@ from itertools import product
 
 import numpy as np
 import torch
-from fastcore.basics import patch
 
 from ..core.request import Batch, Event, ForwardOutput
 from ..device import InlineStream, Stream
@@ -133,20 +132,77 @@ class ToyKV:
         "Read tokens from the pool"
         return self._mixed[self.tokens[rows, positions]] * self._powers[positions]
 
-# %% ../../nbs/03_testing.toy_engine.ipynb #b8ad51c1
-@patch
-def extend(
-    self: ToyKV,
-    batch: Batch,  # What to compute
-) -> np.ndarray:   # The number of each request's whole prefix, uint64, [n]
-    "Compute and store; each request goes on from what the slot before it holds"
-    start, n = batch.cached_lens, batch.extend_lens
-    before = np.where(start > 0, self.hash[self.slots(batch.rows, start - 1)], np.uint64(0))
-    terms, lost = self.terms(batch.token_rows, batch.positions), before == nan_hash
-    hashes = before + terms if len(terms) == len(n) else running_sums(terms, n, before)
-    if lost.any(): hashes[lost.repeat(n)] = nan_hash
-    self.hash[batch.out_loc], self.position[batch.out_loc] = hashes, batch.positions
-    return hashes if len(hashes) == len(n) else hashes[n.cumsum() - 1]
+    # %% ../../nbs/03_testing.toy_engine.ipynb #b8ad51c1
+    def extend(
+        self,
+        batch: Batch,  # What to compute
+    ) -> np.ndarray:   # The number of each request's whole prefix, uint64, [n]
+        "Compute and store; each request goes on from what the slot before it holds"
+        start, n = batch.cached_lens, batch.extend_lens
+        before = np.where(start > 0, self.hash[self.slots(batch.rows, start - 1)], np.uint64(0))
+        terms, lost = self.terms(batch.token_rows, batch.positions), before == nan_hash
+        hashes = before + terms if len(terms) == len(n) else running_sums(terms, n, before)
+        if lost.any(): hashes[lost.repeat(n)] = nan_hash
+        self.hash[batch.out_loc], self.position[batch.out_loc] = hashes, batch.positions
+        return hashes if len(hashes) == len(n) else hashes[n.cumsum() - 1]
+
+    # %% ../../nbs/03_testing.toy_engine.ipynb #949b359e
+    def check_reads(
+        self,
+        batch: Batch,  # Just computed
+    ) -> None:
+        "Raise `ToyError` where a slot that a request reads is not of that request's prefix"
+        n = batch.device_lens[:len(batch.reqs)]
+        owner, positions = segments(n)
+        rows = batch.rows[owner]
+        slots = self.slots(rows, positions)
+        want = running_sums(self.terms(rows, positions), n, np.zeros(len(n), np.uint64))
+        place, found = self.position[slots], self.hash[slots]
+        bad = (place != positions) | (want != found) & (found != nan_hash)
+        _refuse(batch, owner, bad, lambda i:
+                f'position {positions[i]} is read from slot {slots[i]}, which should hold '
+                f'{_short(positions[i], want[i])} and holds {_short(place[i], found[i])}')
+
+    # %% ../../nbs/03_testing.toy_engine.ipynb #69d7972c
+    def check_tokens(
+        self,
+        batch: Batch,             # About to be computed
+        known: list[np.ndarray],  # Tokens of each request that the host knew at the launch
+    ) -> None:
+        "Raise `ToyError` where the token pool holds a token that is not the request's"
+        if not known: return   # a batch of padding alone
+        n = np.minimum([len(o) for o in known], batch.device_lens[:len(known)])
+        owner, positions = segments(n)
+        want = np.concatenate([o[:k] for o, k in zip(known, n)])
+        rows, found = batch.rows[owner], self.tokens[batch.rows[owner], positions]
+        _refuse(batch, owner, want != found, lambda i:
+                f'token_pool[{rows[i]}, {positions[i]}] should be {want[i]}, is {found[i]}')
+
+    # %% ../../nbs/03_testing.toy_engine.ipynb #44dcb7d3
+    def check_plan(
+        self,
+        batch: Batch,  # About to be launched
+    ) -> None:
+        "Raise `ToyError` where the arrays of a batch contradict each other or the page table"
+        n, start, end = batch.extend_lens, batch.cached_lens, batch.device_lens
+        _refuse(batch, np.arange(len(n)), (start < 0) | (n < 1), lambda i:
+                f'cannot go from {start[i]} to {end[i]} tokens')
+        owner, within = segments(n)
+        rows, positions = batch.rows[owner], start[owner] + within
+        wanted = dict(token_rows=rows, positions=positions, out_loc=self.slots(rows, positions))
+        for name, want in wanted.items():
+            found = getattr(batch, name)
+            if len(found) != len(want):
+                entries = f'{len(found)} entries for {len(want)} tokens'
+                raise ToyError(f'step {batch.step}: {name} has {entries}')
+            _refuse(batch, owner, found != want, lambda i:
+                    f'position {positions[i]} has {name} {found[i]}, which should be {want[i]}')
+        loc, dummy = batch.out_loc, self.dummy_page*self.page_size
+        _refuse(batch, owner, (loc >= dummy) != (owner >= len(batch.reqs)), lambda i:
+                f'slot {loc[i]} is {"not " if loc[i] < dummy else ""}on the dummy page, '
+                'where only padding writes')
+        twice = (loc < dummy) & (np.bincount(loc)[loc] > 1)
+        _refuse(batch, owner, twice, lambda i: f'slot {loc[i]} is written twice in one step')
 
 # %% ../../nbs/03_testing.toy_engine.ipynb #e2830dc7
 class ToyError(RuntimeError):
@@ -169,66 +225,6 @@ def _refuse(
 def _short(position: np.ndarray, number: np.ndarray) -> str:
     return f'({position}, {int(number) >> 48:04x})'
 
-@patch
-def check_reads(
-    self: ToyKV,
-    batch: Batch,  # Just computed
-) -> None:
-    "Raise `ToyError` where a slot that a request reads is not of that request's prefix"
-    n = batch.device_lens[:len(batch.reqs)]
-    owner, positions = segments(n)
-    rows = batch.rows[owner]
-    slots = self.slots(rows, positions)
-    want = running_sums(self.terms(rows, positions), n, np.zeros(len(n), np.uint64))
-    place, found = self.position[slots], self.hash[slots]
-    bad = (place != positions) | (want != found) & (found != nan_hash)
-    _refuse(batch, owner, bad, lambda i:
-            f'position {positions[i]} is read from slot {slots[i]}, which should hold '
-            f'{_short(positions[i], want[i])} and holds {_short(place[i], found[i])}')
-
-# %% ../../nbs/03_testing.toy_engine.ipynb #69d7972c
-@patch
-def check_tokens(
-    self: ToyKV,
-    batch: Batch,             # About to be computed
-    known: list[np.ndarray],  # Tokens of each request that the host knew at the launch
-) -> None:
-    "Raise `ToyError` where the token pool holds a token that is not the request's"
-    if not known: return   # a batch of padding alone
-    n = np.minimum([len(o) for o in known], batch.device_lens[:len(known)])
-    owner, positions = segments(n)
-    want = np.concatenate([o[:k] for o, k in zip(known, n)])
-    rows, found = batch.rows[owner], self.tokens[batch.rows[owner], positions]
-    _refuse(batch, owner, want != found, lambda i:
-            f'token_pool[{rows[i]}, {positions[i]}] should be {want[i]}, is {found[i]}')
-
-# %% ../../nbs/03_testing.toy_engine.ipynb #44dcb7d3
-@patch
-def check_plan(
-    self: ToyKV,
-    batch: Batch,  # About to be launched
-) -> None:
-    "Raise `ToyError` where the arrays of a batch contradict each other or the page table"
-    n, start, end = batch.extend_lens, batch.cached_lens, batch.device_lens
-    _refuse(batch, np.arange(len(n)), (start < 0) | (n < 1), lambda i:
-            f'cannot go from {start[i]} to {end[i]} tokens')
-    owner, within = segments(n)
-    rows, positions = batch.rows[owner], start[owner] + within
-    wanted = dict(token_rows=rows, positions=positions, out_loc=self.slots(rows, positions))
-    for name, want in wanted.items():
-        found = getattr(batch, name)
-        if len(found) != len(want):
-            entries = f'{len(found)} entries for {len(want)} tokens'
-            raise ToyError(f'step {batch.step}: {name} has {entries}')
-        _refuse(batch, owner, found != want, lambda i:
-                f'position {positions[i]} has {name} {found[i]}, which should be {want[i]}')
-    loc, dummy = batch.out_loc, self.dummy_page*self.page_size
-    _refuse(batch, owner, (loc >= dummy) != (owner >= len(batch.reqs)), lambda i:
-            f'slot {loc[i]} is {"not " if loc[i] < dummy else ""}on the dummy page, '
-            'where only padding writes')
-    twice = (loc < dummy) & (np.bincount(loc)[loc] > 1)
-    _refuse(batch, owner, twice, lambda i: f'slot {loc[i]} is written twice in one step')
-
 # %% ../../nbs/03_testing.toy_engine.ipynb #9367bdc1
 def _arrays(batch: Batch) -> dict[str, np.ndarray]:
     "The arrays of a batch, by name"
@@ -249,6 +245,41 @@ class ToyLaunch:
 
     def __post_init__(self): self.copy = self.batch
 
+    # %% ../../nbs/03_testing.toy_engine.ipynb #867cd009
+    def take_snapshot(
+        self,
+        kv: ToyKV,  # Whose pages it uses
+    ) -> None:
+        "Remember what the batch is, and which request uses what in it"
+        batch, arrays = self.batch, {k: o.copy() for k, o in _arrays(self.batch).items()}
+        self.copy = replace(batch, reqs=[*batch.reqs], **arrays)
+        self.known = [o.pending.input_ids for o in batch.reqs]
+        for resource, rid in _used(batch, kv, np.zeros_like(batch.rows)):
+            self.users.setdefault(resource, set()).add(rid)
+
+    # %% ../../nbs/03_testing.toy_engine.ipynb #15449a73
+    def check_unchanged(self) -> None:
+        "Raise `ToyError` if the batch is no longer what was launched"
+        was, now = _arrays(self.copy), _arrays(self.batch)
+        changed = [k for k in was if not np.array_equal(was[k], now[k])]
+        if self.copy.reqs != self.batch.reqs: changed.append('reqs')
+        if not changed: return
+        raise ToyError(f'step {self.copy.step}: {", ".join(changed)} changed after the launch')
+
+    # %% ../../nbs/03_testing.toy_engine.ipynb #e061bc29
+    def check_owned(
+        self,
+        kv: ToyKV,                # Whose pages it uses
+        in_flight: 'list[ToyLaunch]',  # Launched batches that have not completed, this one included
+    ) -> None:
+        "Raise `ToyError` where a request writes to a row or page that another uses in flight"
+        written = _used(self.batch, kv, self.batch.cached_lens)
+        for ((kind, number), rid), other in product(written, in_flight):
+            for user in sorted(other.users.get((kind, number), {rid}) - {rid}):
+                raise ToyError(
+                    f'step {self.batch.step}, request {rid!r}: {kind} {number} is in use by '
+                    f'request {user!r} in step {other.batch.step}, which has not completed')
+
 # %% ../../nbs/03_testing.toy_engine.ipynb #bc9950db
 def _used(batch: Batch, kv: ToyKV, starts: np.ndarray) -> list[tuple[tuple[str, int], str]]:
     "Rows, and pages from positions `starts` on, each with its user: (('page', 3), 'a')"
@@ -257,44 +288,6 @@ def _used(batch: Batch, kv: ToyKV, starts: np.ndarray) -> list[tuple[tuple[str, 
         pages = kv.pages[row, first[i]:last[i]].tolist()
         res += [(('row', row), req.rid), *((('page', p), req.rid) for p in pages)]
     return res
-
-# %% ../../nbs/03_testing.toy_engine.ipynb #867cd009
-@patch
-def take_snapshot(
-    self: ToyLaunch,
-    kv: ToyKV,  # Whose pages it uses
-) -> None:
-    "Remember what the batch is, and which request uses what in it"
-    batch, arrays = self.batch, {k: o.copy() for k, o in _arrays(self.batch).items()}
-    self.copy = replace(batch, reqs=[*batch.reqs], **arrays)
-    self.known = [o.pending.input_ids for o in batch.reqs]
-    for resource, rid in _used(batch, kv, np.zeros_like(batch.rows)):
-        self.users.setdefault(resource, set()).add(rid)
-
-# %% ../../nbs/03_testing.toy_engine.ipynb #15449a73
-@patch
-def check_unchanged(self: ToyLaunch) -> None:
-    "Raise `ToyError` if the batch is no longer what was launched"
-    was, now = _arrays(self.copy), _arrays(self.batch)
-    changed = [k for k in was if not np.array_equal(was[k], now[k])]
-    if self.copy.reqs != self.batch.reqs: changed.append('reqs')
-    if not changed: return
-    raise ToyError(f'step {self.copy.step}: {", ".join(changed)} changed after the launch')
-
-# %% ../../nbs/03_testing.toy_engine.ipynb #e061bc29
-@patch
-def check_owned(
-    self: ToyLaunch,
-    kv: ToyKV,                # Whose pages it uses
-    in_flight: list[ToyLaunch],  # Launched batches that have not completed, this one included
-) -> None:
-    "Raise `ToyError` where a request writes to a row or page that another uses in flight"
-    written = _used(self.batch, kv, self.batch.cached_lens)
-    for ((kind, number), rid), other in product(written, in_flight):
-        for user in sorted(other.users.get((kind, number), {rid}) - {rid}):
-            raise ToyError(
-                f'step {self.batch.step}, request {rid!r}: {kind} {number} is in use by '
-                f'request {user!r} in step {other.batch.step}, which has not completed')
 
 # %% ../../nbs/03_testing.toy_engine.ipynb #66b7d834
 class ToyEngine:
@@ -344,54 +337,49 @@ class ToyEngine:
         launched.done = self.stream.record()
         return ForwardOutput(tokens, finite, launched.done)
 
-# %% ../../nbs/03_testing.toy_engine.ipynb #a2460ce5
-@patch
-def reset(self: ToyEngine) -> None:
-    "Forget a failure, and what was enqueued behind it"
-    self.stream.reset()
-    self._in_flight.clear()
+    # %% ../../nbs/03_testing.toy_engine.ipynb #a2460ce5
+    def reset(self) -> None:
+        "Forget a failure, and what was enqueued behind it"
+        self.stream.reset()
+        self._in_flight.clear()
 
-@patch
-def _inspect(self: ToyEngine, launch: ToyLaunch) -> Exception | None:
-    "Take a snapshot of a launch; what is wrong with it"
-    self._in_flight = [*(o for o in self._in_flight if not (o.done and o.done.query())), launch]
-    try:
-        self.kv.check_plan(launch.batch)
-        launch.take_snapshot(self.kv)
-        launch.check_owned(self.kv, self._in_flight)
-    except Exception as e: return e   # a row out of range is an IndexError
+    def _inspect(self, launch: ToyLaunch) -> Exception | None:
+        "Take a snapshot of a launch; what is wrong with it"
+        self._in_flight = [*(o for o in self._in_flight if not (o.done and o.done.query())), launch]
+        try:
+            self.kv.check_plan(launch.batch)
+            launch.take_snapshot(self.kv)
+            launch.check_owned(self.kv, self._in_flight)
+        except Exception as e: return e   # a row out of range is an IndexError
 
-# %% ../../nbs/03_testing.toy_engine.ipynb #7750fd52
-@patch
-def _forward(self: ToyEngine, launch: ToyLaunch, fault: Exception | None) -> None:
-    "On the stream: compute, with checks before and after"
-    batch = launch.batch
-    if self.delay: time.sleep(self.delay)
-    if fault: raise fault
-    if batch.step == self.fail_at: raise RuntimeError(f'step {batch.step} was told to fail')
-    if self.verify:
-        launch.check_unchanged()
-        self.kv.check_tokens(batch, launch.known)
-    launch.hashes = self.kv.extend(batch)
-    if self.nan_rids: self._poison(launch)
-    if self.verify: self.kv.check_reads(batch)
+    # %% ../../nbs/03_testing.toy_engine.ipynb #7750fd52
+    def _forward(self, launch: ToyLaunch, fault: Exception | None) -> None:
+        "On the stream: compute, with checks before and after"
+        batch = launch.batch
+        if self.delay: time.sleep(self.delay)
+        if fault: raise fault
+        if batch.step == self.fail_at: raise RuntimeError(f'step {batch.step} was told to fail')
+        if self.verify:
+            launch.check_unchanged()
+            self.kv.check_tokens(batch, launch.known)
+        launch.hashes = self.kv.extend(batch)
+        if self.nan_rids: self._poison(launch)
+        if self.verify: self.kv.check_reads(batch)
 
-# %% ../../nbs/03_testing.toy_engine.ipynb #55eb4884
-@patch
-def _poison(self: ToyEngine, launch: ToyLaunch) -> None:
-    "Let the requests in `nan_rids` become NaN, in their pages and on the way to `sample`"
-    batch = launch.batch
-    for i, req in enumerate(batch.reqs):
-        if req.rid not in self.nan_rids: continue
-        mine = batch.token_rows == batch.rows[i]
-        self.kv.hash[batch.out_loc[mine]] = launch.hashes[i] = nan_hash
+    # %% ../../nbs/03_testing.toy_engine.ipynb #55eb4884
+    def _poison(self, launch: ToyLaunch) -> None:
+        "Let the requests in `nan_rids` become NaN, in their pages and on the way to `sample`"
+        batch = launch.batch
+        for i, req in enumerate(batch.reqs):
+            if req.rid not in self.nan_rids: continue
+            mine = batch.token_rows == batch.rows[i]
+            self.kv.hash[batch.out_loc[mine]] = launch.hashes[i] = nan_hash
 
-# %% ../../nbs/03_testing.toy_engine.ipynb #33623a02
-@patch
-def _sample(self: ToyEngine, launch: ToyLaunch, tokens: np.ndarray, finite: np.ndarray,
-            mask: np.ndarray | None) -> None:
-    "On the stream: choose, write to the token pool, send to the host"
-    if self.verify: launch.check_unchanged()
-    batch, hashes = launch.batch, launch.hashes[launch.batch.sampled]
-    tokens[:], finite[:] = choose(hashes, self.kv.vocab_size, mask), hashes != nan_hash
-    self.kv.tokens[batch.rows[batch.sampled], batch.device_lens[batch.sampled]] = tokens
+    # %% ../../nbs/03_testing.toy_engine.ipynb #33623a02
+    def _sample(self, launch: ToyLaunch, tokens: np.ndarray, finite: np.ndarray,
+                mask: np.ndarray | None) -> None:
+        "On the stream: choose, write to the token pool, send to the host"
+        if self.verify: launch.check_unchanged()
+        batch, hashes = launch.batch, launch.hashes[launch.batch.sampled]
+        tokens[:], finite[:] = choose(hashes, self.kv.vocab_size, mask), hashes != nan_hash
+        self.kv.tokens[batch.rows[batch.sampled], batch.device_lens[batch.sampled]] = tokens

@@ -16,7 +16,6 @@ from datetime import datetime
 from functools import cache, cached_property
 from typing import NoReturn
 
-from fastcore.basics import patch
 from jinja2 import Environment, Template, TemplateError, meta, nodes, pass_eval_context
 from jinja2.ext import Extension
 from jinja2.filters import do_indent, sync_do_join
@@ -297,40 +296,40 @@ class ChatTemplate:
         "The text; raises whatever the template raises"
         with spending(Budget(*budget)): return self._template.render(self.special, **names)
 
+    # %% ../../nbs/50a_text.chat_template.ipynb #4cfb7a67
+    def _trial(self) -> str:
+        "What goes wrong with a short message; '' if nothing does"
+        said = ''
+        for tools in [None, [_EXAMPLE_TOOL]][:1 + self.takes_tools]:
+            try: self._write(_TRIAL, messages=_EXAMPLE, tools=tools, add_generation_prompt=True)
+            except TemplateRefusal: return ''   # it works, and does not like our example
+            except Exception as e: said = said or _about(e)
+            else: return ''
+        return said
+
+    # %% ../../nbs/50a_text.chat_template.ipynb #e98dbba4
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],  # Each with a 'role' and a 'content'
+        add_generation_prompt: bool = True,        # End with the header of the model's turn
+        tools: Sequence[Mapping[str, object]] | None = None,   # Functions the model may call
+    ) -> str:
+        "The conversation as one text; `RequestError` if there can be none"
+        _check_messages(messages)
+        if self.problem: raise RequestError('messages', f'{self.problem}; send a prompt instead')
+        if tools and not self.takes_tools: raise RequestError(
+            'tools', 'the chat template of this model has no place for tools; leave them out')
+        try: return self._write(_RENDERING, messages=messages, tools=tools or None,
+                                add_generation_prompt=add_generation_prompt)
+        except TemplateRefusal as e:
+            what = f'the chat template refuses these messages: {e!s:.200}'
+        except Exception as e:   # of the template's code, or of a method that it has called
+            what = f'the chat template of this checkpoint fails on these messages: {_about(e)}'
+        raise RequestError('messages', what)
+
 # %% ../../nbs/50a_text.chat_template.ipynb #4cfb7a67
-@patch
-def _trial(self: ChatTemplate) -> str:
-    "What goes wrong with a short message; '' if nothing does"
-    said = ''
-    for tools in [None, [_EXAMPLE_TOOL]][:1 + self.takes_tools]:
-        try: self._write(_TRIAL, messages=_EXAMPLE, tools=tools, add_generation_prompt=True)
-        except TemplateRefusal: return ''   # it works, and does not like our example
-        except Exception as e: said = said or _about(e)
-        else: return ''
-    return said
 
 def _about(error: Exception) -> str:
     "What went wrong in a template, in a few words"
     kind = '' if isinstance(error, TemplateError) else f'{type(error).__name__}: '
     return f'{kind}{str(error):.200}'
-
-# %% ../../nbs/50a_text.chat_template.ipynb #e98dbba4
-@patch
-def render(
-    self: ChatTemplate,
-    messages: Sequence[Mapping[str, object]],  # Each with a 'role' and a 'content'
-    add_generation_prompt: bool = True,        # End with the header of the model's turn
-    tools: Sequence[Mapping[str, object]] | None = None,   # Functions the model may call
-) -> str:
-    "The conversation as one text; `RequestError` if there can be none"
-    _check_messages(messages)
-    if self.problem: raise RequestError('messages', f'{self.problem}; send a prompt instead')
-    if tools and not self.takes_tools: raise RequestError(
-        'tools', 'the chat template of this model has no place for tools; leave them out')
-    try: return self._write(_RENDERING, messages=messages, tools=tools or None,
-                            add_generation_prompt=add_generation_prompt)
-    except TemplateRefusal as e:
-        what = f'the chat template refuses these messages: {e!s:.200}'
-    except Exception as e:   # of the template's code, or of a method that it has called
-        what = f'the chat template of this checkpoint fails on these messages: {_about(e)}'
-    raise RequestError('messages', what)

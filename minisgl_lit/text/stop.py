@@ -15,7 +15,6 @@ from math import inf
 from time import thread_time
 
 import regex
-from fastcore.basics import patch
 
 from ..core.sampling_params import RequestError
 
@@ -165,105 +164,98 @@ class StopChecker:
             self.behind = True
             self._found = self._found or self._find_string(old_len)
 
-# %% ../../nbs/46_text.stop.ipynb #15cc71df
-@patch
-def _find_string(self: StopChecker, old_len: int) -> tuple[int, int] | None:
-    "Begin and end of the stop string that is complete first in the text after `old_len`"
-    found = [(at + len(o), at) for o in self._strings
-             if (at := self._text.find(o, max(0, old_len - len(o) + 1))) >= 0]
-    return min(found)[::-1] if found else None
+    # %% ../../nbs/46_text.stop.ipynb #15cc71df
+    def _find_string(self, old_len: int) -> tuple[int, int] | None:
+        "Begin and end of the stop string that is complete first in the text after `old_len`"
+        found = [(at + len(o), at) for o in self._strings
+                 if (at := self._text.find(o, max(0, old_len - len(o) + 1))) >= 0]
+        return min(found)[::-1] if found else None
 
-@patch
-def _string_begin(self: StopChecker) -> int:
-    "Where text begins that may become a stop string"
-    text, n = self._text, len(self._text)
-    for i, stop in enumerate(self._strings):
-        at = text.find(stop[0], max(self._begins[i], n - len(stop) + 1))
-        while at >= 0 and not stop.startswith(text[at:]): at = text.find(stop[0], at + 1)
-        self._begins[i] = n if at < 0 else at
-    return min(self._begins, default=n)
+    def _string_begin(self) -> int:
+        "Where text begins that may become a stop string"
+        text, n = self._text, len(self._text)
+        for i, stop in enumerate(self._strings):
+            at = text.find(stop[0], max(self._begins[i], n - len(stop) + 1))
+            while at >= 0 and not stop.startswith(text[at:]): at = text.find(stop[0], at + 1)
+            self._begins[i] = n if at < 0 else at
+        return min(self._begins, default=n)
+
+    # %% ../../nbs/46_text.stop.ipynb #46c05731
+    def _search(self, begin: int, end: int, partial: bool = False
+                ) -> tuple[int, int] | None:
+        "The first match of the pattern in a part of the text; `TimeoutError` if that takes too long"
+        assert self._pattern is not None
+        if self.budget.left <= 0: raise RequestError(
+            'stop_regex', f'stop_regex={self._pattern!r:.80} took more than {REQUEST_SEARCH_S} s '
+                          'of search time; repeats inside repeats are slow')
+        if self._seconds <= 0: raise TimeoutError
+        compiled, started = compile_stop(self._pattern), thread_time()
+        limit = min(self._seconds, self.budget.left)
+        try: found = compiled.search(self._text, begin, end, partial=partial, timeout=limit)
+        finally:
+            took = thread_time() - started
+            self._seconds, self.budget.seconds = self._seconds - took, self.budget.seconds + took
+        return found.span() if found else None
+
+    def _find_pattern(self, last: int) -> tuple[int, int] | None:
+        "Begin and end of the first match that is complete by `last`; moves `_searched`"
+        def begin(end): return max(self._start, end - self._reach)
+        if self._pattern is None: self._searched = last
+        if self._simple and self._searched < last:
+            if not self._search(begin(self._searched + 1), last): self._searched = last
+        while self._searched < last:
+            found = self._search(begin(self._searched + 1), self._searched + 1)
+            self._searched += 1
+            if found: return found
+        return None
+
+    # %% ../../nbs/46_text.stop.ipynb #46c05733
+    def search(
+        self,
+        seconds: float = STEP_SEARCH_S,  # CPU time for the pattern
+    ) -> str:
+        "Search on; return the text that can be shown now. `RequestError` if the budget is used up"
+        if self.matched is not None or not self.behind: return ''
+        self._seconds, string = seconds, self._found
+        last = string[1] if string else len(self._text)
+        try:
+            found = self._find_pattern(last)
+            spans = [o for o in (found, string) if o and (o is found or self._searched == last)]
+            if spans: return self._stop(*min(spans), self._searched)
+            start = self._string_begin()
+            if self._pattern is not None:
+                begin = max(self._start, last - self._reach + 1)   # a partial match lacks a character
+                if partial := self._search(begin, last, partial=True): start = min(start, partial[0])
+        except TimeoutError: return ''
+        self._start, self.behind = start, False
+        return self._release(start)
+
+    # %% ../../nbs/46_text.stop.ipynb #f736a24a
+    def _stop(self, begin: int, stop: int, end: int) -> str:
+        "There is a match, from `begin` to `stop`, in the text up to `end`"
+        self.matched, self.rest = self._text[begin:stop], self._text[end:]
+        self._text, self._searched, self.behind = self._text[:end], end, False
+        return self._release(stop if self._keep else begin)
+
+    def _release(self, end: int) -> str:
+        "The held text up to `end`; and forget context that is too old to matter"
+        released, self._returned = self._text[self._returned:end], max(self._returned, end)
+        self.budget.n_chars += len(released)
+        if (too_old := self._returned - 2*self._reach) > 0:
+            self._text, self._dropped = self._text[too_old:], self._dropped + too_old
+            self._returned, self._start = self._returned - too_old, self._start - too_old
+            self._searched, self._begins = (
+                max(self._searched - too_old, 0), [max(o - too_old, 0) for o in self._begins])
+        return released
+
+    def finish(self) -> str:
+        "No text follows: search the rest, and return the held text, which is no stop after all"
+        shown = self.search(inf)
+        return shown if self.matched is not None else shown + self._release(len(self._text))
 
 # %% ../../nbs/46_text.stop.ipynb #46c05731
 # what a match may know of the text behind it: $ \b \Z, lookaheads, possessive and atomic groups
 _SEES_MORE = re.compile(r'\$|\\[A-Zbgm1-9]|\(\?[=!>]|[*+?}]\+')
-
-@patch
-def _search(self: StopChecker, begin: int, end: int, partial: bool = False
-            ) -> tuple[int, int] | None:
-    "The first match of the pattern in a part of the text; `TimeoutError` if that takes too long"
-    assert self._pattern is not None
-    if self.budget.left <= 0: raise RequestError(
-        'stop_regex', f'stop_regex={self._pattern!r:.80} took more than {REQUEST_SEARCH_S} s '
-                      'of search time; repeats inside repeats are slow')
-    if self._seconds <= 0: raise TimeoutError
-    compiled, started = compile_stop(self._pattern), thread_time()
-    limit = min(self._seconds, self.budget.left)
-    try: found = compiled.search(self._text, begin, end, partial=partial, timeout=limit)
-    finally:
-        took = thread_time() - started
-        self._seconds, self.budget.seconds = self._seconds - took, self.budget.seconds + took
-    return found.span() if found else None
-
-@patch
-def _find_pattern(self: StopChecker, last: int) -> tuple[int, int] | None:
-    "Begin and end of the first match that is complete by `last`; moves `_searched`"
-    def begin(end): return max(self._start, end - self._reach)
-    if self._pattern is None: self._searched = last
-    if self._simple and self._searched < last:
-        if not self._search(begin(self._searched + 1), last): self._searched = last
-    while self._searched < last:
-        found = self._search(begin(self._searched + 1), self._searched + 1)
-        self._searched += 1
-        if found: return found
-    return None
-
-# %% ../../nbs/46_text.stop.ipynb #46c05733
-@patch
-def search(
-    self: StopChecker,
-    seconds: float = STEP_SEARCH_S,  # CPU time for the pattern
-) -> str:
-    "Search on; return the text that can be shown now. `RequestError` if the budget is used up"
-    if self.matched is not None or not self.behind: return ''
-    self._seconds, string = seconds, self._found
-    last = string[1] if string else len(self._text)
-    try:
-        found = self._find_pattern(last)
-        spans = [o for o in (found, string) if o and (o is found or self._searched == last)]
-        if spans: return self._stop(*min(spans), self._searched)
-        start = self._string_begin()
-        if self._pattern is not None:
-            begin = max(self._start, last - self._reach + 1)   # a partial match lacks a character
-            if partial := self._search(begin, last, partial=True): start = min(start, partial[0])
-    except TimeoutError: return ''
-    self._start, self.behind = start, False
-    return self._release(start)
-
-# %% ../../nbs/46_text.stop.ipynb #f736a24a
-@patch
-def _stop(self: StopChecker, begin: int, stop: int, end: int) -> str:
-    "There is a match, from `begin` to `stop`, in the text up to `end`"
-    self.matched, self.rest = self._text[begin:stop], self._text[end:]
-    self._text, self._searched, self.behind = self._text[:end], end, False
-    return self._release(stop if self._keep else begin)
-
-@patch
-def _release(self: StopChecker, end: int) -> str:
-    "The held text up to `end`; and forget context that is too old to matter"
-    released, self._returned = self._text[self._returned:end], max(self._returned, end)
-    self.budget.n_chars += len(released)
-    if (too_old := self._returned - 2*self._reach) > 0:
-        self._text, self._dropped = self._text[too_old:], self._dropped + too_old
-        self._returned, self._start = self._returned - too_old, self._start - too_old
-        self._searched, self._begins = (
-            max(self._searched - too_old, 0), [max(o - too_old, 0) for o in self._begins])
-    return released
-
-@patch
-def finish(self: StopChecker) -> str:
-    "No text follows: search the rest, and return the held text, which is no stop after all"
-    shown = self.search(inf)
-    return shown if self.matched is not None else shown + self._release(len(self._text))
 
 # %% ../../nbs/46_text.stop.ipynb #a14e95c2
 def search_together(

@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import tokenizers
-from fastcore.basics import patch
 from tokenizers import models, normalizers, pre_tokenizers
 
 from ..core.request import (
@@ -175,42 +174,38 @@ class Tokenizer:
         if len(ids) <= _MANY: return self.backend.decode(ids, skip_special_tokens)
         return self.backend.decode_batch([ids], skip_special_tokens)[0]
 
-# %% ../../nbs/51_text.tokenizer.ipynb #0bd0c3a0
-@patch
-def chat(
-    self: Tokenizer,
-    messages: Sequence[Mapping[str, object]],   # Each with a 'role' and a 'content'
-    add_generation_prompt: bool = True,         # End with the header of the model's turn
-    tools: Sequence[Mapping[str, object]] | None = None,   # Functions the model may call
-    max_len: int | None = None,                 # Most tokens
-) -> np.ndarray:
-    "Token ids of a conversation, int64, [n], up to where the model's turn begins"
-    template = self.tool_template if tools else self.chat_template
-    if template is None:
-        raise RequestError('messages', 'this model has no chat template; use a prompt instead')
-    return self.encode(template.render(messages, add_generation_prompt, tools), False, max_len)
+    # %% ../../nbs/51_text.tokenizer.ipynb #0bd0c3a0
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],   # Each with a 'role' and a 'content'
+        add_generation_prompt: bool = True,         # End with the header of the model's turn
+        tools: Sequence[Mapping[str, object]] | None = None,   # Functions the model may call
+        max_len: int | None = None,                 # Most tokens
+    ) -> np.ndarray:
+        "Token ids of a conversation, int64, [n], up to where the model's turn begins"
+        template = self.tool_template if tools else self.chat_template
+        if template is None:
+            raise RequestError('messages', 'this model has no chat template; use a prompt instead')
+        return self.encode(template.render(messages, add_generation_prompt, tools), False, max_len)
 
-# %% ../../nbs/51_text.tokenizer.ipynb #bf961f7b
-@patch
-def has_text(self: Tokenizer, token: int, skip_special_tokens: bool = True) -> bool:
-    "Whether a token has any text; models have more ids than the vocabulary has tokens"
-    if skip_special_tokens and token in self._special_ids: return False
-    return self.backend.id_to_token(token) is not None
+    # %% ../../nbs/51_text.tokenizer.ipynb #bf961f7b
+    def has_text(self, token: int, skip_special_tokens: bool = True) -> bool:
+        "Whether a token has any text; models have more ids than the vocabulary has tokens"
+        if skip_special_tokens and token in self._special_ids: return False
+        return self.backend.id_to_token(token) is not None
 
-@patch
-def decode_first(self: Tokenizer, token: int, skip_special_tokens: bool = True) -> str | None:
-    "The text of a token that stands first, cached; `None` if it has no text"
-    key = token, skip_special_tokens
-    if key not in self._decoded:
-        text = self.decode([token], skip_special_tokens) if self.has_text(*key) else None
-        self._decoded[key] = text
-    return self._decoded[key]
+    def decode_first(self, token: int, skip_special_tokens: bool = True) -> str | None:
+        "The text of a token that stands first, cached; `None` if it has no text"
+        key = token, skip_special_tokens
+        if key not in self._decoded:
+            text = self.decode([token], skip_special_tokens) if self.has_text(*key) else None
+            self._decoded[key] = text
+        return self._decoded[key]
 
-@patch
-def token_text(self: Tokenizer, token: int) -> str:
-    "The text of a token in the middle of a text, with the space that it begins with there"
-    once, twice = (self.decode([token]*n, skip_special_tokens=False) for n in (1, 2))
-    return twice[len(once):]
+    def token_text(self, token: int) -> str:
+        "The text of a token in the middle of a text, with the space that it begins with there"
+        once, twice = (self.decode([token]*n, skip_special_tokens=False) for n in (1, 2))
+        return twice[len(once):]
 
 # %% ../../nbs/51_text.tokenizer.ipynb #6a7edd79
 _REPLACEMENT = '\ufffd'    # what a decoder writes for bytes that are no character
@@ -258,19 +253,17 @@ class TextDecoder:
         if piece: self._move_context()
         return piece
 
-# %% ../../nbs/51_text.tokenizer.ipynb #1a701e43
-@patch
-def _move_context(self: TextDecoder) -> None:
-    "What was held back has left, and is the context from now on"
-    start = -_MAX_TOKENS_PER_CHAR if self._incomplete else self._n_context
-    self._ids = self._ids[start:]
-    self._n_context = len(self._ids)
-    self._shown = self._complete(self._decode(self._ids))
+    # %% ../../nbs/51_text.tokenizer.ipynb #1a701e43
+    def _move_context(self) -> None:
+        "What was held back has left, and is the context from now on"
+        start = -_MAX_TOKENS_PER_CHAR if self._incomplete else self._n_context
+        self._ids = self._ids[start:]
+        self._n_context = len(self._ids)
+        self._shown = self._complete(self._decode(self._ids))
 
-@patch
-def finish(self: TextDecoder) -> str:
-    "What was held back; no token will complete it any more"
-    return self._decode(self._ids)[self._shown:]
+    def finish(self) -> str:
+        "What was held back; no token will complete it any more"
+        return self._decode(self._ids)[self._shown:]
 
 # %% ../../nbs/51_text.tokenizer.ipynb #59e485ff
 class TextStopCheck:
@@ -307,27 +300,26 @@ class TextStopCheck:
             self.checker.append(text)
         self._tokens.append((token, logprob, self._n_chars))
 
-# %% ../../nbs/51_text.tokenizer.ipynb #51c05711
-@patch
-def take(self: TextStopCheck) -> SearchedTokens | None:
-    "What has become certain, if anything; `RequestError` if the search takes too long"
-    if self.error: raise self.error
-    checker, new, end = self.checker, [], None
-    n_searched, stopped = checker.n_searched, checker.matched is not None
-    while self._tokens and not end:
-        token, logprob, n_chars = self._tokens[0]
-        if n_chars > n_searched and not stopped: break
-        self._tokens.popleft()
-        new.append((token, logprob))
-        if not self._tokens: end = self._end
-        if stopped and n_chars >= n_searched: end = end or (FinishReason.STOP, checker.matched)
-    held = checker.n_returned < self._n_chars and (stopped or not end)
-    shown = self._bypassed + checker.n_returned
-    if not new and shown == self._shown: return None
-    self._shown = shown
-    logprobs = [logprob for _, logprob in new if logprob] or None
-    return SearchedTokens([token for token, _ in new], logprobs,
-                          shown if held or not new else None, end)
+    # %% ../../nbs/51_text.tokenizer.ipynb #51c05711
+    def take(self) -> SearchedTokens | None:
+        "What has become certain, if anything; `RequestError` if the search takes too long"
+        if self.error: raise self.error
+        checker, new, end = self.checker, [], None
+        n_searched, stopped = checker.n_searched, checker.matched is not None
+        while self._tokens and not end:
+            token, logprob, n_chars = self._tokens[0]
+            if n_chars > n_searched and not stopped: break
+            self._tokens.popleft()
+            new.append((token, logprob))
+            if not self._tokens: end = self._end
+            if stopped and n_chars >= n_searched: end = end or (FinishReason.STOP, checker.matched)
+        held = checker.n_returned < self._n_chars and (stopped or not end)
+        shown = self._bypassed + checker.n_returned
+        if not new and shown == self._shown: return None
+        self._shown = shown
+        logprobs = [logprob for _, logprob in new if logprob] or None
+        return SearchedTokens([token for token, _ in new], logprobs,
+                              shown if held or not new else None, end)
 
 # %% ../../nbs/51_text.tokenizer.ipynb #9a083ed1
 class TextStopChecks:

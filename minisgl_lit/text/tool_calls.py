@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import regex
-from fastcore.basics import patch
 
 from .stop import StopChecker
 
@@ -141,64 +140,59 @@ class ToolParser:
         elif self._whitespace and not self.n_calls: out.append(self._whitespace)
         return out
 
-# %% ../../nbs/46a_text.tool_calls.ipynb #f5b7a07b
-@patch
-def _push_start(self: ToolParser, text: str) -> list[ParsedPart]:
-    "The first character that is not whitespace decides between the two formats"
-    text, self._whitespace = self._whitespace + text, ''
-    if begin := text.lstrip():
-        self._state = 'json' if begin[0] == '{' else 'text'
-        if self._state == 'text': self._tag_finder = StopChecker([OPEN_TAG])
-        return self.push(text)
-    self._whitespace = text
-    return []
+    # %% ../../nbs/46a_text.tool_calls.ipynb #f5b7a07b
+    def _push_start(self, text: str) -> list[ParsedPart]:
+        "The first character that is not whitespace decides between the two formats"
+        text, self._whitespace = self._whitespace + text, ''
+        if begin := text.lstrip():
+            self._state = 'json' if begin[0] == '{' else 'text'
+            if self._state == 'text': self._tag_finder = StopChecker([OPEN_TAG])
+            return self.push(text)
+        self._whitespace = text
+        return []
 
-@patch
-def _push_piece(self: ToolParser, text: str) -> list[ParsedPart]:
-    "Text outside of a call is emitted; whitespace at its end is held"
-    if self._state == 'call': return self._push_call(text)
-    if self._state != 'text' or not text: return []
-    text, self._whitespace = self._whitespace + text, ''
-    if self._after_call: text = text.lstrip()
-    shown = text.rstrip()
-    self._whitespace = text[len(shown):]
-    if not shown: return []
-    self._after_call = False
-    return [shown]
+    def _push_piece(self, text: str) -> list[ParsedPart]:
+        "Text outside of a call is emitted; whitespace at its end is held"
+        if self._state == 'call': return self._push_call(text)
+        if self._state != 'text' or not text: return []
+        text, self._whitespace = self._whitespace + text, ''
+        if self._after_call: text = text.lstrip()
+        shown = text.rstrip()
+        self._whitespace = text[len(shown):]
+        if not shown: return []
+        self._after_call = False
+        return [shown]
 
-# %% ../../nbs/46a_text.tool_calls.ipynb #b5bbc897
-@patch
-def _push_call(self: ToolParser, text: str) -> list[ParsedPart]:
-    "Text that may be calls: emit what is certain"
-    out: list[ParsedPart] = []
-    self._held += text
-    while self._held:
-        if self._braces is None:
-            head = CALL_HEAD.match(self._held)
-            if not head or head['name'] not in self._names: break
-            self._held, self._braces = self._held[head.end():], BraceCounter()
-            out += self._count([ToolCall(head['name'], '')])
-        end = self._braces.end(self._held)
-        if self.n_calls <= self._max_calls: out.append(ArgumentsDelta(self._held[:end]))
-        self._held = '' if end is None else self._held[end:]
-        if end: self._braces = None
-    return out
+    # %% ../../nbs/46a_text.tool_calls.ipynb #b5bbc897
+    def _push_call(self, text: str) -> list[ParsedPart]:
+        "Text that may be calls: emit what is certain"
+        out: list[ParsedPart] = []
+        self._held += text
+        while self._held:
+            if self._braces is None:
+                head = CALL_HEAD.match(self._held)
+                if not head or head['name'] not in self._names: break
+                self._held, self._braces = self._held[head.end():], BraceCounter()
+                out += self._count([ToolCall(head['name'], '')])
+            end = self._braces.end(self._held)
+            if self.n_calls <= self._max_calls: out.append(ArgumentsDelta(self._held[:end]))
+            self._held = '' if end is None else self._held[end:]
+            if end: self._braces = None
+        return out
 
-# %% ../../nbs/46a_text.tool_calls.ipynb #d0b9494a
-@patch
-def _count(self: ToolParser, calls: list[ToolCall]) -> list[ToolCall]:
-    "Count these calls, and return those within `max_calls`"
-    room = max(0, self._max_calls - self.n_calls)
-    self.n_calls, self._emitted = self.n_calls + len(calls), True
-    return calls[:room]
+    # %% ../../nbs/46a_text.tool_calls.ipynb #d0b9494a
+    def _count(self, calls: list[ToolCall]) -> list[ToolCall]:
+        "Count these calls, and return those within `max_calls`"
+        room = max(0, self._max_calls - self.n_calls)
+        self.n_calls, self._emitted = self.n_calls + len(calls), True
+        return calls[:room]
 
-@patch
-def _end_call(self: ToolParser, close_tag: str) -> list[ParsedPart]:
-    "The end of what may be calls: emit those that were held; if there is none, the text"
-    held, whitespace, emitted = self._held, self._whitespace, self._emitted
-    self._held, self._whitespace, self._braces = '', '', None
-    calls = read_calls(held.lstrip(' \n\t\r;,}') if emitted else held, self._names)
-    out: list[ParsedPart] = [*self._count(calls)]
-    self._emitted, self._after_call = False, bool(calls or emitted)
-    if self._after_call: return out
-    return [held if self._state == 'json' else whitespace + OPEN_TAG + held + close_tag]
+    def _end_call(self, close_tag: str) -> list[ParsedPart]:
+        "The end of what may be calls: emit those that were held; if there is none, the text"
+        held, whitespace, emitted = self._held, self._whitespace, self._emitted
+        self._held, self._whitespace, self._braces = '', '', None
+        calls = read_calls(held.lstrip(' \n\t\r;,}') if emitted else held, self._names)
+        out: list[ParsedPart] = [*self._count(calls)]
+        self._emitted, self._after_call = False, bool(calls or emitted)
+        if self._after_call: return out
+        return [held if self._state == 'json' else whitespace + OPEN_TAG + held + close_tag]

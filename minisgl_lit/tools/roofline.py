@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from fastcore.basics import patch
 
 from ..kernels.linear import linear, pack_weight
 from ..models.decoder import ModelConfig, layer_shapes
@@ -54,49 +53,47 @@ class ModelCosts:
         routed = sum(n * (1 - (1 - share)**n_tokens) for n, share in self.experts)
         return self.layer_weights + routed
 
-# %% ../../nbs/57_tools.roofline.ipynb #cf7dbce5
-@patch
-def attended(
-    self: ModelCosts,
-    end: Counts,   # Tokens of a sequence, [n]; or one number
-) -> Counts:       # The same shape
-    "How many of them the last one attends to, itself included: the mean of all layers"
-    if not self.windows: return end
-    return sum(np.minimum(end, w or end) for w in self.windows) / len(self.windows)
+    # %% ../../nbs/57_tools.roofline.ipynb #cf7dbce5
+    def attended(
+        self,
+        end: Counts,   # Tokens of a sequence, [n]; or one number
+    ) -> Counts:       # The same shape
+        "How many of them the last one attends to, itself included: the mean of all layers"
+        if not self.windows: return end
+        return sum(np.minimum(end, w or end) for w in self.windows) / len(self.windows)
 
-@patch
-def attention_pairs(
-    self: ModelCosts,
-    start: Counts,   # Tokens before those that are computed, [n]; or one number
-    end: Counts,     # and with them
-) -> Counts:         # The same shape
-    "Pairs of a computed query and a key that it attends to: the mean of all layers"
-    def pairs_up_to(n: Counts, window: Counts) -> Counts:
-        full = np.minimum(n, window)
-        return full * (full + 1) / 2 + (n - full) * full
-    if not self.windows: return (end * (end + 1) - start * (start + 1)) / 2
-    widths = [end if w is None else w for w in self.windows]
-    pairs = sum(pairs_up_to(end, width) - pairs_up_to(start, width) for width in widths)
-    return pairs / len(widths)
+    def attention_pairs(
+        self,
+        start: Counts,   # Tokens before those that are computed, [n]; or one number
+        end: Counts,     # and with them
+    ) -> Counts:         # The same shape
+        "Pairs of a computed query and a key that it attends to: the mean of all layers"
+        def pairs_up_to(n: Counts, window: Counts) -> Counts:
+            full = np.minimum(n, window)
+            return full * (full + 1) / 2 + (n - full) * full
+        if not self.windows: return (end * (end + 1) - start * (start + 1)) / 2
+        widths = [end if w is None else w for w in self.windows]
+        pairs = sum(pairs_up_to(end, width) - pairs_up_to(start, width) for width in widths)
+        return pairs / len(widths)
 
-# %% ../../nbs/57_tools.roofline.ipynb #9fce0759
-@patch(cls_method=True)
-def of(
-    cls: ModelCosts,
-    model: ModelConfig,  # Its shape
-    dtype: torch.dtype,  # Of its weights, and of its keys and values
-) -> ModelCosts:
-    "Read off a model's shape"
-    weights, experts, heads = 0, [], model.num_layers * model.head_dim
-    for i in range(model.num_layers):
-        sizes = {name: prod(shape) for name, shape in layer_shapes(model, i).items()}
-        routed = sum(n for name, n in sizes.items() if '.experts.' in name)
-        weights += sum(sizes.values()) - routed
-        if isinstance(mlp := model.mlp(i), MoeMlp):
-            experts.append((routed, mlp.num_experts_per_tok / mlp.num_experts))
-    return cls(weights, model.vocab_size * model.hidden_size,
-               2 * heads * model.num_kv_heads, 4 * heads * model.num_heads,
-               dtype.itemsize, tuple(experts), model.windows)
+    # %% ../../nbs/57_tools.roofline.ipynb #9fce0759
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,  # Its shape
+        dtype: torch.dtype,  # Of its weights, and of its keys and values
+    ) -> 'ModelCosts':
+        "Read off a model's shape"
+        weights, experts, heads = 0, [], model.num_layers * model.head_dim
+        for i in range(model.num_layers):
+            sizes = {name: prod(shape) for name, shape in layer_shapes(model, i).items()}
+            routed = sum(n for name, n in sizes.items() if '.experts.' in name)
+            weights += sum(sizes.values()) - routed
+            if isinstance(mlp := model.mlp(i), MoeMlp):
+                experts.append((routed, mlp.num_experts_per_tok / mlp.num_experts))
+        return cls(weights, model.vocab_size * model.hidden_size,
+                   2 * heads * model.num_kv_heads, 4 * heads * model.num_heads,
+                   dtype.itemsize, tuple(experts), model.windows)
 
 # %% ../../nbs/57_tools.roofline.ipynb #01e6008b
 def best_time(

@@ -14,7 +14,6 @@ from html import escape
 from itertools import pairwise
 
 import numpy as np
-from fastcore.basics import patch
 
 from ..core.request import FinishReason, ForwardMode
 from . import drawing
@@ -88,6 +87,11 @@ class Recording:
         "How many pages each owner had at the `i`-th step; owners without pages are missing"
         codes, counts = np.unique(self.steps[i].owners, return_counts=True)
         return {self.names[c]: n for c, n in zip(codes.tolist(), counts.tolist())}
+
+    # %% ../../nbs/19_tools.svg.ipynb #c0ec5660
+    def _repr_html_(self) -> str:
+        "A player of its last steps"
+        return player(self.last(100))
 
 # %% ../../nbs/19_tools.svg.ipynb #087dfdff
 WIDTH = 640   # of all pictures, in units of an SVG
@@ -374,8 +378,3 @@ def player(
     words = frames(escape(caption(recording, i)) for i in range(last + 1))
     drawn = [tag('div', PICTURES[name](recording), class_='scroll') for name in pictures]
     return slider(last + 1, words, *drawn)
-
-@patch
-def _repr_html_(self: Recording) -> str:
-    "A player of its last steps"
-    return player(self.last(100))

@@ -21,7 +21,6 @@ from functools import partial
 from html import escape
 
 import numpy as np
-from fastcore.basics import patch
 
 from ..core.outputs import EngineCoreOutputs
 from ..core.request import Batch, EngineProtocol, Event, ForwardOutput, PendingReq
@@ -121,70 +120,63 @@ class Recorder(Observer):
         self.snapshot()
         self.detach()
 
-# %% ../../nbs/60_tools.widgets.ipynb #fe19e05d
-@patch
-def _copy_state(self: Recorder, step: StepRecord) -> None:
-    "Copy the state of scheduler and cache into a step"
-    s, names = self.scheduler, self.recording.names
-    self._finished = [o for o in self._finished if o.table_idx is not None]
-    started = [o for o in [*s.alive.values(), *self._finished] if o.table_idx is not None]
-    owners = s.cache.owners(started)
-    for name in owners.values():
-        if name not in self._codes:
-            self._codes[name] = len(names)
-            names.append(name)
-    step.owners = np.full(s.cache.num_pages, -1, dtype=np.int32)
-    step.owners[list(owners)] = [self._codes[name] for name in owners.values()]
-    step.tree, step.stats = self._branches(), s.stats()
-    for branch in step.tree:
-        if branch.locks: step.owners[branch.pages] = LOCKED
-    self.recording.steps.append(step)
-    del self.recording.steps[:-self.keep]
+    # %% ../../nbs/60_tools.widgets.ipynb #fe19e05d
+    def _copy_state(self, step: StepRecord) -> None:
+        "Copy the state of scheduler and cache into a step"
+        s, names = self.scheduler, self.recording.names
+        self._finished = [o for o in self._finished if o.table_idx is not None]
+        started = [o for o in [*s.alive.values(), *self._finished] if o.table_idx is not None]
+        owners = s.cache.owners(started)
+        for name in owners.values():
+            if name not in self._codes:
+                self._codes[name] = len(names)
+                names.append(name)
+        step.owners = np.full(s.cache.num_pages, -1, dtype=np.int32)
+        step.owners[list(owners)] = [self._codes[name] for name in owners.values()]
+        step.tree, step.stats = self._branches(), s.stats()
+        for branch in step.tree:
+            if branch.locks: step.owners[branch.pages] = LOCKED
+        self.recording.steps.append(step)
+        del self.recording.steps[:-self.keep]
 
+    def _branches(self) -> list[Branch]:
+        "The radix tree as it is; arrays of a node are never written to, so they need no copy"
+        prefix_cache = self.scheduler.cache.prefix
+        if not isinstance(prefix_cache, RadixCache): return []   # another kind has no nodes
+        root, *nodes = prefix_cache.nodes()
+        depth: dict[Node | None, int] = {root: -1}
+        for node in nodes: depth[node] = depth[node.parent] + 1
+        return [Branch(depth[o], o.key, o.pages, o.locks, o.hits) for o in nodes]
 
-@patch
-def _branches(self: Recorder) -> list[Branch]:
-    "The radix tree as it is; arrays of a node are never written to, so they need no copy"
-    prefix_cache = self.scheduler.cache.prefix
-    if not isinstance(prefix_cache, RadixCache): return []   # another kind has no nodes
-    root, *nodes = prefix_cache.nodes()
-    depth: dict[Node | None, int] = {root: -1}
-    for node in nodes: depth[node] = depth[node.parent] + 1
-    return [Branch(depth[o], o.key, o.pages, o.locks, o.hits) for o in nodes]
+    # %% ../../nbs/60_tools.widgets.ipynb #66f57f08
+    def launched(self, batch: Batch) -> None:
+        "A batch has been launched: copy the state"
+        self.previous.launched(batch)
+        step = self.engine.steps[batch.step]
+        with self.engine.timing(step, 'look'): self._copy_state(step)
 
-# %% ../../nbs/60_tools.widgets.ipynb #66f57f08
-@patch
-def launched(self: Recorder, batch: Batch) -> None:
-    "A batch has been launched: copy the state"
-    self.previous.launched(batch)
-    step = self.engine.steps[batch.step]
-    with self.engine.timing(step, 'look'): self._copy_state(step)
+    def completed(self, batch: Batch, outputs: EngineCoreOutputs) -> None:
+        "A batch has been processed: complete its step, and call the listeners"
+        self.previous.completed(batch, outputs)
+        if step := self.engine.steps.pop(batch.step, None):   # else launched before `attach`
+            step.work.append(('process', step.done, self.clock()))
+            step.rest = not self.scheduler.alive
+        for listener in self.listeners: listener()
 
-@patch
-def completed(self: Recorder, batch: Batch, outputs: EngineCoreOutputs) -> None:
-    "A batch has been processed: complete its step, and call the listeners"
-    self.previous.completed(batch, outputs)
-    if step := self.engine.steps.pop(batch.step, None):   # else launched before `attach`
-        step.work.append(('process', step.done, self.clock()))
-        step.rest = not self.scheduler.alive
-    for listener in self.listeners: listener()
+    # %% ../../nbs/60_tools.widgets.ipynb #9e1e7284
+    def ended(self, pending: PendingReq) -> None:
+        "A request has finished"
+        assert pending.finish_reason is not None   # an observer is called after it is set
+        self.previous.ended(pending)
+        self._finished.append(pending)
+        self.recording.ends.append(End(
+            self.scheduler.completed, pending.rid, pending.finish_reason, pending.input_len,
+            pending.cached_tokens, len(pending.output_ids)))
 
-# %% ../../nbs/60_tools.widgets.ipynb #9e1e7284
-@patch
-def ended(self: Recorder, pending: PendingReq) -> None:
-    "A request has finished"
-    assert pending.finish_reason is not None   # an observer is called after it is set
-    self.previous.ended(pending)
-    self._finished.append(pending)
-    self.recording.ends.append(End(
-        self.scheduler.completed, pending.rid, pending.finish_reason, pending.input_len,
-        pending.cached_tokens, len(pending.output_ids)))
-
-@patch
-def snapshot(self: Recorder) -> None:
-    "Record the state between two steps of the scheduler, as a step without a batch"
-    self._copy_state(StepRecord(self.scheduler.launched))
-    for listener in self.listeners: listener()
+    def snapshot(self) -> None:
+        "Record the state between two steps of the scheduler, as a step without a batch"
+        self._copy_state(StepRecord(self.scheduler.launched))
+        for listener in self.listeners: listener()
 
 # %% ../../nbs/60_tools.widgets.ipynb #a7f95c2d
 def record(
@@ -286,45 +278,43 @@ class ChatWidget(widgets.Box):
         self.view.close()
         super().close()
 
-# %% ../../nbs/60_tools.widgets.ipynb #d6563947
-@patch
-def ask(
-    self: ChatWidget,
-    text: str,    # The user's message; nothing happens if it is empty
-) -> None:
-    "Send a message, and show the answer as it comes"
-    if not text.strip(): return
-    self.messages.append(dict(role='user', content=text))
-    self.line.disabled, self.line.value, answer, usage = True, '', '', 'stopped'
-    try:
-        prompt = self.llm.tokenizer.chat(self.messages)
-        with closing(self.llm.stream(prompt.tolist(), self.params)) as pieces:
-            for piece in pieces: self._write(answer := answer + piece.text)
-        end = self.recorder.recording.ends[-1]
-        usage = (f'{end.cached} of {end.prompt} prompt tokens were cached; '
-                 f'{end.made} tokens, {end.reason}')
-    except RequestError as e: usage = str(e)
-    finally:
-        self.line.disabled = False
-        self.messages.append(dict(role='assistant', content=answer))
-        self.usages.append(usage)
-        self._write()
-        self.recorder.snapshot()
+    # %% ../../nbs/60_tools.widgets.ipynb #d6563947
+    def ask(
+        self,
+        text: str,    # The user's message; nothing happens if it is empty
+    ) -> None:
+        "Send a message, and show the answer as it comes"
+        if not text.strip(): return
+        self.messages.append(dict(role='user', content=text))
+        self.line.disabled, self.line.value, answer, usage = True, '', '', 'stopped'
+        try:
+            prompt = self.llm.tokenizer.chat(self.messages)
+            with closing(self.llm.stream(prompt.tolist(), self.params)) as pieces:
+                for piece in pieces: self._write(answer := answer + piece.text)
+            end = self.recorder.recording.ends[-1]
+            usage = (f'{end.cached} of {end.prompt} prompt tokens were cached; '
+                     f'{end.made} tokens, {end.reason}')
+        except RequestError as e: usage = str(e)
+        finally:
+            self.line.disabled = False
+            self.messages.append(dict(role='assistant', content=answer))
+            self.usages.append(usage)
+            self._write()
+            self.recorder.snapshot()
 
-# %% ../../nbs/60_tools.widgets.ipynb #2f00ca4b
-@patch
-def _write(self: ChatWidget, partial_answer: str = '') -> None:
-    "Show all messages, and the answer that is on its way"
-    def paragraph(speaker: str, text: str) -> str:
-        return f'<p><b>{speaker}: </b>{escape(text)}</p>'
-    lines, usages = [], iter(self.usages)
-    for message in self.messages:
-        if message['role'] == 'user': lines.append(paragraph('You', message['content']))
-        else:
-            usage = f'<small>{escape(next(usages))}</small>'
-            lines.append(paragraph('Model', message['content']) + usage)
-    if partial_answer: lines.append(paragraph('Model', partial_answer))
-    self.transcript.value = ''.join(lines)
+    # %% ../../nbs/60_tools.widgets.ipynb #2f00ca4b
+    def _write(self, partial_answer: str = '') -> None:
+        "Show all messages, and the answer that is on its way"
+        def paragraph(speaker: str, text: str) -> str:
+            return f'<p><b>{speaker}: </b>{escape(text)}</p>'
+        lines, usages = [], iter(self.usages)
+        for message in self.messages:
+            if message['role'] == 'user': lines.append(paragraph('You', message['content']))
+            else:
+                usage = f'<small>{escape(next(usages))}</small>'
+                lines.append(paragraph('Model', message['content']) + usage)
+        if partial_answer: lines.append(paragraph('Model', partial_answer))
+        self.transcript.value = ''.join(lines)
 
 # %% ../../nbs/60_tools.widgets.ipynb #4ec956b5
 def explore(
