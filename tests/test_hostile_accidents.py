@@ -11,6 +11,7 @@ import zmq
 
 from minisgl_lit import process
 from minisgl_lit.config import EngineConfig, ServerConfig
+from minisgl_lit.core.request import SearchedTokens
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.device import InlineStream, ManualStream
 from minisgl_lit.engine import worker
@@ -268,21 +269,35 @@ class Grammar:
         if self.where == 'accept' and self.seen == 2: raise Bug
         return False
 
+class Check:
+    "Finds no stop, and fails at its third token where it should"
+    behind = False
+    def __init__(self, where): self.where, self.new, self.seen = where, [], 0
+    def push(self, token, logprob, end):
+        self.new, self.end, self.seen = [*self.new, token], end, self.seen + 1
+        if self.where == 'push' and self.seen == 3: raise Bug
+    def take(self):
+        if self.where == 'take' and self.seen == 3: raise Bug
+        new, self.new = SearchedTokens(self.new, None, None, self.end), []
+        return new
+
+class Checks:
+    def __init__(self, where): self.where = where
+    def validate(self, params): pass
+    def search(self, checks): pass
+    def make(self, pending):
+        if self.where == 'make stop check': raise Bug
+        return Check(self.where)
+
 def toy(overlap=False, where=''):
     "A scheduler in which the requests of rid `bad` meet a bug there"
     table = TableManager(4, 48, page_size=4, dummy_page=PAGES)
     engine = ToyEngine(table.page_table, table.token_pool, 4, PAGES, 50, ManualStream() if overlap else InlineStream())
-    def make_stop_check(pending):
-        if where == 'make_stop_check': raise Bug
-        tokens = itertools.count()
-        def check(token):
-            if where == 'stop check' and next(tokens) == 2: raise Bug
-        return check
     def make_grammar(pending):
         if where == 'make_grammar': raise Bug
         return Grammar(where)
     s = Scheduler(engine, CacheManager(PAGES, table, RadixCache(4)), 50, itertools.count().__next__, EngineConfig(overlap=overlap),
-                  make_stop_check=make_stop_check, make_grammar=make_grammar)
+                  stop_checks=Checks(where), make_grammar=make_grammar)
     if where == 'validate':
         validate = s.validator.validate
         def check(ids, params):
@@ -296,7 +311,7 @@ def compiled(params):
     return done
 
 @pytest.mark.parametrize('overlap', [False, True])
-@pytest.mark.parametrize('where', ['validate', 'make_stop_check', 'make_grammar', 'compile', 'stop check', 'mask', 'accept'])
+@pytest.mark.parametrize('where', ['validate', 'make stop check', 'make_grammar', 'compile', 'push', 'take', 'mask', 'accept'])
 def test_a_bug_that_one_request_meets_ends_that_request(overlap, where, caplog):
     "One error for it, with a traceback in the log; the others get what they get alone, and every page comes back"
     s = toy(overlap, where)

@@ -69,11 +69,6 @@ class CountingBackend:
         return self._backend.decode_batch([o[:1000] for o in lists], *args, **more)
 
 
-def stop_checks(tokenizer):
-    "What finds stop strings, by its new name or by its old one"
-    return getattr(tokenizers, 'TextStopChecks', getattr(tokenizers, 'stop_check_factory', None))(tokenizer)
-
-
 class Engine:
     "The engine core in this process, over the toy engine: an `EngineCoreHandle` to the client, as far as it looks at one."
     trouble, silence = '', 0.
@@ -84,7 +79,7 @@ class Engine:
         grammars = GrammarCompiler(tokenizer.backend, VOCAB)
         self.scheduler = Scheduler(
             ToyEngine(table.page_table, table.token_pool, PAGE, 256, VOCAB), CacheManager(256, table, RadixCache(PAGE, 'lru')), VOCAB, lambda: 0.,
-            config, frozenset(), None, stop_checks(tokenizer), make_grammar=grammars)
+            config, frozenset(), None, tokenizers.TextStopChecks(tokenizer), make_grammar=grammars)
         self.queue = GrammarQueue(self.scheduler, grammars.begin)
         self.handler, self.stopped = ControlHandler(Control(self.scheduler), self.queue), False
 

@@ -16,7 +16,7 @@ from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.scheduler.scheduler import Scheduler
 from minisgl_lit.server.api_server import create_app
 from minisgl_lit.testing.toy_engine import ToyEngine
-from minisgl_lit.text.tokenizer import Tokenizer, stop_check_factory
+from minisgl_lit.text.tokenizer import TextStopChecks, Tokenizer
 
 CHAT, PLAIN, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 MAX_LEN, QUEUED = 400, 3
@@ -69,7 +69,7 @@ class InProcess:
         def grammar(pending):
             if pending.params.regex == "(": raise RequestError("regex", "regex is no pattern")
         config = EngineConfig(max_running_req=8, max_queued_req=QUEUED, overlap=False, **settings)
-        self.scheduler = Scheduler(engine, cache, 256, lambda: self.now, config, make_stop_check=stop_check_factory(tokenizer), make_grammar=grammar)
+        self.scheduler = Scheduler(engine, cache, 256, lambda: self.now, config, stop_checks=TextStopChecks(tokenizer), make_grammar=grammar)
         self.outputs, self.taken = {}, 0
 
     async def stream(self, requests):

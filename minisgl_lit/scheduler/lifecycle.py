@@ -362,12 +362,14 @@ class Lifecycle:
             error = 'the model gave no finite logits for this request'
             return self.finish(pending, FinishReason.ERROR, error=error)
         pending.append(token)
-        try: found = check_finish(pending, self.eos_token_ids)
+        try:
+            found = check_finish(pending, self.eos_token_ids)
+            if pending.stop_check:
+                pending.stop_check.push(token, logprobs[0] if logprobs else None, found)
         except Exception as e:
             return self.finish(pending, FinishReason.ERROR, error=request_failure(e))
         if pending.stop_check:
             if found: self._stop_computing(pending)
-            pending.stop_check.push(token, logprobs[0] if logprobs else None, found)
             self._unsearched[pending] = pending.stop_check
         elif found:
             reason, matched = found
