@@ -105,7 +105,7 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('a batch shows the lengths of later steps', 'scheduler/batch', 'self.cached_lens, self.device_lens = lengths.cached_len[rows], lengths.device_len[rows]',
      'self.cached_lens, self.device_lens = lengths.cached_len[rows], lengths.device_len[:len(reqs)]'),
     ('pages that are only being released are allocated', 'scheduler/scheduler', 'if plan.new_pages > self.cache.ready_size:', 'if False:'),
-    ('a token after the end is output', 'scheduler/lifecycle', 'if pending.finish_reason: return\n        if not finite', 'if not finite'),
+    ('a token after the end is output', 'scheduler/lifecycle', 'if pending.ended: return\n        if not finite', 'if not finite'),
     ('an abort in flight is forgotten', 'scheduler/lifecycle', 'if pending.to_finish: return self.finish(pending, *pending.to_finish)', 'pass'),
     ('rows are free at once', 'scheduler/lifecycle', 'self._rows_releasing.put([row], int(self.table.lengths.launched[row]))', 'self._rows_releasing.put([row], 0)'),
     ('rows are never free', 'scheduler/lifecycle', 'self.table.free(row)', 'pass'),
