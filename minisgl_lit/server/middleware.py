@@ -185,7 +185,7 @@ async def trim_memory(
 
 # %% ../../nbs/49_server.middleware.ipynb #5fadd534
 class BodyLimitMiddleware:
-    "Reads each body before the application runs; `ApiError` 413 if it has too many bytes or values."
+    "Reads each body before the application runs; `ApiError` 413 if it holds too much."
     def __init__(
         self,
         app: ASGIApp,               # The application inside
