@@ -293,7 +293,8 @@ class Scheduler(Lifecycle):
     @property
     def has_work(self) -> bool:
         "Whether `step` has anything to do; if not, a driver may block until a request comes"
-        left_to_do = self._in_flight, self._to_release, self._flush_after, self._outputs, self._unsearched
+        left_to_do = (self._in_flight, self._to_release, self._flush_after, self._outputs,
+                      self._unsearched)
         return bool(any(left_to_do) or self.alive and not self.paused)
 
     def idle_step(self) -> None:

@@ -200,7 +200,7 @@ async def trim_memory(
 class BodyLimitMiddleware:
     """Reads each body before the application runs.
 
-    `ApiError` 413 if it has too many bytes or values, 415 if it is compressed."""
+    `ApiError` 413 if it holds too much, 415 if it is compressed."""
     def __init__(
         self,
         app: ASGIApp,               # The application inside

@@ -54,7 +54,8 @@ def pattern_items(
         else:
             last = 1
             groups[-1] += 1
-        if len(groups) > _MAX_NESTING: raise ValueError(f'more than {_MAX_NESTING} groups are nested')
+        if len(groups) > _MAX_NESTING:
+            raise ValueError(f'more than {_MAX_NESTING} groups are nested')
     if len(groups) > 1: raise ValueError('missing )')
     return groups[0]
 
@@ -265,7 +266,7 @@ def search_together(
     "Let these search on, the quickest first; those that have only strings in any case"
     failed: dict[StopChecker, Exception] = {}
     late: set[int] = set()   # budgets of which a search was put off
-    for checker in sorted(checkers, key=lambda o: o.budget.rate):
+    for checker in sorted(checkers, key=lambda checker: checker.budget.rate):
         too_late = seconds < _LEAST_SEARCH_S or id(checker.budget) in late
         if checker.has_pattern and too_late: continue
         started = thread_time()
