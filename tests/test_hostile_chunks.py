@@ -95,7 +95,7 @@ def test_waiting_for_chunks_costs_little():
     for _ in range(38): s.step()
     assert s.prefill.chunked.rid == 'long 0' and 0 < s.cache.matches - before <= 65
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 24), st.integers(2, 5), st.integers(10, 30), st.booleans(),
        st.lists(st.tuples(st.integers(1, 30), st.integers(0, 6), st.integers(1, 4)), min_size=3, max_size=14))
 def test_the_first_that_must_wait_is_next(chunk, budget, rows, num_pages, overlap, arrivals):
