@@ -149,7 +149,6 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('callers are charged a pass late', 'scheduler/fairness', '            yield pending\n            self._charge(pending)', '            yield pending'),
     ('callers save up while they are idle', 'scheduler/fairness', 'max(self.served.get(member, 0.), self._floor)', 'self.served.get(member, 0.)'),
     ('callers are forgiven when they come again', 'scheduler/fairness', 'max(self.served.get(member, 0.), self._floor)', 'self._floor'),
-    ('callers that all went are forgotten', 'scheduler/fairness', 'self.callers.last_to_start, self.users[name].last_to_start = name, user', 'pass'),
     ('callers are remembered for ever', 'scheduler/fairness', 'self._forget(members.keys())', 'pass'),
     ('callers hold what has ended', 'scheduler/fairness', 'if pending.finish_reason or not cost:', 'if not cost:'),
     ('callers share nothing among their users', 'scheduler/fairness', 'self.users[name].add(user, cost - before)', 'pass'),

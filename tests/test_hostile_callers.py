@@ -136,6 +136,22 @@ def test_users_share_what_their_caller_has():
     gap, served = worst_gap(s, asked)
     assert gap <= bound([1.]) / 2 < served / 2, (gap, served)
 
+def test_starts_alternate_within_a_pass():
+    waiting, started = [PendingReq(f"{name}{i}", np.arange(4), SamplingParams(), 9, caller=Caller(name)) for name in "ab" for i in range(3)], []
+    for o in FairOrder().order(waiting, {o: i for i, o in enumerate(waiting)}):
+        o.table_idx = 0
+        started.append(o.rid)
+    assert started == ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+def test_an_empty_queue_sets_nobody_back():
+    "One was served alone, and all have gone; then it comes again, together with a new one"
+    s, asked = server(), {}
+    for i in range(30): ask(s, f"before{i}", Caller("old"))
+    finish(s)
+    for name in ("old", "new"): asked[Caller(name)] = [ask(s, f"{name}{i}", Caller(name)) for i in range(20)]
+    gap, served = worst_gap(s, asked)
+    assert gap <= bound([1.]) / 2 and served > 200, (gap, served)
+
 def test_who_pays_what():
     "Prompts as far as they are computed, answers twice, once, and over the weight; what has ended is let go of"
     s = server(cache="radix")
