@@ -257,7 +257,7 @@ def test_the_scheme_may_be_written_in_any_case(given, said):
 def test_a_key_on_the_command_line_is_warned_about(monkeypatch, capsys):
     def start(**settings): raise RuntimeError('enough')
     monkeypatch.setattr('minisgl_lit.serve', start)
-    for number in (signal.SIGINT, signal.SIGTERM): monkeypatch.setattr(signal, 'signal', lambda *_: None)
+    monkeypatch.setattr('minisgl_lit.cli.signal', SimpleNamespace(**vars(signal) | dict(signal=lambda *_: None)))
     for key, said in (('secret', True), (None, False)):
         serve_command(SimpleNamespace(**({'api_key': key} if key else {})))
         err = capsys.readouterr().err
@@ -351,7 +351,7 @@ def test_the_engine_core_writes_through_a_thread(monkeypatch):
     def unblock(as_json): raise First(as_json)
     monkeypatch.setattr(engine_core, 'unblock_stderr', unblock)
     def too_late(*_): raise AssertionError('something else came first')
-    monkeypatch.setattr(engine_core.signal, 'signal', too_late)
+    monkeypatch.setattr(engine_core, 'signal', SimpleNamespace(SIGINT=2, SIGTERM=15, signal=too_late))
     with pytest.raises(First, match='True'): engine_core.main('', '', '1', json.dumps(dict(log_json=True)))
 
 
