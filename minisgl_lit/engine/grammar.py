@@ -7,9 +7,11 @@ __all__ = ['MAX_GRAMMAR', 'MASK_S', 'GRAMMAR_S', 'Compiling', 'pack_mask', 'Choi
            'GrammarMatcher', 'GrammarCompiler']
 
 # %% ../../nbs/45_engine.grammar.ipynb #e8f99a3a
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 from threading import Lock
@@ -90,7 +92,10 @@ def check_size(
         if size > (most := MAX_GRAMMAR[what]):
             raise RequestError(name, f'{name} has {size} {what}, and at most {most} are allowed')
     check('bytes', len(text.encode(errors='replace')))
-    check('rules', text.count('::='))
+    if name == 'json_schema':
+        with suppress(ValueError, RecursionError): text = json.dumps(json.loads(text))
+        check('rules', text.count('"$ref"'))   # a chain of them is followed on the stack
+    elif name == 'ebnf': check('rules', text.count(':') - text.count('::='))
     check('items', 1 + max(text.count(','), text.count('|')))   # of a list, or alternatives
     brackets = re.findall(r'[\[\](){}]', text)
     check('levels', max(accumulate(1 if o in '[({' else -1 for o in brackets), default=0))

@@ -43,9 +43,12 @@ def check_finish(
 # %% ../../nbs/23_scheduler.lifecycle.ipynb #2a8f71b4
 def request_failure(
     error: Exception,  # Raised by an object that belongs to one request
+    pending: PendingReq | None = None,   # The request, if it was accepted
 ) -> str:
     "What to tell the request's caller; a bug goes to the log as well"
-    if isinstance(error, RequestError): return str(error)
+    if isinstance(error, RequestError):
+        if pending: pending.faulty_field = error.field
+        return str(error)
     log = logging.getLogger('minisgl_lit.requests')
     log.error('a request has failed, the others go on', exc_info=error)
     return f'this request has failed because of a bug in the server: {type(error).__name__}'
@@ -367,7 +370,7 @@ class Lifecycle:
             if pending.stop_check:
                 pending.stop_check.push(token, logprobs[0] if logprobs else None, found)
         except Exception as e:
-            return self.finish(pending, FinishReason.ERROR, error=request_failure(e))
+            return self.finish(pending, FinishReason.ERROR, error=request_failure(e, pending))
         if pending.stop_check:
             if found: self._stop_computing(pending)
             self._unsearched[pending] = pending.stop_check

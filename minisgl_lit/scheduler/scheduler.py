@@ -199,7 +199,7 @@ class Scheduler(Lifecycle):
         for pending, check in waiting.items():
             try: new = check.take()
             except Exception as e:
-                self.finish(pending, FinishReason.ERROR, request_failure(e))
+                self.finish(pending, FinishReason.ERROR, request_failure(e, pending))
                 continue
             if not new: continue
             ids, (reason, matched) = new.token_ids, new.end or (None, None)
@@ -237,7 +237,7 @@ class Scheduler(Lifecycle):
         for i, pending, grammar in constrained:
             try: grammar.mask(mask[i])
             except Exception as e:
-                self.mark_to_finish(pending, FinishReason.ERROR, request_failure(e))
+                self.mark_to_finish(pending, FinishReason.ERROR, request_failure(e, pending))
         return mask
 
     # %% ../../nbs/25_scheduler.scheduler.ipynb #1d35f27d

@@ -96,7 +96,8 @@ class RequestGroup:
         if output.finish_reason is FinishReason.ABORT: self.metrics.aborted.inc()
         if output.finish_reason is FinishReason.ERROR:
             if output.never_ran: raise ApiError(output.error or 'too many wait', 503, code='queue_full')
-            raise ApiError(output.error or 'the engine failed', 500)
+            field = output.faulty_field or None
+            raise ApiError(output.error or 'the engine failed', 400 if field else 500, param=field)
 
     async def done(self) -> list[RequestOutput]:
         "All answers; wait until they have ended"

@@ -170,7 +170,8 @@ class StopChecker:
         "Begin and end of the stop string that is complete first in the text after `old_len`"
         found = [(at + len(o), at) for o in self._strings
                  if (at := self._text.find(o, max(0, old_len - len(o) + 1))) >= 0]
-        return min(found)[::-1] if found else None
+        end, begin = min(found, default=(0, 0))
+        return (begin, end) if found else None
 
     def _string_begin(self) -> int:
         "Where text begins that may become a stop string"
