@@ -12,6 +12,7 @@ from minisgl_lit.config import ServerConfig
 from minisgl_lit.log import LogFile
 from minisgl_lit.server import engine_core, middleware
 from minisgl_lit.server.api_server import create_app
+from minisgl_lit.server.callers import Account, Callers
 from minisgl_lit.server.connection import ConnectionAcceptor
 from minisgl_lit.server.engine_client import EngineCoreHandle
 from minisgl_lit.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, ErrorMiddleware
@@ -252,7 +253,7 @@ def test_compressed_bodies_are_refused_by_name(encoding, said):
 
 @pytest.mark.parametrize('given, said', [('Bearer open', 200), ('bearer open', 200), ('BEARER  open', 200), ('Basic open', 401), ('bearer opem', 401), ('open', 401), ('bearer', 401)])
 def test_the_scheme_may_be_written_in_any_case(given, said):
-    assert ask(ErrorMiddleware(ApiKeyMiddleware(echo_length, 'open')), 'GET', '/', headers={'authorization': given}).status_code == said
+    assert ask(ErrorMiddleware(ApiKeyMiddleware(echo_length, Callers({'open': Account('ann')}))), 'GET', '/', headers={'authorization': given}).status_code == said
 
 def test_a_key_on_the_command_line_is_warned_about(monkeypatch, capsys):
     def start(**settings): raise RuntimeError('enough')
