@@ -21,13 +21,13 @@ class EngineCoreOutput:
     finish_reason: FinishReason | None = None   # On the last output only, like most below
     matched: str | int | None = None  # The stop token or string that ended it
     error: str | None = None          # One sentence, if the reason is 'error'
-    faulty_field: str = ''            # Field of the request that has caused the error, if one has
     prompt_tokens: int = 0            # Length of its prompt
     cached_tokens: int = 0            # Of these, found in the cache
     times: tuple[float, float, float] | None = None  # Seconds to first step, token, end
     prompt_logprobs: list[Logprob] | None = None     # Of its prompt, if that was asked for
     logprobs: list[Logprob] | None = None  # Of each new token, in any output, if asked for
     shown: int | None = None  # Characters of the answer that may be shown by now; `None`: all
+    faulty_field: str = ''    # Field of the request that has caused the error, if one has
 
     # %% ../../nbs/05_core.outputs.ipynb #010f766c
     @property
@@ -52,8 +52,8 @@ def final_output(
     asked = pending.params.prompt_logprobs is not None
     prompt = pending.prompt_logprobs.reported if asked else None
     return EngineCoreOutput(
-        pending.rid, list(token_ids), reason, matched, error, pending.faulty_field, pending.input_len,
-        pending.cached_tokens, times, prompt, logprobs, shown)
+        pending.rid, list(token_ids), reason, matched, error, pending.input_len,
+        pending.cached_tokens, times, prompt, logprobs, shown, pending.faulty_field)
 
 # %% ../../nbs/05_core.outputs.ipynb #912bc5f6
 @dataclass(slots=True)

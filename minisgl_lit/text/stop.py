@@ -263,16 +263,18 @@ _SEES_MORE = re.compile(r'\$|\\[A-Zbgm1-9]|\(\?[=!>]|[*+?}]\+')
 def search_together(
     checkers: Sequence[StopChecker],   # All that have text to search
     seconds: float = STEP_SEARCH_S,    # CPU time for all of them
-) -> dict[StopChecker, Exception]:     # Those whose request has used up its time, or that failed
+) -> dict[StopChecker, str]:           # Those whose request has used up its time, and what to say
     "Let these search on, the quickest first; those that have only strings in any case"
-    failed: dict[StopChecker, Exception] = {}
+    failed: dict[StopChecker, str] = {}
     late: set[int] = set()   # budgets of which a search was put off
     for checker in sorted(checkers, key=lambda checker: checker.budget.rate):
         too_late = seconds < _LEAST_SEARCH_S or id(checker.budget) in late
         if checker.has_pattern and too_late: continue
         started = thread_time()
         try: checker.search(seconds / 2)
-        except Exception as e: failed[checker] = e
+        except RequestError as e: failed[checker] = str(e)
+        except Exception as e:   # the library raises several types
+            failed[checker] = f'this stop_regex cannot be searched for: {e}'
         seconds -= thread_time() - started
         if checker.behind and checker not in failed: late.add(id(checker.budget))
     return failed

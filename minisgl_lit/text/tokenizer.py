@@ -276,7 +276,7 @@ class TextStopCheck:
     ):
         self._decoder = TextDecoder(tokenizer, params.skip_special_tokens)
         self.checker = StopChecker(params.stop, params.stop_regex, params.no_stop_trim, budget)
-        self.error: Exception | None = None   # why the search has ended early
+        self.error = ''   # what to say, once the budget is used up
         self._trim, self._unchecked = not params.no_stop_trim, params.min_tokens
         self._bypassed = self._n_chars = 0   # characters that were not searched, and that were
         self._tokens: deque[tuple[int, Logprob | None, int]] = deque()   # and `_n_chars` then
@@ -303,7 +303,7 @@ class TextStopCheck:
     # %% ../../nbs/51_text.tokenizer.ipynb #51c05711
     def take(self) -> SearchedTokens | None:
         "What has become certain, if anything; `RequestError` if the search takes too long"
-        if self.error: raise self.error
+        if self.error: raise RequestError('stop_regex', self.error)
         checker, new, end = self.checker, [], None
         n_searched, stopped = checker.n_searched, checker.matched is not None
         while self._tokens and not end:
