@@ -192,7 +192,9 @@ def test_no_cache_of_patterns_grows(server):
 def test_a_grammar_that_costs_much_is_never_compiled(server, name, field):
     reply = sent(server, name)
     assert server.work.grammars == []
-    refused(reply, f'sampling_params.{field}' if reply.json()['error']['param'].startswith('sampling') else field)
+    error = reply.json()['error']
+    if error['code'] == 'too_many_values': return   # it has not even been parsed
+    refused(reply, f'sampling_params.{field}' if error['param'].startswith('sampling') else field)
 
 
 # ---- JSON

@@ -286,15 +286,18 @@ from pathlib import Path
 from fastapi import Request
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.engine.worker import ResolvedConfig
+from minisgl_lit.server.callers import Account
+from minisgl_lit.server.middleware import trim_memory
 from minisgl_lit.server.tokenizing import AsyncTokenizer
 from minisgl_lit.text.tokenizer import Tokenizer
 def mb(): return int(Path('/proc/self/statm').read_text().split()[1]) * 4096 / 1e6
 async def waits(): await asyncio.Event().wait()
-def caller(i): return Request({'type': 'http', 'client': (f'10.0.0.{i}', 1), 'headers': []}, waits)
+def caller(i): return Request({'type': 'http', 'client': (f'10.0.0.{i}', 1), 'headers': [], 'state': {'account': Account()}}, waits)
 async def main():
     t = AsyncTokenizer(Tokenizer(ResolvedConfig.of(EngineConfig()).path))
     text = 'the quick brown fox ' * 50_000
     for _ in range(2): await t.ids(caller(0), [text])
+    await trim_memory(0)
     before = mb()
     waiting = asyncio.gather(*(t.ids(caller(i), [text]) for i in range(6)))
     turns, most = 0, 0
@@ -302,7 +305,7 @@ async def main():
         await asyncio.sleep(.01)
         turns, most = turns + 1, max(most, mb())
     del waiting
-    await asyncio.sleep(.05)
+    await trim_memory(.05)
     print(turns, most - before, mb() - before)
 asyncio.run(main())
 """

@@ -176,7 +176,7 @@ class Lifecycle:
         if has_stops and self.stop_checks: pending.stop_check = self.stop_checks.make(pending)
         if params.grammars and self.make_grammar: pending.grammar = self.make_grammar(pending)
         if params.min_tokens: pending.forbidden_tokens = self._end_token_ids(params)
-        self._make_room(pending)   # last: what is refused for itself displaces none
+        self._make_room(pending)
         self.alive[rid] = pending
         self.prefill.add(pending)
         self._queue_timeout.add(pending, pending.arrival)

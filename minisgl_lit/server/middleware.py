@@ -186,7 +186,7 @@ def check_values(
                    f'may be {_MAX_NODES:,} and {_MAX_VALUES:,}', 413, code='too_many_values')
 
 # %% ../../nbs/49_server.middleware.ipynb #9b27c1e6
-_LARGE = 1 << 20   # bytes of a body, after which memory is given back
+_LARGE = 1 << 18   # bytes of a body, after which memory is given back
 
 async def trim_memory(
     seconds: float = 1.,   # Until then

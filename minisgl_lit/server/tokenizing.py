@@ -7,12 +7,10 @@ __all__ = ['T', 'R', 'LONG_TEXT', 'TextThreads', 'AsyncTokenizer']
 
 # %% ../../nbs/54b_server.tokenizing.ipynb #55e21111
 import asyncio
-import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -75,10 +73,6 @@ def _check_ids(ids: Sequence[int]) -> Sequence[int]:
         raise RequestError('tokens', what)
     return ids
 
-def _release_memory() -> None:
-    "Give freed memory back to the system, if the C library is one that keeps it"
-    with suppress(AttributeError, OSError): ctypes.CDLL(None).malloc_trim(0)
-
 class AsyncTokenizer:
     "A tokenizer for many callers at once; none of them waits for another's long text."
     def __init__(
@@ -93,8 +87,8 @@ class AsyncTokenizer:
     ) -> list[R]:
         "What the work returns for each item; `ClientDisconnected` if the caller hangs up first"
         if cost <= LONG_TEXT: return [work(o) for o in items]
-        caller = request.client.host if request.client else ''
-        running = self._threads.run(caller, partial(_and_release, work), items)
+        caller = request.state.account.name or (request.client.host if request.client else '')
+        running = self._threads.run(caller, work, items)
         return await unless_disconnected(request, running)
 
     def check_count(self, n: int, field: str) -> None:
@@ -151,8 +145,3 @@ class AsyncTokenizer:
         def decode(ids: list[int]) -> str:
             return self.tokenizer.decode(_check_ids(ids), skip_special_tokens)
         return await self._run(request, n + _ITEM_COST*len(token_lists), decode, token_lists)
-
-def _and_release(work: Callable[[T], R], item: T) -> R:
-    "What the work returns; what it needed meanwhile goes back to the system"
-    try: return work(item)
-    finally: _release_memory()
