@@ -276,14 +276,14 @@ http('a URL of 50 MB', TOO_LONG, b'GET /', partial(much, b'a', 50 << 20), b' HTT
 http('a method of 10 MB', TOO_LONG | {405}, partial(much, b'A', 10 << 20), b' / HTTP/1.1\r\nHost: x\r\n\r\n')
 http('a query of 1 MB', TOO_LONG, b'GET /health?', partial(much, b'a=b&', 1 << 20), b' HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n')
 with_key('a model of 1 MB in the path', TOO_LONG | {404}, lambda key: [b'GET /v1/models/', *much(b'm', 1 << 20), b' HTTP/1.1\r\nHost: x\r\n', key + b'\r\n' if key else b'', b'Connection: close\r\n\r\n'])
-with_key('chunks of one byte', {200, 400, 413, 408, CLOSED}, lambda key: [
+with_key('chunks of one byte', {400, CLOSED}, lambda key: [
     head(f'POST {COMPLETIONS}', 'Content-Type: application/json', 'Transfer-Encoding: chunked', key),
     *([b''.join(b'1\r\n%c\r\n' % c for c in BODY[:-1] + b' ' * 200_000 + b'}')]), b'0\r\n\r\n'])
 with_key('chunks without end', {413, 400, CLOSED}, lambda key: [
     head(f'POST {COMPLETIONS}', 'Content-Type: application/json', 'Transfer-Encoding: chunked', key), *much(b'1000\r\n' + b' ' * 4096 + b'\r\n', 100 << 20)])
 with_key('a chunk with an extension of 20 MB', TOO_LONG, lambda key: [
     head(f'POST {COMPLETIONS}', 'Content-Type: application/json', 'Transfer-Encoding: chunked', key), b'1;', *much(b'e', 20 << 20), b'\r\n{\r\n0\r\n\r\n'])
-with_key('trailers of 20 MB', TOO_LONG | {200}, lambda key: [
+with_key('trailers of 20 MB', TOO_LONG, lambda key: [
     head(f'POST {COMPLETIONS}', 'Content-Type: application/json', 'Transfer-Encoding: chunked', key), b'%x\r\n%s\r\n0\r\n' % (len(BODY), BODY), *much(b'a: b\r\n', 20 << 20), b'\r\n'])
 for size in ('zz', '-1', 'f' * 40): with_key(f'a chunk of size {size[:4]}', NOT_HTTP | {413}, lambda key, size=size: [
     head(f'POST {COMPLETIONS}', 'Content-Type: application/json', 'Transfer-Encoding: chunked', key), f'{size}\r\n{{}}\r\n0\r\n\r\n'.encode()])

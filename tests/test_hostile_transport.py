@@ -21,6 +21,7 @@ from nbrun import cfg, root
 
 HEALTH = b'GET /health HTTP/1.1\r\nConnection: close\r\n\r\n'
 HALF_HEADER = b'GET / HTTP/1.1\r\nX: '
+CHUNKED = b'POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n'
 HALF_BODY = b'POST / HTTP/1.1\r\nContent-Length: 100\r\n\r\nabc'
 MB = b'x'*(1 << 20)
 
@@ -63,9 +64,10 @@ async def until(true):
 def status(answer): return int(answer[9:12]) if answer.startswith(b'HTTP/1.1 ') else answer
 
 @pytest.mark.parametrize('begin, piece, megabytes, said', [(HALF_HEADER, MB, 100, 431), (b'GET /', MB, 50, 414), (b'', b'GET / HTTP/1.1\r\nX: ' + MB[:40_000] + b'\r\n\r\n', 1, 431),
-                                                           (b'GET / HTTP/1.1\r\n', b'X: y\r\n'*170_000, 100, 431)])
+                                                           (b'GET / HTTP/1.1\r\n', b'X: y\r\n'*170_000, 100, 431),
+                                                           (CHUNKED + b'0\r\nX: ', MB, 20, 400), (CHUNKED + b'0\r\n', b'X: y\r\n'*170_000, 20, 400), (CHUNKED, b'1\r\nx\r\n'*170_000, 20, 400)])
 def test_a_header_is_cut_off(begin, piece, megabytes, said, monkeypatch):
-    "100 MB of header, 50 of URL: refused when a read or two have come, however much is sent; what is parsed is counted"
+    "100 MB of header, 50 of URL, 20 of trailers or of chunks of a byte: refused when a read or two have come, however much is sent; what is parsed is counted"
     parsed = []
     async def life():
         async with limited() as server:

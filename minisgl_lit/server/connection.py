@@ -119,6 +119,7 @@ _REFUSALS = {
     'header_too_large': (431, f'the header of a request must be at most {_HEADER:,} bytes long'),
     'header_timeout': (408, f'the header of a request must come within '
                             f'{_SECONDS[Awaits.HEADER]} seconds'),
+    'framing_too_large': (400, 'the chunks of a body are too small, or its trailers too long'),
     'body_timeout': (408, f'a body may pause for {_SECONDS[Awaits.BODY]} seconds in all, and '
                           f'earns one more with every {_BODY_RATE:,} bytes'),
     'all_busy': (503, 'all connections of this server are being answered; try again later'),
@@ -137,7 +138,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.timeout_keep_alive = _SECONDS[Awaits.REQUEST]
         self.refused = False        # and lingers
         self._parsing = Awaits.HEADER
-        self._size = self._body = 0     # bytes of this header, of this body
+        self._size = self._body = self._framing = 0     # bytes of this header, of this body, around it
         self._begun = False             # a header, in the data that is being parsed
         self._why = 'no_http'           # why the parser was stopped
         self._half_closed = False       # the caller sends nothing any more
@@ -153,7 +154,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(k) + len(v) + 4 for k, v in self.headers)
         if size > _HEADER: self._stop('header_too_large')
-        self._parsing, self._body = Awaits.BODY, 0
+        self._parsing, self._body, self._framing = Awaits.BODY, 0, 0
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -260,12 +261,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self.refused: return
-        self._begun, before = False, self._body // _BODY_RATE
+        self._begun, before, in_body = False, self._body, self._parsing is Awaits.BODY
         HttpToolsProtocol.data_received(self, data)
         if self._parsing is Awaits.HEADER and not self._begun: self._size += len(data)
+        if in_body and not self._begun: self._framing += len(data) - self._body + before
         if self._size > _HEADER and not self.refused: self.refuse('header_too_large')
+        if self._framing > _HEADER + self._body and not self.refused: self.refuse('framing_too_large')
         self._note()
-        if (earned := self._body // _BODY_RATE - before) > 0: self.pool.extend(self, earned)
+        if (earned := self._body // _BODY_RATE - before // _BODY_RATE) > 0: self.pool.extend(self, earned)
 
     def on_response_complete(self) -> None:
         HttpToolsProtocol.on_response_complete(self)
