@@ -238,7 +238,7 @@ def test_an_engine_that_always_fails_is_given_up(monkeypatch, capfd):
     client = SimpleNamespace(listen=listen, fail=fail, failed='', process=SimpleNamespace(close=close))
     server = object.__new__(Server)
     server._config, server._load, server._process = ServerConfig(restart=True), load, client.process
-    server._stopping = asyncio.Event()
+    server._stopping, server._log_file = asyncio.Event(), sys.stderr
     server._loop = SimpleNamespace(time=lambda: 0.)
     monkeypatch.setattr(asyncio, 'sleep', sleep)
     with pytest.raises(RuntimeError, match='^the engine process has ended with code 70; 5 failures within 10 minutes, so it is not started again$'):

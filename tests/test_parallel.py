@@ -190,7 +190,7 @@ def test_serve_on_two_ranks_that_one_leaves(tmp_path):
             while time.monotonic() < end:
                 urlopen(f'{s.url}/health').close()
                 time.sleep(.1)
-        assert e.value.code == 503 and 'ended with code 70' in e.value.read().decode()
+        assert e.value.code == 503 and 'the engine process has ended' in e.value.read().decode()
     assert gone([rank])
 
 def test_a_flaw_in_the_part_of_another_rank(tmp_path):

@@ -206,7 +206,7 @@ def serving(seen: Counter, lives: list[int]):
             fairness = policy.fairness
             for o, cost in fairness._charged.items():
                 assert 0 <= cost <= o.input_len - o.cached_tokens + 2*(o.n_tokens - o.input_len)
-            assert len(fairness._charged) <= len(self.s.alive) + self.s.config.max_running_req + 1
+            assert len(fairness._charged) <= len(self.s.alive) + self.s.config.max_running_req + self.s.config.max_queued_req + 1
             assert fairness.users.keys() <= {o.name for o in CALLERS}
 
         @invariant()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import regex
 import tokenizers
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from minisgl_lit.core.request import FinishReason, PendingReq
@@ -147,6 +147,7 @@ def test_any_numbers(plain, ids, sizes, skip):
 
 @given(texts, sizes)
 def test_any_text_with_fallback(spaced, text, sizes):
+    assume('\ufffd' not in text)    # its bytes, one by one, cannot be told from broken ones
     ids = spaced.encode(text).tolist()
     assert in_pieces(spaced, ids, sizes) == spaced.decode(ids)
 
