@@ -178,7 +178,7 @@ INVALID = [
     ("json_schema", '{"not": {"type": "string"}}', 'Unimplemented keys: ["not"]'),
     ("json_schema", '{"$ref": "#/nope"}', "/nope"), ("json_schema", '{"$ref": "http://127.0.0.1:9/x"}', ""),
     ("json_schema", '{}}],"max_tokens":3,"x":[{"a":{}', "trailing"),   # must not be pasted into something larger
-    ("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000, "recursion"), ("json_schema", '{"type": "string", "pattern": "("}', "unclosed group"),
+    ("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000, "levels"), ("json_schema", '{"type": "string", "pattern": "("}', "unclosed group"),
     ("regex", "(ab", "unclosed group"), ("regex", r"a\1", "backreferences"), ("regex", "(" * 5000 + "a" + ")" * 5000, ""),
     ("regex", r"[^\x00-\x{10ffff}]", "no text matches it"), ("ebnf", 'root ::= "a" | foo', "foo"), ("ebnf", "nonsense!!", ""),
     ("ebnf", "root ::= " + "(" * 3000 + '"a"' + ")" * 3000, "")]
