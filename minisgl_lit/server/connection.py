@@ -138,7 +138,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.timeout_keep_alive = _SECONDS[Awaits.REQUEST]
         self.refused = False        # and lingers
         self._parsing = Awaits.HEADER
-        self._size = self._body = self._framing = 0     # bytes of this header, of this body, around it
+        self._size = self._body = 0     # bytes of this header, of this body
+        self._framing = 0               # around the body: of its chunks and trailers
         self._begun = False             # a header, in the data that is being parsed
         self._why = 'no_http'           # why the parser was stopped
         self._half_closed = False       # the caller sends nothing any more
@@ -266,7 +267,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._parsing is Awaits.HEADER and not self._begun: self._size += len(data)
         if in_body and not self._begun: self._framing += len(data) - self._body + before
         if self._size > _HEADER and not self.refused: self.refuse('header_too_large')
-        if self._framing > _HEADER + self._body and not self.refused: self.refuse('framing_too_large')
+        if self._framing > _HEADER + self._body and not self.refused:
+            self.refuse('framing_too_large')
         self._note()
         if (earned := self._body // _BODY_RATE - before // _BODY_RATE) > 0: self.pool.extend(self, earned)
 
