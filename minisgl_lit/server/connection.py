@@ -270,7 +270,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._framing > _HEADER + self._body and not self.refused:
             self.refuse('framing_too_large')
         self._note()
-        if (earned := self._body // _BODY_RATE - before // _BODY_RATE) > 0: self.pool.extend(self, earned)
+        earned = self._body // _BODY_RATE - before // _BODY_RATE
+        if earned > 0: self.pool.extend(self, earned)
 
     def on_response_complete(self) -> None:
         HttpToolsProtocol.on_response_complete(self)
