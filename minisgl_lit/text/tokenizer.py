@@ -338,7 +338,7 @@ class TextStopChecks:
     def make(self, pending: PendingReq) -> TextStopCheck:
         "The stop check of a request"
         params, prompt = pending.params, pending.input_ids.tobytes()
-        key = hash((params.stop_regex, params.extra_key, prompt))
+        key = hash((pending.caller, params.stop_regex, params.extra_key, prompt))
         budget = self._budgets.setdefault(key, SearchBudget())
         return TextStopCheck(self._tokenizer, params, budget)
 
