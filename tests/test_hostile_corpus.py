@@ -322,13 +322,16 @@ def test_hostile_callers_stop_nobody(tmp_path, rows, capsys, record_property):
 async def beside_the_corpus(folder, rows):
     "A table of what came of each entry, and what is wrong"
     table, wrong = [], []
-    with program(folder, '--log-interval', '0', '--max-prefill-tokens', '128', key='ordinary') as server:   # no prompt makes a long step
+    # no prompt makes a long step, and there is room for all that one caller may ask for at once: this is about work, not about queues
+    room = '--max-prefill-tokens', '128', '--max-running-req', '192', '--num-pages', '2048'
+    with program(folder, '--log-interval', '0', *room, key='ordinary') as server:
         async def load():
             async with Beside(server) as beside:
                 await asyncio.sleep(BUSY)
                 return beside
         for _ in range(2): await load()   # what is loaded when it is first needed is there now
-        for body in (generate('x', regex='[ab]+'), generate('x', json_schema='{"type": "integer"}'), generate('x', stop_regex='a+b', stop=['z'])):
+        for body in (generate('x', regex='[ab]+'), generate('x', json_schema='{"type": "integer"}'), generate('x', stop_regex='a+b', stop=['z']),
+                     generate('x', max_new_tokens=200, ignore_eos=True, n=128)):   # whose pages are memory from then on
             await asyncio.to_thread(server.ask, GENERATE, body)
         assert await until(server.idle, 30)
         before = server.memory()
