@@ -28,7 +28,8 @@ _wstate = "application/vnd.jupyter.widget-state+json"
 _exports = {"export", "exporti", "exports"}
 # no network, one thread (two kernels share the cores), and nothing that differs from run to run
 _env = {"HF_HUB_OFFLINE": "1", **os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "SOURCE_DATE_EPOCH": "0",
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "MATPLOTLIBRC": str(root/"nbs")}
 
 def notebooks(): return sorted(p for p in (root/"nbs").glob("*.ipynb") if p.name[0] not in "._")
 
@@ -93,8 +94,8 @@ def _joined(outputs):
 
 _context, _starting = get_context("forkserver"), Lock()
 _context.set_forkserver_preload([   # what each kernel imports, and most chapters
-    "torch", "fastcore.all", "matplotlib.pyplot", "transformers.models.llama.modeling_llama", "fastapi", "httpx", "uvicorn",
-    "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger", "jupyter_client", "nbclient", "nbformat"])
+    "torch", "fastcore.all", "matplotlib.pyplot", "transformers.models.llama.modeling_llama",
+    "fastapi", "httpx", "uvicorn", "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger", "jupyter_client", "nbclient", "nbformat"])
 
 def _start_server():
     with _starting, patch.dict(os.environ, _env): forkserver.ensure_running()
