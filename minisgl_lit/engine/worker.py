@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SendToLeader', 'choose_dtype', 'choose_max_seq_len', 'choose_device', 'ResolvedConfig', 'plan_memory', 'make_tables',
            'peak_batches', 'profile_run', 'kv_memory', 'StartMsg', 'JoinMsg', 'worker_main', 'start_ranks',
-           'load_model', 'make_engine']
+           'load_model', 'decode_steps', 'make_engine']
 
 # %% ../../nbs/44_engine.worker.ipynb #87b4dc2e
 import gc
@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,7 +38,10 @@ from ..kv_cache.table import TableManager, dummy_batch
 from ..attention.torch import AttentionBackend
 from ..attention.flashinfer import choose_attention, graph_attention
 from .cuda_graph import (
-    Capture, CudaCapture, GraphEngine, CudaGraphs, bucket_sizes, why_not_captured)
+    Capture, CudaCapture, DecodeSteps, GraphEngine, CudaGraphs, bucket_sizes, why_not_captured)
+from .recorded_steps import RecordedSteps
+from ..attention.cpu import CpuAttention
+from ..kernels.plan import NotRecordable
 from ..models.decoder import Decoder, ModelConfig, Weights, dtypes, shard_config
 from ..models.embedded import embedded_path
 from ..models.checkpoint import read_config, resolve_model
@@ -315,6 +319,22 @@ def load_model(
     return Decoder(resolved.model, weights, group), memory, sizes
 
 # %% ../../nbs/44_engine.worker.ipynb #033d354b
+_MOST_RECORDED = 64   # requests; in a larger step Python's share is small
+
+def decode_steps(
+    decoder: Decoder,             # Of all layers, or of this rank's share
+    attention: AttentionBackend,  # Of its requests
+    table: TableManager,          # Rows of the requests
+    sizes: list[int],             # Batch sizes to capture on a GPU
+) -> DecodeSteps | None:
+    "How decode steps are recorded; `None` if they are not"
+    if isinstance(attention, CpuAttention) and decoder.group.size == 1:
+        most = min(table.dummy_row, _MOST_RECORDED)
+        return RecordedSteps(decoder, attention, table.token_pool, most)
+    if not (graphable := graph_attention(attention)) or not sizes: return None
+    return CudaGraphs(decoder, graphable, table.token_pool, dummy_batch(table), sizes,
+                      CudaCapture())
+
 def make_engine(
     resolved: ResolvedConfig,  # Of rank 0
     ranks: RankProcesses,      # The others
@@ -325,13 +345,11 @@ def make_engine(
     decoder, memory, sizes = load_model(resolved, ranks, size)
     table_type = LeaderTable if ranks.size > 1 else TableManager
     table, attention = make_tables(resolved, memory.num_pages, table_type)
-    stream = make_stream(resolved.device, overlap)
-    parts = decoder, attention, table.token_pool, stream
-    graphable = graph_attention(attention)
-    if graphable is None or not sizes: return Engine(*parts), table, memory
-    graphs = CudaGraphs(decoder, graphable, table.token_pool, dummy_batch(table), sizes,
-                        CudaCapture())
-    return GraphEngine(*parts, graphs), table, memory
+    parts = decoder, attention, table.token_pool, make_stream(resolved.device, overlap)
+    if steps := decode_steps(decoder, attention, table, sizes):
+        with suppress(NotRecordable): return GraphEngine(*parts, steps), table, memory
+        parts[-1].reset()
+    return Engine(*parts), table, memory
 
 # %% ../../nbs/44_engine.worker.ipynb #93377c4c
 if __name__ == '__main__' and '__file__' in globals(): worker_main()

@@ -39,7 +39,8 @@ void pack(void *w, i64 n_out, i64 words, team *t) {
     }
     free(rows);
 }
-void packed_rows(uint32_t *y, const uint32_t *w, const i64 *ids, i64 rows, i64 words, team *t) {
+void packed_rows(uint32_t *y, const uint32_t *w, const int32_t *ids,
+                 i64 rows, i64 words, team *t) {
     for (EACH(r, rows)) {
         const uint32_t *first = w + ids[r] / PANEL * PANEL * words + ids[r] % PANEL;
         for (i64 k = 0; k < words; k++) y[r * words + k] = first[k * PANEL];
@@ -219,7 +220,7 @@ class PackedWeight:
         assert lib, 'that has packed it'
         rows = self.data.new_empty(len(ids), self.shape[1])
         n_words = rows[0].nbytes // WORD_BYTES if len(rows) else 0
-        lib.packed_rows(rows, self.data, ids, len(ids), n_words, threads=team_size(rows.numel()))
+        lib.packed_rows(rows, self.data, ids.int(), len(ids), n_words, threads=team_size(rows.numel()))
         return rows
 
     def unpack(self) -> torch.Tensor:

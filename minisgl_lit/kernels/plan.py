@@ -107,7 +107,7 @@ def parameters(
     def param(text: str, i: int) -> Param:
         cast = '(void *)' if '*' in text else 'as_float' if 'float' in text else ''
         return Param(re.findall(r'\w+', text)[-1], f'{cast}(a[{i}])')
-    found = re.findall(r'^void (\w+)\(([^)]*), team \*t\)', source, re.M)
+    found = re.findall(r'^void (\w+)\(([^)]*),\s+team \*t\)', source, re.M)
     return {name: [param(o, i) for i, o in enumerate(args.split(','))] for name, args in found}
 
 def entries(

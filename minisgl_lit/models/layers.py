@@ -21,7 +21,8 @@ from ..kernels.vector_math import exp_c
 
 # %% ../../nbs/30_models.layers.ipynb #052d1a28
 layers_c = linear_c + r"""
-void take_rows(char *y, const char *table, const i64 *ids, i64 rows, i64 bytes, team *t) {
+void take_rows(char *y, const char *table, const int32_t *ids, i64 rows, i64 bytes,
+               team *t) {
     for (EACH(r, rows)) memcpy(y + r * bytes, table + ids[r] * bytes, bytes);
 }
 """
@@ -35,7 +36,7 @@ def embed(
     lib, (n,) = c_kernels(layers_c, weight), ids.shape
     if lib is None or not weight.is_contiguous(): return F.embedding(ids, weight)
     y = weight.new_empty(n, weight.shape[1])
-    lib.take_rows(y, weight, ids, n, weight[0].nbytes, threads=team_size(y.numel()))
+    lib.take_rows(y, weight, ids.int(), n, y.nbytes // max(n, 1), threads=team_size(y.numel()))
     return y
 
 # %% ../../nbs/30_models.layers.ipynb #0cf80c14
@@ -259,17 +260,6 @@ def inverse_frequencies(
     return (1 - keep) * freqs / scaling.factor + keep * freqs
 
 # %% ../../nbs/30_models.layers.ipynb #039ed62c
-layers_c += r"""
-void rope_angles(void *cos_sin, const i64 *positions, const float *freqs,
-                 i64 rows, i64 half, float scale, i64 bf16, team *t) {
-    for (EACH(r, rows)) for (i64 i = 0; i < half; i++) {
-        float angle = positions[r] * freqs[i];
-        put(cos_sin, r * 2 * half + i, cosf(angle) * scale, bf16);
-        put(cos_sin, (r * 2 + 1) * half + i, sinf(angle) * scale, bf16);
-    }
-}
-"""
-
 @dataclass(frozen=True)
 class RotaryAngles:
     "Cosines and sines of each token of a batch: computed once, used by every layer."
@@ -283,16 +273,10 @@ def rope_angles(
     scale: float = 1.0,       # Queries and keys are multiplied by this factor
 ) -> RotaryAngles:
     "Cosines and sines for all tokens"
-    lib, n = c_kernels(layers_c, like), len(positions)
-    if lib and freqs.dim() == 1:
-        cos_sin, half = like.new_empty(n, 2 * len(freqs)), len(freqs)
-        lib.rope_angles(cos_sin, positions, freqs, n, half, scale, like.dtype == torch.bfloat16,
-                        threads=team_size(cos_sin.numel()))
-        return RotaryAngles(cos_sin)
     angle = positions[:, None].float() * freqs
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=-1) * scale
     if not gpu_kernels(like): return RotaryAngles(cos_sin.to(like.dtype))
-    return RotaryAngles(cos_sin, torch.arange(n, device=positions.device))
+    return RotaryAngles(cos_sin, torch.arange(len(positions), device=positions.device))
 
 def _plain_apply_rope(
     x: torch.Tensor,       # Queries or keys, [n_tokens, n_heads, head_dim]
