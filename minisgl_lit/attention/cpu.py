@@ -75,7 +75,7 @@ class CpuMetadata:
     merges: torch.Tensor    # Token, first part, parts of each decoding request, [n, 3]
     counts: torch.Tensor    # How many tasks, how many merges, tokens of the largest group, [3]
     n_parts: int            # Of all decoding requests, at most
-    work: int = 1 << 30     # Numbers to multiply, about
+    threads: int            # That compute it
 
 def dense_heads(
     x: torch.Tensor,  # [n_tokens, n_heads, head_dim]
@@ -106,11 +106,11 @@ class CpuAttention:
         self.windows, self.lib = dict(enumerate(windows)), lib
         self.layers = [(pool.k(i), pool.v(i)) for i in range(len(pool.buffer))]
 
-    def _tasks(self, batch: Batch) -> tuple[list[np.ndarray], int]:
+    def _tasks(self, batch: Batch, threads: int) -> tuple[list[np.ndarray], int]:
         "Slots, tasks, merges and their counts; and numbers to multiply"
         extend, (kv_heads, dim) = batch.extend_lens, self.pool.buffer.shape[3:]
         decoding, chunks = np.flatnonzero(extend == 1), np.flatnonzero(extend != 1)
-        tasks, merges = decode_tasks(batch, decoding, torch.get_num_threads())
+        tasks, merges = decode_tasks(batch, decoding, threads)
         if len(chunks): tasks = np.concatenate([tasks, extend_tasks(batch, chunks, kv_heads)])
         _, _, n, _, lo, hi, _, part = tasks.T
         work = n * (hi - lo) * np.where(part < 0, 1, kv_heads)
@@ -123,18 +123,19 @@ class CpuAttention:
         batch: Batch,    # What will be computed
     ) -> CpuMetadata:    # For `forward`, in every layer
         "Cut the work into tasks, the largest first"
-        arrays, work = self._tasks(batch)
-        sent = (to_device(o, 'cpu') for o in arrays)
-        return CpuMetadata(*sent, n_parts=int(arrays[2][:, 2].sum()), work=work)
+        arrays, work = self._tasks(batch, torch.get_num_threads())
+        n_parts, sent = int(arrays[2][:, 2].sum()), (to_device(o, 'cpu') for o in arrays)
+        return CpuMetadata(*sent, n_parts, team_size(work, 100_000))
 
     def static(
         self,
         most: int,       # Requests in the largest batch
     ) -> CpuMetadata:    # For `forward`, and `update`
         "Metadata of decode steps, in tensors that never move; `update` fills them"
-        n_parts = most + PARTS_PER_THREAD * torch.get_num_threads()
+        threads = torch.get_num_threads()
+        n_parts = most + PARTS_PER_THREAD * threads
         shapes = (most,), (n_parts, 8), (most, 3), (3,)
-        return CpuMetadata(*(torch.zeros(o, dtype=torch.int64) for o in shapes), n_parts)
+        return CpuMetadata(*(torch.zeros(o, dtype=torch.int64) for o in shapes), n_parts, threads)
 
     def update(
         self,
@@ -143,7 +144,8 @@ class CpuAttention:
     ) -> None:
         "Cut its work into tasks"
         m = metadata
-        for to, array in zip((m.out_loc, m.tasks, m.merges, m.counts), self._tasks(batch)[0]):
+        arrays, _ = self._tasks(batch, m.threads)
+        for to, array in zip((m.out_loc, m.tasks, m.merges, m.counts), arrays):
             to.numpy()[:len(array)] = array
 
     # %% ../../nbs/32_attention.cpu.ipynb #e63afd92
@@ -164,7 +166,7 @@ class CpuAttention:
             out, q, k, v, *self.layers[layer], m.out_loc, self.page_table, self.page_table.stride(0),
             pool.page_size, n, heads, k.shape[1], dim, q.stride(0), k.stride(0), v.stride(0),
             self.windows.get(layer) or NO_WINDOW, m.tasks, parts, m.merges, m.counts,
-            q.dtype == torch.bfloat16, threads=team_size(m.work, 100_000))
+            q.dtype == torch.bfloat16, threads=m.threads)
         return out
 
 # %% ../../nbs/32_attention.cpu.ipynb #e63afd92

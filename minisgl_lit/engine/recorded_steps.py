@@ -59,5 +59,5 @@ class RecordedSteps:
         self.positions.numpy()[:n] = batch.positions
         self.angles.cos_sin[:n] = self.model.angles(self.positions[:n]).cos_sin
         self.attention.update(self.metadata, batch)
-        self.plan.replay(n, torch.get_num_threads())
+        self.plan.replay(n, self.metadata.threads)
         return self.result[:n]

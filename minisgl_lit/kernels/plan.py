@@ -174,10 +174,10 @@ def load_kernels(
     kernels = {name: kernel(name, params) for name, params in parameters(source).items()}
     return SimpleNamespace(lib=lib, **kernels)
 
-# %% ../../nbs/04a_kernels.plan.ipynb #cef8b9ff
+# %% ../../nbs/04a_kernels.plan.ipynb #33ebb445
 class Arena:
     "Memory for the tensors of a recording; what none of them uses any more is used again."
-    def __init__(self): self.blocks: list[np.ndarray] = []
+    def __init__(self): self.blocks, self._unused = list[np.ndarray](), 0
 
     def empty(
         self,
@@ -185,18 +185,20 @@ class Arena:
     ) -> torch.Tensor:
         "A tensor in the smallest block that is free and large enough, or in a new one"
         size = like.nbytes + 64
-        fits = [i for i, o in enumerate(map(len, self.blocks)) if o >= size and self._is_free(i)]
+        fits = [i for i, o in enumerate(map(len, self.blocks))
+                if o >= size and self._references(i) == self._unused]
         if not fits:
             fits = [len(self.blocks)]
             self.blocks.append(np.empty(size, np.uint8))
+            self._unused = self._references(fits[0])
         block = self.blocks[min(fits, key=lambda i: len(self.blocks[i]))]
         start = -block.ctypes.data % 64   # a cache line begins there
         flat = torch.frombuffer(block, dtype=torch.uint8)[start:start + like.nbytes]
         return flat.view(like.dtype).view(like.shape)
 
-    def _is_free(self, i: int) -> bool:
-        "Whether only our list, and the call that asks, refer to a block"
-        return sys.getrefcount(self.blocks[i]) == 2
+    def _references(self, i: int) -> int:
+        "To a block: those of our list and of this call, and of tensors"
+        return sys.getrefcount(self.blocks[i])
 
     def owns(
         self,
