@@ -268,7 +268,7 @@ class Plan:
         starts = np.cumsum([2, *(len(o.words) for o in self.ops)])
         self._rows_at = np.array([
             start + i for start, op in zip(starts, self.ops)
-            for i, param in enumerate(op.kernel.params) if param.name == 'rows'])
+            for i, param in enumerate(op.kernel.params) if param.name == 'rows'], dtype=np.intp)
 
     @property
     def nbytes(self) -> int:
