@@ -125,7 +125,7 @@ class CpuAttention:
         "Cut the work into tasks, the largest first"
         arrays, work = self._tasks(batch, torch.get_num_threads())
         n_parts, sent = int(arrays[2][:, 2].sum()), (to_device(o, 'cpu') for o in arrays)
-        return CpuMetadata(*sent, n_parts, team_size(work, 100_000))
+        return CpuMetadata(*sent, n_parts=n_parts, threads=team_size(work, 100_000))
 
     def static(
         self,
@@ -135,7 +135,8 @@ class CpuAttention:
         threads = torch.get_num_threads()
         n_parts = most + PARTS_PER_THREAD * threads
         shapes = (most,), (n_parts, 8), (most, 3), (3,)
-        return CpuMetadata(*(torch.zeros(o, dtype=torch.int64) for o in shapes), n_parts, threads)
+        zeros = (torch.zeros(o, dtype=torch.int64) for o in shapes)
+        return CpuMetadata(*zeros, n_parts=n_parts, threads=threads)
 
     def update(
         self,
