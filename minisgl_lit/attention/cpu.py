@@ -127,6 +127,7 @@ class CpuAttention:
         sent = (to_device(o, 'cpu') for o in arrays)
         return CpuMetadata(*sent, n_parts=int(arrays[2][:, 2].sum()), work=work)
 
+    # %% ../../nbs/32_attention.cpu.ipynb #afc089bc
     def static(
         self,
         most: int,       # Requests in the largest batch
@@ -153,7 +154,7 @@ class CpuAttention:
         k: torch.Tensor,   # Their keys, [n_tokens, num_kv_heads, head_dim]
         v: torch.Tensor,   # Their values, same shape
         layer: int,        # Whose keys and values these are
-        metadata: object,  # From `prepare`
+        metadata: object,  # From `prepare` or `static`
     ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
         "Store the new keys and values, then attend to the request's tokens up to each query"
         assert isinstance(metadata, CpuMetadata)
@@ -167,6 +168,7 @@ class CpuAttention:
             q.dtype == torch.bfloat16, threads=team_size(m.work, 100_000))
         return out
 
+
 # %% ../../nbs/32_attention.cpu.ipynb #e63afd92
 NO_WINDOW = 1 << 60   # tokens: longer than any context
 
@@ -178,7 +180,8 @@ def cpu_attention(
 ) -> AttentionBackend:
     "The backend with the kernel if it supports this pool, else the reference"
     supported = pool.buffer.dtype in (torch.float32, torch.bfloat16)
-    native = supported and pool.buffer.device.type == 'cpu' and load_kernels(attention_c) is not None
+    on_cpu = pool.buffer.device.type == 'cpu'
+    native = supported and on_cpu and load_kernels(attention_c) is not None
     return (CpuAttention if native else TorchAttention)(pool, page_table, windows)
 
 backends = attention.backends | {'native': cpu_attention}

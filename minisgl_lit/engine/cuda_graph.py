@@ -164,7 +164,7 @@ class CudaGraphs:
 
 # %% ../../nbs/42_engine.cuda_graph.ipynb #fc57d089
 class DecodeSteps(Protocol):
-    "Recorded decode steps."
+    "Decode steps that were recorded once, and are replayed."
     def capture_all(self) -> object:
         "Record them, on the current stream"
         ...

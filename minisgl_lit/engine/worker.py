@@ -318,7 +318,7 @@ def load_model(
         group = TorchProcessGroup.join(0, tp, store, resolved.device, failure=failure)
     return Decoder(resolved.model, weights, group), memory, sizes
 
-# %% ../../nbs/44_engine.worker.ipynb #033d354b
+# %% ../../nbs/44_engine.worker.ipynb #69a3c393
 _MOST_RECORDED = 64   # requests; in a larger step Python's share is small
 
 def decode_steps(
@@ -335,6 +335,8 @@ def decode_steps(
     return CudaGraphs(decoder, graphable, table.token_pool, dummy_batch(table), sizes,
                       CudaCapture())
 
+
+# %% ../../nbs/44_engine.worker.ipynb #033d354b
 def make_engine(
     resolved: ResolvedConfig,  # Of rank 0
     ranks: RankProcesses,      # The others
