@@ -191,7 +191,7 @@ void largest(float *tops, i64 *ids, const float *x, i64 rows, i64 n, team *t) {
 def largest(
     logits: torch.Tensor,  # float32, [n, vocab_size]
 ) -> tuple[torch.Tensor, torch.Tensor]:   # Logits and tokens, [n]
-    "The largest logit of each row, or NaN if there is one, and where it stands first"
+    "The largest logit of each row and where it stands first; NaN if there is one, anywhere"
     (rows, n), on_cpu = logits.shape, logits.is_cpu and logits.is_contiguous()
     lib = load_kernels(largest_c) if on_cpu and logits.dtype == torch.float32 else None
     if lib is None: return logits.max(-1)

@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 import numpy as np
 import torch
+from fastcore.basics import patch
 
 from ..config import EngineConfig
 from ..core.request import Batch, ForwardMode, SamplingArrays
@@ -124,21 +125,14 @@ class ResolvedConfig:
             return []
         return bucket_sizes(most if wanted == 'auto' else min(wanted, most))
 
-    # %% ../../nbs/44_engine.worker.ipynb #7da453c7
-    def weights(self) -> Weights:
-        "This rank's share of the weights, packed where our kernel reads them"
-        config, group = self.config, ProcessGroup(self.rank, self.config.tp)
-        make = dummy_weights if config.dummy_weights else partial(load_weights, self.path)
-        plain = make(self.model, self.dtype, self.device, group=group)
-        return {name: pack_weight(plain.pop(name)) for name in list(plain)}
-
-    # %% ../../nbs/44_engine.worker.ipynb #572bf9d0
-    def for_other_ranks(self) -> EngineConfig:
-        "The config with all that was decided; a server's own settings are not in it"
-        settings = {f.name: getattr(self.config, f.name) for f in fields(EngineConfig)}
-        settings |= dict(model=str(self.path), dtype=str(self.dtype).removeprefix('torch.'),
-                         max_seq_len=self.max_seq_len)
-        return EngineConfig(**settings)
+# %% ../../nbs/44_engine.worker.ipynb #7da453c7
+@patch
+def weights(self: ResolvedConfig) -> Weights:
+    "This rank's share of the weights, packed where our kernel reads them"
+    config, group = self.config, ProcessGroup(self.rank, self.config.tp)
+    make = dummy_weights if config.dummy_weights else partial(load_weights, self.path)
+    plain = make(self.model, self.dtype, self.device, group=group)
+    return {name: pack_weight(plain.pop(name)) for name in list(plain)}
 
 # %% ../../nbs/44_engine.worker.ipynb #fc71d0ce
 def plan_memory(
@@ -296,6 +290,15 @@ def start_ranks(
     killed = partial(start_module, orphaned=signal.SIGKILL)
     return RankProcesses(size, partial(killed, 'minisgl_lit.engine.worker'))
 
+# %% ../../nbs/44_engine.worker.ipynb #572bf9d0
+@patch
+def for_other_ranks(self: ResolvedConfig) -> EngineConfig:
+    "The config with all that was decided; a server's own settings are not in it"
+    settings = {f.name: getattr(self.config, f.name) for f in fields(EngineConfig)}
+    settings |= dict(model=str(self.path), dtype=str(self.dtype).removeprefix('torch.'),
+                     max_seq_len=self.max_seq_len)
+    return EngineConfig(**settings)
+
 # %% ../../nbs/44_engine.worker.ipynb #5c9303d6
 def load_model(
     resolved: ResolvedConfig,  # Of rank 0
@@ -318,7 +321,7 @@ def load_model(
         group = TorchProcessGroup.join(0, tp, store, resolved.device, failure=failure)
     return Decoder(resolved.model, weights, group), memory, sizes
 
-# %% ../../nbs/44_engine.worker.ipynb #033d354b
+# %% ../../nbs/44_engine.worker.ipynb #69a3c393
 _MOST_RECORDED = 64   # requests; in a larger step Python's share is small
 
 def decode_steps(
@@ -335,6 +338,8 @@ def decode_steps(
     return CudaGraphs(decoder, graphable, table.token_pool, dummy_batch(table), sizes,
                       CudaCapture())
 
+
+# %% ../../nbs/44_engine.worker.ipynb #033d354b
 def make_engine(
     resolved: ResolvedConfig,  # Of rank 0
     ranks: RankProcesses,      # The others

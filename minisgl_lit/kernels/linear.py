@@ -178,7 +178,7 @@ void linear(void *y, const void *x, const void *w, const void *bias,
 def c_kernels(
     source: str,             # C, with the function that is wanted
     *tensors: torch.Tensor,  # Activations and weights that it would be called with
-) -> SimpleNamespace | None:  # `None`: torch shall compute
+) -> SimpleNamespace | None:   # `None`: torch shall compute
     "The compiled functions, if they support these tensors and there is a compiler"
     dtype, grad = tensors[0].dtype, torch.is_grad_enabled()
     if dtype not in (torch.bfloat16, torch.float32): return None
@@ -220,7 +220,8 @@ class PackedWeight:
         assert lib, 'that has packed it'
         rows = self.data.new_empty(len(ids), self.shape[1])
         n_words = rows[0].nbytes // WORD_BYTES if len(rows) else 0
-        lib.packed_rows(rows, self.data, ids.int(), len(ids), n_words, threads=team_size(rows.numel()))
+        lib.packed_rows(rows, self.data, ids.int(), len(ids), n_words,
+                        threads=team_size(rows.numel()))
         return rows
 
     def unpack(self) -> torch.Tensor:
