@@ -106,12 +106,12 @@ def test_replayed_steps_are_those_computed_layer_by_layer(name, tmp_path, monkey
         runtime = start(tmp_path, monkeypatch, **settings)
         assert type(runtime.engine) is GraphEngine and type(runtime.engine.steps) is RecordedSteps
         seen = watch(runtime)
-        cached = sum(serve(runtime, vocab(name))[1] for _ in range(2))
+        _, cached = serve(runtime, vocab(name))
         runtime.close()
         assert not seen.apart, (settings, seen.apart)
         assert {*seen.replayed} == {*range(1, settings['most'] + 1)}, settings
         assert {*seen.others} == {*range(settings['most'] + 1, 7)}, settings
-        assert cached > 100
+        assert cached > 30   # the last two prompts share what the others have computed
 
 @pytest.mark.parametrize('name', EXPERTS if not hidden else [*MODELS][:1] + EXPERTS[:1])
 def test_what_is_not_recorded_gets_the_other_engine(name, tmp_path, monkeypatch):
@@ -176,6 +176,7 @@ def test_engines_in_one_process_do_not_meet(tmp_path, monkeypatch):
     for runtime in runtimes: runtime.close()
 
 @needs_compiler
+@torch.inference_mode()
 def test_a_plan_outlives_all_that_it_was_made_from(tmp_path, monkeypatch):
     "Model, weights, pool and tables are gone; memory is filled with other things; the same step gives the same bits"
     make_checkpoint('Qwen3', tmp_path)

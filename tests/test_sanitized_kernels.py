@@ -97,8 +97,8 @@ class Calls:
 
     def packed(self, n_out, n_in, bf16):
         "A weight, padded to panels and packed"
-        data = self.some(n_out + -n_out % self.panel, n_in, bf16=bf16, scale=n_in**-.5)
-        data[n_out:] = 0
+        weight = self.some(n_out, n_in, bf16=bf16, scale=n_in**-.5)
+        data = torch.cat([weight, weight.new_zeros(-n_out % self.panel, n_in)])
         self.call('pack', data, len(data), n_in * data.itemsize // 4)
         return data
 
