@@ -219,6 +219,7 @@ void twice(u64 *y, u64 *between, const u64 *x, i64 factor, i64 rows, i64 who, i6
     taken(y, between, factor, rows, who + 1, wait, t);
 }
 void add(u64 *y, i64 more, i64 rows, team *t) { for (EACH(r, rows)) y[r] += more; }
+void turned(u64 *y, const u64 *x, i64 rows, team *t) { for (EACH(r, rows)) y[r] = x[(r + 1) % rows] + 1; }
 """
 ROWS = 13
 
@@ -279,15 +280,15 @@ def test_many_replays():
 
 @needs_compiler
 def test_many_barriers_in_a_row():
-    "A thousand kernels, each of which adds to what the one before it has left, by teams of up to five threads"
-    toy, x = load_kernels(toy_c), torch.zeros(ROWS, dtype=torch.int64)
+    "A thousand kernels, each of which moves all numbers by one place and adds one, by teams of up to five threads"
+    toy, x, y = load_kernels(toy_c), torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64)
     with Recording(Arena()) as recording:
-        for i in range(1000): toy.add(x, i, ROWS)
-    plan = Plan(recording)
-    for size, times in ((1, 20), (2, 3), (5, 1)):
-        x.zero_()
+        for _ in range(500): toy.turned(y, x, ROWS), toy.turned(x, y, ROWS)
+    plan, done = Plan(recording), 0
+    for size, times in ((1, 20), (2, 6), (3, 3), (5, 1)):
         for _ in range(times): plan.replay(ROWS, size)
-        assert x.tolist() == [times * 499_500] * ROWS
+        done += 1000 * times
+        assert x.tolist() == [(r + done) % ROWS + done for r in range(ROWS)]
 
 @needs_compiler
 def test_a_recording_is_of_its_thread_alone():
