@@ -224,11 +224,11 @@ INLINE void decode(const task *t, const attention_args *args, float *state, int 
         state[h * ld + dim] = -1e30f;      // below any score
     }
     const char *k[2][BLOCK], *v[2][BLOCK];      // of this block and of the next
-    look_up_pages(t, args, lo, k[0], v[0], NULL, bf16);
+    look_up_pages(t, args, lo, k[0], v[0], args->keys, bf16);
     for (i64 b = 0; b < BLOCK; b++) fetch(k[0][b], k[0][b], 0, args->kv_heads * dim, bf16);
     for (i64 p = lo, i = 0; p < t->hi; p += BLOCK, i ^= 1) {
         i64 n = lesser(BLOCK, t->hi - p);
-        look_up_pages(t, args, p + n, k[i ^ 1], v[i ^ 1], NULL, bf16);
+        look_up_pages(t, args, p + n, k[i ^ 1], v[i ^ 1], args->keys, bf16);
         decode_block(args, q, n, k[i], v[i], k[i ^ 1], s, state, bf16);
     }
     free(queries);
@@ -367,10 +367,12 @@ INLINE void extend(const task *t, const attention_args *args, const workspace *w
 _run_task_c = _extend_c + r"""
 static void run_task(const task *t, const attention_args *args, const workspace *ws,
                      void *out, float *parts, int bf16) {
+    if (t->part < 0) {
+        if (bf16) extend(t, args, ws, out, 1); else extend(t, args, ws, out, 0);
+        return;
+    }
     float *state = parts + t->part * args->heads * (args->dim + 2);
-    if (t->part < 0) { if (bf16) extend(t, args, ws, out, 1); else extend(t, args, ws, out, 0); }
-    else if (bf16) decode(t, args, state, 1);
-    else decode(t, args, state, 0);
+    if (bf16) decode(t, args, state, 1); else decode(t, args, state, 0);
 }
 """
 
