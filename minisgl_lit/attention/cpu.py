@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PARTS_PER_THREAD', 'NO_WINDOW', 'backends', 'ragged_index', 'decode_tasks', 'extend_tasks', 'CpuMetadata',
-           'dense_heads', 'cpu_attention']
+           'dense_heads', 'CpuAttention', 'cpu_attention']
 
 # %% ../../nbs/32_attention.cpu.ipynb #142cf819
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from fastcore.basics import patch
 
 from ..core.request import Batch
 from ..kv_cache.pool import KVPool
@@ -128,7 +127,7 @@ class CpuAttention:
         n_parts, sent = int(arrays[2][:, 2].sum()), (to_device(o, 'cpu') for o in arrays)
         return CpuMetadata(*sent, n_parts=n_parts, threads=team_size(work, 100_000))
 
-<<<<<<< ours
+    # %% ../../nbs/32_attention.cpu.ipynb #afc089bc
     def static(
         self,
         most: int,       # Requests in the largest batch
@@ -146,58 +145,33 @@ class CpuAttention:
         batch: Batch,           # A decode step
     ) -> None:
         "Cut its work into tasks"
-        m = metadata
-        arrays, _ = self._tasks(batch, m.threads)
+        m, (arrays, _) = metadata, self._tasks(batch, metadata.threads)
         for to, array in zip((m.out_loc, m.tasks, m.merges, m.counts), arrays):
             to.numpy()[:len(array)] = array
-=======
->>>>>>> theirs
 
-# %% ../../nbs/32_attention.cpu.ipynb #afc089bc
-@patch
-def static(
-    self: CpuAttention,
-    most: int,       # Requests in the largest batch
-) -> CpuMetadata:    # For `forward`, and `update`
-    "Metadata of decode steps, in tensors that never move; `update` fills them"
-    n_parts = most + PARTS_PER_THREAD * torch.get_num_threads()
-    shapes = (most,), (n_parts, 8), (most, 3), (3,)
-    return CpuMetadata(*(torch.zeros(o, dtype=torch.int64) for o in shapes), n_parts)
-
-@patch
-def update(
-    self: CpuAttention,
-    metadata: CpuMetadata,  # From `static`
-    batch: Batch,           # A decode step
-) -> None:
-    "Cut its work into tasks"
-    m = metadata
-    for to, array in zip((m.out_loc, m.tasks, m.merges, m.counts), self._tasks(batch)[0]):
-        to.numpy()[:len(array)] = array
+    # %% ../../nbs/32_attention.cpu.ipynb #e63afd92
+    def forward(
+        self,
+        q: torch.Tensor,   # Queries of the new tokens, [n_tokens, num_heads, head_dim]
+        k: torch.Tensor,   # Their keys, [n_tokens, num_kv_heads, head_dim]
+        v: torch.Tensor,   # Their values, same shape
+        layer: int,        # Whose keys and values these are
+        metadata: object,  # From `prepare` or `static`
+    ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
+        "Store the new keys and values, then attend to the request's tokens up to each query"
+        assert isinstance(metadata, CpuMetadata)
+        (n, heads, dim), m, pool, out = q.shape, metadata, self.pool, q.new_empty(q.shape)
+        q, k, v = map(dense_heads, (q, k, v))
+        parts = q.new_empty(m.n_parts, heads, dim + 2, dtype=torch.float32)
+        self.lib.attend(
+            out, q, k, v, *self.layers[layer], m.out_loc, self.page_table, self.page_table.stride(0),
+            pool.page_size, n, heads, k.shape[1], dim, q.stride(0), k.stride(0), v.stride(0),
+            self.windows.get(layer) or NO_WINDOW, m.tasks, parts, m.merges, m.counts,
+            q.dtype == torch.bfloat16, threads=m.threads)
+        return out
 
 # %% ../../nbs/32_attention.cpu.ipynb #e63afd92
 NO_WINDOW = 1 << 60   # tokens: longer than any context
-
-@patch
-def forward(
-    self: CpuAttention,
-    q: torch.Tensor,   # Queries of the new tokens, [n_tokens, num_heads, head_dim]
-    k: torch.Tensor,   # Their keys, [n_tokens, num_kv_heads, head_dim]
-    v: torch.Tensor,   # Their values, same shape
-    layer: int,        # Whose keys and values these are
-    metadata: object,  # From `prepare` or `static`
-) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
-    "Store the new keys and values, then attend to the request's tokens up to each query"
-    assert isinstance(metadata, CpuMetadata)
-    (n, heads, dim), m, pool, out = q.shape, metadata, self.pool, q.new_empty(q.shape)
-    q, k, v = map(dense_heads, (q, k, v))
-    parts = q.new_empty(m.n_parts, heads, dim + 2, dtype=torch.float32)
-    self.lib.attend(
-        out, q, k, v, *self.layers[layer], m.out_loc, self.page_table, self.page_table.stride(0),
-        pool.page_size, n, heads, k.shape[1], dim, q.stride(0), k.stride(0), v.stride(0),
-        self.windows.get(layer) or NO_WINDOW, m.tasks, parts, m.merges, m.counts,
-        q.dtype == torch.bfloat16, threads=m.threads)
-    return out
 
 # %% ../../nbs/32_attention.cpu.ipynb #deb5890d
 def cpu_attention(

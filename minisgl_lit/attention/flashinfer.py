@@ -16,7 +16,6 @@ from typing import TypedDict
 
 import numpy as np
 import torch
-from fastcore.basics import patch
 
 from ..core.request import Batch, ForwardMode
 from ..device import T, BufferPool, record_event
@@ -179,121 +178,115 @@ class FlashInferAttention:
         left, dtype = -1 if window is None else window - 1, self.pool.buffer.dtype
         return PlanOptions(window_left=left, q_data_type=dtype, kv_data_type=dtype)
 
-# %% ../../nbs/33_attention.flashinfer.ipynb #ccd2f842
-@patch
-def _workspace_size(self: FlashInferAttention) -> int:
-    "Bytes of workspace that the kernels need on this device"
-    if self.device.type != 'cuda': return 0
-    processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-    return workspace_bytes(*self.shape, len(self.page_table), processors)
+    # %% ../../nbs/33_attention.flashinfer.ipynb #ccd2f842
+    def _workspace_size(self) -> int:
+        "Bytes of workspace that the kernels need on this device"
+        if self.device.type != 'cuda': return 0
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return workspace_bytes(*self.shape, len(self.page_table), processors)
 
-@patch
-def _make_plan_buffers(self: FlashInferAttention) -> PlanBuffers:
-    "Memory for one plan at a time, of any kind"
-    library, work = self.library, self.workspace
-    decode = partial(library.BatchDecodeWithPagedKVCacheWrapper, work, backend='fa2',
-                     use_tensor_cores=self.tensor_cores)
-    ragged = partial(library.BatchPrefillWithRaggedKVCacheWrapper, work, backend='fa2')
-    prefill = partial(library.BatchPrefillWithPagedKVCacheWrapper, work, backend='fa2')
-    return PlanBuffers(self.host_buffer(), self.by_window(ragged), self.by_window(prefill),
-                       self.by_window(decode))
+    def _make_plan_buffers(self) -> PlanBuffers:
+        "Memory for one plan at a time, of any kind"
+        library, work = self.library, self.workspace
+        decode = partial(library.BatchDecodeWithPagedKVCacheWrapper, work, backend='fa2',
+                         use_tensor_cores=self.tensor_cores)
+        ragged = partial(library.BatchPrefillWithRaggedKVCacheWrapper, work, backend='fa2')
+        prefill = partial(library.BatchPrefillWithPagedKVCacheWrapper, work, backend='fa2')
+        return PlanBuffers(self.host_buffer(), self.by_window(ragged), self.by_window(prefill),
+                           self.by_window(decode))
 
-# %% ../../nbs/33_attention.flashinfer.ipynb #eab9bc45
-@patch
-def prepare(
-    self: FlashInferAttention,
-    batch: Batch,            # What will be computed
-) -> FlashInferMetadata:     # For `forward`, in every layer
-    "Plan a batch"
-    kind, size = kind_of(batch), self.pool.page_size
-    arrays = plan_arrays(batch, size)
-    with self.plan_buffers.take() as buffers:
-        qo, kv, last = buffers.fill(arrays)
-        if kind == 'ragged':
-            for window, wrapper in buffers.ragged.items():
-                wrapper.plan(qo, qo, *self.shape, causal=True, **self._plan_options(window))
-            return FlashInferMetadata(to_device(batch.out_loc, self.device), buffers.ragged, {})
+    # %% ../../nbs/33_attention.flashinfer.ipynb #eab9bc45
+    def prepare(
+        self,
+        batch: Batch,            # What will be computed
+    ) -> FlashInferMetadata:     # For `forward`, in every layer
+        "Plan a batch"
+        kind, size = kind_of(batch), self.pool.page_size
+        arrays = plan_arrays(batch, size)
+        with self.plan_buffers.take() as buffers:
+            qo, kv, last = buffers.fill(arrays)
+            if kind == 'ragged':
+                for window, wrapper in buffers.ragged.items():
+                    wrapper.plan(qo, qo, *self.shape, causal=True, **self._plan_options(window))
+                return FlashInferMetadata(to_device(batch.out_loc, self.device), buffers.ragged, {})
+            pages = page_indices(self.page_table, batch.rows, arrays.kv_indptr)
+            if kind == 'decode':
+                for window, wrapper in buffers.decode.items():
+                    wrapper.plan(kv, pages, last, *self.shape, size, **self._plan_options(window))
+                return FlashInferMetadata(to_device(batch.out_loc, self.device), {}, buffers.decode)
+            for window, wrapper in buffers.prefill.items():
+                wrapper.plan(qo, kv, pages, last, *self.shape, size, causal=True,
+                             **self._plan_options(window))
+            return FlashInferMetadata(to_device(batch.out_loc, self.device), {}, buffers.prefill)
+
+    # %% ../../nbs/33_attention.flashinfer.ipynb #13884483
+    def forward(
+        self,
+        q: torch.Tensor,   # Queries of the new tokens, [n_tokens, num_heads, head_dim]
+        k: torch.Tensor,   # Their keys, [n_tokens, num_kv_heads, head_dim]
+        v: torch.Tensor,   # Their values, same shape
+        layer: int,        # Whose keys and values these are
+        metadata: object,  # From `prepare` or `static`
+    ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
+        "Store the new keys and values, then attend to the request's tokens up to each query"
+        assert isinstance(metadata, FlashInferMetadata)
+        self.pool.store_kv(layer, k, v, metadata.out_loc)
+        window = self.windows.get(layer)
+        if metadata.ragged: return metadata.ragged[window].run(q, k, v)
+        return metadata.paged[window].run(q, self.pages[layer])
+
+    # %% ../../nbs/33_attention.flashinfer.ipynb #a5b3c410
+    def static(
+        self,
+        batch: Batch,            # Any that decodes, of the wanted size
+        out_loc: torch.Tensor,   # Slot of each new token; it never moves, [n]
+    ) -> StaticMetadata:         # For `forward`, and `update`
+        "Metadata for a graph, planned for this batch; `update` plans the next ones"
+        n, rows = len(batch.rows), len(self.page_table)
+        if not self._graph_tensors:
+            sizes = rows + 1, self.page_table.numel(), rows
+            self._graph_tensors = [torch.zeros(o, dtype=torch.int32, device=self.device) for o in sizes]
+            self._graph_plans = self.by_window(
+                partial(torch.empty, PLAN_BYTES, dtype=torch.uint8, device=self.device))
+        indptr, indices, last = self._graph_tensors
+        indptr, last = indptr[:n + 1], last[:n]
+        wrappers = self.by_window(lambda: self.library.BatchDecodeWithPagedKVCacheWrapper(
+            self.workspace, backend='fa2', use_cuda_graph=True, use_tensor_cores=self.tensor_cores,
+            paged_kv_indptr_buffer=indptr, paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=last))
+        for window, wrapper in wrappers.items():
+            wrapper.reset_workspace_buffer(self.workspace, self._graph_plans[window])
+        buffers = BufferPool([PlanBuffers(self.host_buffer(), {}, {}, wrappers)],
+                             lambda: self.record_event())
+        metadata = StaticMetadata(out_loc, {}, wrappers, indptr, indices, last, wrappers, buffers)
+        self._plan_static(metadata, batch, lambda wrapper, *args, **kw: wrapper.plan(*args, **kw))
+        return metadata
+
+    # %% ../../nbs/33_attention.flashinfer.ipynb #9ae75d23
+    def _plan_static(self, m: StaticMetadata, batch: Batch,
+                     plan: Callable[..., None]) -> None:
+        "Fill the tensors of a graph, and plan every wrapper"
+        arrays = plan_arrays(batch, self.pool.page_size)
         pages = page_indices(self.page_table, batch.rows, arrays.kv_indptr)
-        if kind == 'decode':
-            for window, wrapper in buffers.decode.items():
-                wrapper.plan(kv, pages, last, *self.shape, size, **self._plan_options(window))
-            return FlashInferMetadata(to_device(batch.out_loc, self.device), {}, buffers.decode)
-        for window, wrapper in buffers.prefill.items():
-            wrapper.plan(qo, kv, pages, last, *self.shape, size, causal=True,
-                         **self._plan_options(window))
-        return FlashInferMetadata(to_device(batch.out_loc, self.device), {}, buffers.prefill)
+        with m.plan_buffers.take() as buffers:
+            _, kv, last = buffers.fill(arrays)
+            m.indptr.copy_(kv, non_blocking=True)
+            m.last_page_len.copy_(last, non_blocking=True)
+            m.indices[:len(pages)].copy_(pages)
+            for window, wrapper in m.graph_wrappers.items():
+                plan(wrapper, kv, pages, last, *self.shape, self.pool.page_size,
+                     **self._plan_options(window))
 
-# %% ../../nbs/33_attention.flashinfer.ipynb #13884483
-@patch
-def forward(
-    self: FlashInferAttention,
-    q: torch.Tensor,   # Queries of the new tokens, [n_tokens, num_heads, head_dim]
-    k: torch.Tensor,   # Their keys, [n_tokens, num_kv_heads, head_dim]
-    v: torch.Tensor,   # Their values, same shape
-    layer: int,        # Whose keys and values these are
-    metadata: object,  # From `prepare` or `static`
-) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
-    "Store the new keys and values, then attend to the request's tokens up to each query"
-    assert isinstance(metadata, FlashInferMetadata)
-    self.pool.store_kv(layer, k, v, metadata.out_loc)
-    window = self.windows.get(layer)
-    if metadata.ragged: return metadata.ragged[window].run(q, k, v)
-    return metadata.paged[window].run(q, self.pages[layer])
+    def update(
+        self,
+        metadata: StaticMetadata,  # From `static`
+        batch: Batch,              # One of that size
+    ) -> None:
+        "Plan another batch of the same size, in the tensors of the graph"
+        self._plan_static(metadata, batch, self.library.fast_decode_plan)
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #a5b3c410
 PLAN_BYTES = 1 << 20   # room for the plan of a graph, on the device
-
-@patch
-def static(
-    self: FlashInferAttention,
-    batch: Batch,            # Any that decodes, of the wanted size
-    out_loc: torch.Tensor,   # Slot of each new token; it never moves, [n]
-) -> StaticMetadata:         # For `forward`, and `update`
-    "Metadata for a graph, planned for this batch; `update` plans the next ones"
-    n, rows = len(batch.rows), len(self.page_table)
-    if not self._graph_tensors:
-        sizes = rows + 1, self.page_table.numel(), rows
-        self._graph_tensors = [torch.zeros(o, dtype=torch.int32, device=self.device) for o in sizes]
-        self._graph_plans = self.by_window(
-            partial(torch.empty, PLAN_BYTES, dtype=torch.uint8, device=self.device))
-    indptr, indices, last = self._graph_tensors
-    indptr, last = indptr[:n + 1], last[:n]
-    wrappers = self.by_window(lambda: self.library.BatchDecodeWithPagedKVCacheWrapper(
-        self.workspace, backend='fa2', use_cuda_graph=True, use_tensor_cores=self.tensor_cores,
-        paged_kv_indptr_buffer=indptr, paged_kv_indices_buffer=indices,
-        paged_kv_last_page_len_buffer=last))
-    for window, wrapper in wrappers.items():
-        wrapper.reset_workspace_buffer(self.workspace, self._graph_plans[window])
-    buffers = BufferPool([PlanBuffers(self.host_buffer(), {}, {}, wrappers)],
-                         lambda: self.record_event())
-    metadata = StaticMetadata(out_loc, {}, wrappers, indptr, indices, last, wrappers, buffers)
-    self._plan_static(metadata, batch, lambda wrapper, *args, **kw: wrapper.plan(*args, **kw))
-    return metadata
-
-# %% ../../nbs/33_attention.flashinfer.ipynb #9ae75d23
-@patch
-def _plan_static(self: FlashInferAttention, m: StaticMetadata, batch: Batch,
-                 plan: Callable[..., None]) -> None:
-    "Fill the tensors of a graph, and plan every wrapper"
-    arrays = plan_arrays(batch, self.pool.page_size)
-    pages = page_indices(self.page_table, batch.rows, arrays.kv_indptr)
-    with m.plan_buffers.take() as buffers:
-        _, kv, last = buffers.fill(arrays)
-        m.indptr.copy_(kv, non_blocking=True)
-        m.last_page_len.copy_(last, non_blocking=True)
-        m.indices[:len(pages)].copy_(pages)
-        for window, wrapper in m.graph_wrappers.items():
-            plan(wrapper, kv, pages, last, *self.shape, self.pool.page_size,
-                 **self._plan_options(window))
-
-@patch
-def update(
-    self: FlashInferAttention,
-    metadata: StaticMetadata,  # From `static`
-    batch: Batch,              # One of that size
-) -> None:
-    "Plan another batch of the same size, in the tensors of the graph"
-    self._plan_static(metadata, batch, self.library.fast_decode_plan)
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #87e8c18e
 def attention_trials(

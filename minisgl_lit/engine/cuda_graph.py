@@ -14,7 +14,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from fastcore.basics import patch
 from tqdm import tqdm
 
 from ..core.request import Batch, ForwardMode
@@ -129,43 +128,39 @@ class CudaGraphs:
             return self.model.hidden(self.token_pool[rows, positions], angles, attend)
         return CapturedStep(places, metadata, *self.capture(work))
 
-# %% ../../nbs/42_engine.cuda_graph.ipynb #14e51771
-@patch
-def can_run(
-    self: CudaGraphs,
-    batch: Batch,  # Any
-) -> bool:
-    "Whether there is a recording for it"
-    if batch.mode is not ForwardMode.DECODE or not self.captured: return False
-    return len(batch.sampled) == len(batch.rows) <= self.sizes[-1]
+    # %% ../../nbs/42_engine.cuda_graph.ipynb #14e51771
+    def can_run(
+        self,
+        batch: Batch,  # Any
+    ) -> bool:
+        "Whether there is a recording for it"
+        if batch.mode is not ForwardMode.DECODE or not self.captured: return False
+        return len(batch.sampled) == len(batch.rows) <= self.sizes[-1]
 
-@patch
-def hidden(
-    self: CudaGraphs,
-    batch: Batch,     # One that it `can_run`
-) -> torch.Tensor:    # [n, hidden_size], until the next call
-    "What the layers make of each token: pad, copy, update, replay"
-    n = len(batch.rows)
-    size = self.sizes[bisect_left(self.sizes, n)]
-    step, batch = self.captured[size], padded(batch, self.dummy, size)
-    step.places.copy_(self._places(batch), non_blocking=True)
-    self.attention.update(step.metadata, batch)
-    step.replay()
-    return step.hidden[:n]
+    def hidden(
+        self,
+        batch: Batch,     # One that it `can_run`
+    ) -> torch.Tensor:    # [n, hidden_size], until the next call
+        "What the layers make of each token: pad, copy, update, replay"
+        n = len(batch.rows)
+        size = self.sizes[bisect_left(self.sizes, n)]
+        step, batch = self.captured[size], padded(batch, self.dummy, size)
+        step.places.copy_(self._places(batch), non_blocking=True)
+        self.attention.update(step.metadata, batch)
+        step.replay()
+        return step.hidden[:n]
 
-@patch
-def logits(
-    self: CudaGraphs,
-    batch: Batch,     # One that it `can_run`
-) -> torch.Tensor:    # float32, [n, vocab_size]
-    "Logits of the next token of each request; `lm_head` is not recorded"
-    return self.model.logits(self.hidden(batch))
+    def logits(
+        self,
+        batch: Batch,     # One that it `can_run`
+    ) -> torch.Tensor:    # float32, [n, vocab_size]
+        "Logits of the next token of each request; `lm_head` is not recorded"
+        return self.model.logits(self.hidden(batch))
 
-@patch
-def _places(self: CudaGraphs, batch: Batch) -> torch.Tensor:
-    "Row, position and slot of each token, on the device"
-    host = np.stack([batch.token_rows, batch.positions, batch.out_loc])
-    return to_device(host, self.token_pool.device)
+    def _places(self, batch: Batch) -> torch.Tensor:
+        "Row, position and slot of each token, on the device"
+        host = np.stack([batch.token_rows, batch.positions, batch.out_loc])
+        return to_device(host, self.token_pool.device)
 
 # %% ../../nbs/42_engine.cuda_graph.ipynb #fc57d089
 class DecodeSteps(Protocol):

@@ -11,7 +11,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from fastcore.basics import patch
 
 from ..core.request import (
     Batch, Event, ForwardOutput, LogprobRequests, LogprobResults)
@@ -74,92 +73,86 @@ class Engine:
         "Forget a failure and the work that was enqueued behind it"
         self.stream.reset()
 
-# %% ../../nbs/41_engine.engine.ipynb #8d81752a
-@patch
-def _host_arrays(self: Engine, batch: Batch) -> list[torch.Tensor]:
-    "Where the results of a batch will be copied to; pinned memory for a GPU"
-    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == 'cuda')
-    n = len(batch.sampled)
-    arrays = [empty(torch.int64, n), empty(torch.bool, n)]
-    if asked := batch.logprob_requests:
-        n, width = len(asked.sampled) + len(asked.tokens), self._width(asked)
-        arrays += [empty(torch.float32, n), empty(torch.int64, n, width),
-                   empty(torch.float32, n, width)]
-    return arrays
+    # %% ../../nbs/41_engine.engine.ipynb #8d81752a
+    def _host_arrays(self, batch: Batch) -> list[torch.Tensor]:
+        "Where the results of a batch will be copied to; pinned memory for a GPU"
+        def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == 'cuda')
+        n = len(batch.sampled)
+        arrays = [empty(torch.int64, n), empty(torch.bool, n)]
+        if asked := batch.logprob_requests:
+            n, width = len(asked.sampled) + len(asked.tokens), self._width(asked)
+            arrays += [empty(torch.float32, n), empty(torch.int64, n, width),
+                       empty(torch.float32, n, width)]
+        return arrays
 
-# %% ../../nbs/41_engine.engine.ipynb #5111f739
-@patch
-@torch.inference_mode()
-def _forward(self: Engine, batch: Batch, launched: Launched) -> None:
-    "On the stream: tokens in, logits out"
-    metadata = self.attention.prepare(batch)
-    rows, positions = to_device(np.stack([batch.token_rows, batch.positions]), self.device)
-    input_ids = self.token_pool[rows, positions]
-    def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, metadata)
-    last = to_device(batch.last_tokens, self.device)
-    if batch.logprob_requests and len(batch.logprob_requests.tokens):
-        hidden = self.model.hidden(input_ids, self.model.angles(positions), attend)
-        launched.logits = self.model.logits(hidden[last])
-        launched.prompts = self._prompt_logprobs(hidden, batch.logprob_requests)
-    else: launched.logits = self.model.forward(input_ids, positions, attend, last)
+    # %% ../../nbs/41_engine.engine.ipynb #5111f739
+    @torch.inference_mode()
+    def _forward(self, batch: Batch, launched: Launched) -> None:
+        "On the stream: tokens in, logits out"
+        metadata = self.attention.prepare(batch)
+        rows, positions = to_device(np.stack([batch.token_rows, batch.positions]), self.device)
+        input_ids = self.token_pool[rows, positions]
+        def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, metadata)
+        last = to_device(batch.last_tokens, self.device)
+        if batch.logprob_requests and len(batch.logprob_requests.tokens):
+            hidden = self.model.hidden(input_ids, self.model.angles(positions), attend)
+            launched.logits = self.model.logits(hidden[last])
+            launched.prompts = self._prompt_logprobs(hidden, batch.logprob_requests)
+        else: launched.logits = self.model.forward(input_ids, positions, attend, last)
+
+    # %% ../../nbs/41_engine.engine.ipynb #70acc645
+    def _width(self, asked: LogprobRequests) -> int:
+        "How many of the likeliest tokens to report"
+        return min(asked.width, self.model.config.vocab_size)
+
+    def _prompt_logprobs(self, hidden: torch.Tensor,
+                         asked: LogprobRequests) -> list[torch.Tensor]:
+        "What `logprobs` returns for tokens of prompts, whose successors are known"
+        known = to_device(np.stack([asked.tokens, asked.targets]), self.device)
+        chunks = zip(*(o.split(_PROMPT_CHUNK) for o in known))
+        reported = [logprobs(self.model.logits(hidden[tokens]), targets, self._width(asked))
+                    for tokens, targets in chunks]
+        return [torch.cat(o) for o in zip(*reported)]
+
+    # %% ../../nbs/41_engine.engine.ipynb #c54bcac7
+    @torch.inference_mode()
+    def _sample(self, batch: Batch, launched: Launched, mask: np.ndarray | None,
+                results: list[torch.Tensor]) -> None:
+        "On the stream: sample tokens into `token_pool`; what the host gets is appended to `results`"
+        logits, asked = launched.logits, batch.logprob_requests
+        assert logits is not None, '`_forward` has filled it, earlier on this stream'
+        rows = to_device(asked.sampled, self.device) if asked else None
+        as_made = None if rows is None else logits[rows]   # a copy
+        places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
+        if batch.logit_edits: apply_logit_edits(logits, batch.logit_edits, places, self.token_pool)
+        if mask is not None: apply_mask(logits, mask)
+        tokens, finite = sample(logits, batch.sampling, places[1])   # position and seed decide
+        self._write_tokens(batch, tokens)
+        results += tokens, finite
+        if asked is None or as_made is None: return
+        reported = logprobs(as_made, tokens[rows], self._width(asked))
+        if launched.prompts: reported = [torch.cat(o) for o in zip(reported, launched.prompts)]
+        results += reported
+
+    # %% ../../nbs/41_engine.engine.ipynb #42b9f088
+    @torch.inference_mode()
+    def _write_tokens(self, batch: Batch, tokens: torch.Tensor | None) -> None:
+        "On the stream: write the tokens that rank 0 has sampled to `token_pool`, in every rank"
+        places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
+        rows, positions = to_device(places, self.device)
+        if tokens is None: tokens = torch.empty_like(rows, dtype=torch.int64)
+        self.token_pool[rows, positions] = self.group.broadcast(tokens).int()
+
+    # %% ../../nbs/41_engine.engine.ipynb #d03efe24
+    def follow(
+        self,
+        batch: Batch,  # What rank 0 computes
+    ) -> Event:        # When it is done
+        "Enqueue what the other ranks of a group do for a batch: everything but the sampling"
+        self.stream.submit(partial(self._forward, batch, Launched()))
+        self.stream.submit(partial(self._write_tokens, batch, None))
+        return self.stream.record()
 
 # %% ../../nbs/41_engine.engine.ipynb #70acc645
 _PROMPT_CHUNK = 256   # tokens whose logits exist at once when the logprobs of a prompt are made
-
-@patch
-def _width(self: Engine, asked: LogprobRequests) -> int:
-    "How many of the likeliest tokens to report"
-    return min(asked.width, self.model.config.vocab_size)
-
-@patch
-def _prompt_logprobs(self: Engine, hidden: torch.Tensor,
-                     asked: LogprobRequests) -> list[torch.Tensor]:
-    "What `logprobs` returns for tokens of prompts, whose successors are known"
-    known = to_device(np.stack([asked.tokens, asked.targets]), self.device)
-    chunks = zip(*(o.split(_PROMPT_CHUNK) for o in known))
-    reported = [logprobs(self.model.logits(hidden[tokens]), targets, self._width(asked))
-                for tokens, targets in chunks]
-    return [torch.cat(o) for o in zip(*reported)]
-
-# %% ../../nbs/41_engine.engine.ipynb #c54bcac7
-@patch
-@torch.inference_mode()
-def _sample(self: Engine, batch: Batch, launched: Launched, mask: np.ndarray | None,
-            results: list[torch.Tensor]) -> None:
-    "On the stream: sample tokens into `token_pool`; what the host gets is appended to `results`"
-    logits, asked = launched.logits, batch.logprob_requests
-    assert logits is not None, '`_forward` has filled it, earlier on this stream'
-    rows = to_device(asked.sampled, self.device) if asked else None
-    as_made = None if rows is None else logits[rows]   # a copy
-    places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
-    if batch.logit_edits: apply_logit_edits(logits, batch.logit_edits, places, self.token_pool)
-    if mask is not None: apply_mask(logits, mask)
-    tokens, finite = sample(logits, batch.sampling, places[1])   # position and seed decide
-    self._write_tokens(batch, tokens)
-    results += tokens, finite
-    if asked is None or as_made is None: return
-    reported = logprobs(as_made, tokens[rows], self._width(asked))
-    if launched.prompts: reported = [torch.cat(o) for o in zip(reported, launched.prompts)]
-    results += reported
-
-# %% ../../nbs/41_engine.engine.ipynb #42b9f088
-@patch
-@torch.inference_mode()
-def _write_tokens(self: Engine, batch: Batch, tokens: torch.Tensor | None) -> None:
-    "On the stream: write the tokens that rank 0 has sampled to `token_pool`, in every rank"
-    places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
-    rows, positions = to_device(places, self.device)
-    if tokens is None: tokens = torch.empty_like(rows, dtype=torch.int64)
-    self.token_pool[rows, positions] = self.group.broadcast(tokens).int()
-
-# %% ../../nbs/41_engine.engine.ipynb #d03efe24
-@patch
-def follow(
-    self: Engine,
-    batch: Batch,  # What rank 0 computes
-) -> Event:        # When it is done
-    "Enqueue what the other ranks of a group do for a batch: everything but the sampling"
-    self.stream.submit(partial(self._forward, batch, Launched()))
-    self.stream.submit(partial(self._write_tokens, batch, None))
-    return self.stream.record()

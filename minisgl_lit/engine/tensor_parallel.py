@@ -24,7 +24,6 @@ from typing import IO, BinaryIO, Protocol, TypeVar, cast
 import msgspec
 import numpy as np
 import torch
-from fastcore.basics import patch
 from torch._C._distributed_c10d import FileStore   # the public name is missing in torch's stubs
 from torch.distributed import ProcessGroupGloo, Work
 
@@ -341,39 +340,36 @@ class RankProcesses:
             for pipe in (process.stdin, process.stdout):
                 with suppress(OSError): _pipe(pipe).close()
 
-# %% ../../nbs/43_engine.tensor_parallel.ipynb #c9ad03d5
-@patch
-def receive_all(self: RankProcesses) -> list[RankReady]:
-    "The reply of each, in order of rank; `ValueError` with the reason if one cannot start"
-    lines = [_pipe(process.stdout).readline() for process in self.processes]
-    if not all(lines):
-        raise ConnectionError(self.failure(wait=5) or 'a rank has closed its output')
-    replies = [_reply_decoder.decode(line) for line in lines]
-    for reply in replies:
-        if isinstance(reply, RankError): raise ValueError(reply.error)
-    return [reply for reply in replies if isinstance(reply, RankReady)]
+    # %% ../../nbs/43_engine.tensor_parallel.ipynb #c9ad03d5
+    def receive_all(self) -> list[RankReady]:
+        "The reply of each, in order of rank; `ValueError` with the reason if one cannot start"
+        lines = [_pipe(process.stdout).readline() for process in self.processes]
+        if not all(lines):
+            raise ConnectionError(self.failure(wait=5) or 'a rank has closed its output')
+        replies = [_reply_decoder.decode(line) for line in lines]
+        for reply in replies:
+            if isinstance(reply, RankError): raise ValueError(reply.error)
+        return [reply for reply in replies if isinstance(reply, RankReady)]
 
-# %% ../../nbs/43_engine.tensor_parallel.ipynb #10c10453
-@patch
-def _exit_codes(self: RankProcesses) -> dict[int, int]:
-    "Of the ranks that have ended"
-    codes = {rank: process.poll() for rank, process in enumerate(self.processes, 1)}
-    return {rank: code for rank, code in codes.items() if code is not None}
+    # %% ../../nbs/43_engine.tensor_parallel.ipynb #10c10453
+    def _exit_codes(self) -> dict[int, int]:
+        "Of the ranks that have ended"
+        codes = {rank: process.poll() for rank, process in enumerate(self.processes, 1)}
+        return {rank: code for rank, code in codes.items() if code is not None}
 
-@patch
-def failure(self: RankProcesses, wait: float = 0) -> str | None:
-    "Which rank has ended and how; `None` if none does within `wait` seconds a rank"
-    if self.ended: return self.ended
-    for process in self.processes:
-        if self._exit_codes(): break
-        with suppress(subprocess.TimeoutExpired): process.wait(wait)
-    codes = self._exit_codes()
-    if not codes: return None
-    killed = [rank for rank, code in codes.items() if code < 0]
-    rank = min(killed or codes)
-    code = codes[rank]
-    how = f'was killed by signal {-code}' if code < 0 else f'has ended with code {code}'
-    return f'rank {rank} of {self.size} {how}, and without it the model cannot compute'
+    def failure(self, wait: float = 0) -> str | None:
+        "Which rank has ended and how; `None` if none does within `wait` seconds a rank"
+        if self.ended: return self.ended
+        for process in self.processes:
+            if self._exit_codes(): break
+            with suppress(subprocess.TimeoutExpired): process.wait(wait)
+        codes = self._exit_codes()
+        if not codes: return None
+        killed = [rank for rank, code in codes.items() if code < 0]
+        rank = min(killed or codes)
+        code = codes[rank]
+        how = f'was killed by signal {-code}' if code < 0 else f'has ended with code {code}'
+        return f'rank {rank} of {self.size} {how}, and without it the model cannot compute'
 
 # %% ../../nbs/43_engine.tensor_parallel.ipynb #9a680b62
 def read_messages(

@@ -23,7 +23,6 @@ from tempfile import TemporaryDirectory
 import msgspec
 import numpy as np
 import torch
-from fastcore.basics import patch
 
 from ..config import EngineConfig
 from ..core.request import Batch, ForwardMode, SamplingArrays
@@ -125,14 +124,21 @@ class ResolvedConfig:
             return []
         return bucket_sizes(most if wanted == 'auto' else min(wanted, most))
 
-# %% ../../nbs/44_engine.worker.ipynb #7da453c7
-@patch
-def weights(self: ResolvedConfig) -> Weights:
-    "This rank's share of the weights, packed where our kernel reads them"
-    config, group = self.config, ProcessGroup(self.rank, self.config.tp)
-    make = dummy_weights if config.dummy_weights else partial(load_weights, self.path)
-    plain = make(self.model, self.dtype, self.device, group=group)
-    return {name: pack_weight(plain.pop(name)) for name in list(plain)}
+    # %% ../../nbs/44_engine.worker.ipynb #7da453c7
+    def weights(self) -> Weights:
+        "This rank's share of the weights, packed where our kernel reads them"
+        config, group = self.config, ProcessGroup(self.rank, self.config.tp)
+        make = dummy_weights if config.dummy_weights else partial(load_weights, self.path)
+        plain = make(self.model, self.dtype, self.device, group=group)
+        return {name: pack_weight(plain.pop(name)) for name in list(plain)}
+
+    # %% ../../nbs/44_engine.worker.ipynb #572bf9d0
+    def for_other_ranks(self) -> EngineConfig:
+        "The config with all that was decided; a server's own settings are not in it"
+        settings = {f.name: getattr(self.config, f.name) for f in fields(EngineConfig)}
+        settings |= dict(model=str(self.path), dtype=str(self.dtype).removeprefix('torch.'),
+                         max_seq_len=self.max_seq_len)
+        return EngineConfig(**settings)
 
 # %% ../../nbs/44_engine.worker.ipynb #fc71d0ce
 def plan_memory(
@@ -289,15 +295,6 @@ def start_ranks(
     "Start the processes of the others; they wait for their first message"
     killed = partial(start_module, orphaned=signal.SIGKILL)
     return RankProcesses(size, partial(killed, 'minisgl_lit.engine.worker'))
-
-# %% ../../nbs/44_engine.worker.ipynb #572bf9d0
-@patch
-def for_other_ranks(self: ResolvedConfig) -> EngineConfig:
-    "The config with all that was decided; a server's own settings are not in it"
-    settings = {f.name: getattr(self.config, f.name) for f in fields(EngineConfig)}
-    settings |= dict(model=str(self.path), dtype=str(self.dtype).removeprefix('torch.'),
-                     max_seq_len=self.max_seq_len)
-    return EngineConfig(**settings)
 
 # %% ../../nbs/44_engine.worker.ipynb #5c9303d6
 def load_model(

@@ -215,6 +215,14 @@ class NotRecordable(RuntimeError):
 _MAKE = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default,
          torch.ops.aten.empty_like.default)
 
+def _is_view(out: Any, args: Sequence) -> bool:
+    "Whether all results of a call lie in the memory of its first argument"
+    def place(o: Any) -> object:
+        return o.untyped_storage().data_ptr() if isinstance(o, torch.Tensor) else None
+    results = out if isinstance(out, (list, tuple)) else [out]
+    places = {place(o) for o in [*args[:1], *results]}
+    return bool(results) and None not in places and len(places) == 1
+
 @dataclass(frozen=True)
 class Op:
     "A kernel in a plan, and its arguments."
@@ -239,9 +247,9 @@ class Recording(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, results = func(*args, **(kwargs or {})), func._schema.returns
+        out = func(*args, **(kwargs or {}))
         if func in _MAKE: return self.arena.empty(out)
-        if all(o.alias_info and not o.alias_info.is_write for o in results): return out   # views
+        if not func._schema.is_mutable and _is_view(out, args): return out
         raise NotRecordable(f'{func} is computed by torch, not by a kernel')
 
     def add(

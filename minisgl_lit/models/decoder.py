@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
-from fastcore.basics import patch
 
 from ..device import ProcessGroup
 from ..kernels.linear import PackedWeight, linear
@@ -357,68 +356,63 @@ class Decoder:
         rope, like = self.config.rope, self.norm
         return rope_angles(positions, rope.freqs_at(positions, self.freqs), like, rope.scale)
 
-# %% ../../nbs/34_models.decoder.ipynb #dc4ebd03
-@patch
-def attention(
-    self: Decoder,
-    i: int,            # Number of the layer
-    x: torch.Tensor,   # Normalised, [n_tokens, hidden_size]
-    angles: RotaryAngles,  # Of these tokens
-    attend: Attend,    # Knows which tokens attend to which
-) -> torch.Tensor:     # [n_tokens, hidden_size]
-    "The attention of a layer, by the heads of this rank"
-    c, w, norms = self.shard, self.layers[i], None
-    if c.qk_norm: norms = _norm(w, 'self_attn.q_norm.weight'), _norm(w, 'self_attn.k_norm.weight')
-    q, k, v = qkv_heads(x, w['self_attn.qkv_proj.weight'], _bias(w, 'self_attn.qkv_proj.bias'),
-                        norms, c.rms_norm_eps, angles, c.num_kv_heads)
-    out = attend(q, k, v, i).flatten(1)
-    return linear(out, w['self_attn.o_proj.weight'], _bias(w, 'self_attn.o_proj.bias'))
+    # %% ../../nbs/34_models.decoder.ipynb #dc4ebd03
+    def attention(
+        self,
+        i: int,            # Number of the layer
+        x: torch.Tensor,   # Normalised, [n_tokens, hidden_size]
+        angles: RotaryAngles,  # Of these tokens
+        attend: Attend,    # Knows which tokens attend to which
+    ) -> torch.Tensor:     # [n_tokens, hidden_size]
+        "The attention of a layer, by the heads of this rank"
+        c, w, norms = self.shard, self.layers[i], None
+        if c.qk_norm: norms = _norm(w, 'self_attn.q_norm.weight'), _norm(w, 'self_attn.k_norm.weight')
+        q, k, v = qkv_heads(x, w['self_attn.qkv_proj.weight'], _bias(w, 'self_attn.qkv_proj.bias'),
+                            norms, c.rms_norm_eps, angles, c.num_kv_heads)
+        out = attend(q, k, v, i).flatten(1)
+        return linear(out, w['self_attn.o_proj.weight'], _bias(w, 'self_attn.o_proj.bias'))
 
-# %% ../../nbs/34_models.decoder.ipynb #fc14df79
-@patch
-def _embed(self: Decoder, input_ids: torch.Tensor) -> torch.Tensor:
-    "Embed each token; a rank has a block of the vocabulary, and zeros for other tokens"
-    if self.group.size == 1: return embed(input_ids, self.embedding)
-    own = input_ids - self.group.rank * self.embedding.shape[0]
-    known = (own >= 0) & (own < self.embedding.shape[0])
-    rows = embed(own * known, self.embedding)
-    return self.group.all_reduce(rows.masked_fill(~known[:, None], 0))
+    # %% ../../nbs/34_models.decoder.ipynb #fc14df79
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        "Embed each token; a rank has a block of the vocabulary, and zeros for other tokens"
+        if self.group.size == 1: return embed(input_ids, self.embedding)
+        own = input_ids - self.group.rank * self.embedding.shape[0]
+        known = (own >= 0) & (own < self.embedding.shape[0])
+        rows = embed(own * known, self.embedding)
+        return self.group.all_reduce(rows.masked_fill(~known[:, None], 0))
 
-# %% ../../nbs/34_models.decoder.ipynb #161920e0
-@patch
-def hidden(
-    self: Decoder,
-    input_ids: torch.Tensor,   # Tokens of all requests, one after the other, [n_tokens]
-    angles: RotaryAngles,      # Of their positions
-    attend: Attend,            # Attention of this batch: (q, k, v, layer) to the shape of q
-) -> torch.Tensor:             # [n_tokens, hidden_size]
-    "The hidden states after the last layer, normalised"
-    x, eps = self._embed(input_ids), self.config.rms_norm_eps
-    all_reduce, more = self.group.all_reduce, None   # what is not added to `x` yet
-    for i, (w, mlp) in enumerate(zip(self.layers, self.mlps)):
-        normed, x = add_norm(x, more, _norm(w, 'input_layernorm.weight'), eps)
-        more = all_reduce(self.attention(i, normed, angles, attend))
-        normed, x = add_norm(x, more, _norm(w, 'post_attention_layernorm.weight'), eps)
-        more = all_reduce(mlp.forward(normed, w))
-    return add_norm(x, more, self.norm, eps)[0]
+    # %% ../../nbs/34_models.decoder.ipynb #161920e0
+    def hidden(
+        self,
+        input_ids: torch.Tensor,   # Tokens of all requests, one after the other, [n_tokens]
+        angles: RotaryAngles,      # Of their positions
+        attend: Attend,            # Attention of this batch: (q, k, v, layer) to the shape of q
+    ) -> torch.Tensor:             # [n_tokens, hidden_size]
+        "The hidden states after the last layer, normalised"
+        x, eps = self._embed(input_ids), self.config.rms_norm_eps
+        all_reduce, more = self.group.all_reduce, None   # what is not added to `x` yet
+        for i, (w, mlp) in enumerate(zip(self.layers, self.mlps)):
+            normed, x = add_norm(x, more, _norm(w, 'input_layernorm.weight'), eps)
+            more = all_reduce(self.attention(i, normed, angles, attend))
+            normed, x = add_norm(x, more, _norm(w, 'post_attention_layernorm.weight'), eps)
+            more = all_reduce(mlp.forward(normed, w))
+        return add_norm(x, more, self.norm, eps)[0]
 
-# %% ../../nbs/34_models.decoder.ipynb #ac0a8b0c
-@patch
-def logits(
-    self: Decoder,
-    x: torch.Tensor,  # From `hidden`, [n, hidden_size]
-) -> torch.Tensor:    # float32, [n, vocab_size]
-    "`lm_head`: a logit for each token of the vocabulary"
-    own = linear(x, self.head)
-    return to_float(self.group.all_gather(own)[:, :self.config.vocab_size].contiguous())
+    # %% ../../nbs/34_models.decoder.ipynb #ac0a8b0c
+    def logits(
+        self,
+        x: torch.Tensor,  # From `hidden`, [n, hidden_size]
+    ) -> torch.Tensor:    # float32, [n, vocab_size]
+        "`lm_head`: a logit for each token of the vocabulary"
+        own = linear(x, self.head)
+        return to_float(self.group.all_gather(own)[:, :self.config.vocab_size].contiguous())
 
-@patch
-def forward(
-    self: Decoder,
-    input_ids: torch.Tensor,   # Tokens of all requests, one after the other, [n_tokens]
-    positions: torch.Tensor,   # Place of each in its sequence, [n_tokens]
-    attend: Attend,            # Attention of this batch: (q, k, v, layer) to the shape of q
-    last: torch.Tensor,        # Rows to compute logits for, [n_sampled]
-) -> torch.Tensor:             # float32, [n_sampled, vocab_size]
-    "Logits of the next token"
-    return self.logits(self.hidden(input_ids, self.angles(positions), attend)[last])
+    def forward(
+        self,
+        input_ids: torch.Tensor,   # Tokens of all requests, one after the other, [n_tokens]
+        positions: torch.Tensor,   # Place of each in its sequence, [n_tokens]
+        attend: Attend,            # Attention of this batch: (q, k, v, layer) to the shape of q
+        last: torch.Tensor,        # Rows to compute logits for, [n_sampled]
+    ) -> torch.Tensor:             # float32, [n_sampled, vocab_size]
+        "Logits of the next token"
+        return self.logits(self.hidden(input_ids, self.angles(positions), attend)[last])
