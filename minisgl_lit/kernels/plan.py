@@ -217,8 +217,8 @@ _MAKE = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default,
 
 def _is_view(out: Any, args: Sequence) -> bool:
     "Whether all results of a call lie in the memory of its first argument"
-    def place(o: Any) -> object:
-        return o.untyped_storage().data_ptr() if isinstance(o, torch.Tensor) else None
+    def place(x: Any) -> object:
+        return x.untyped_storage().data_ptr() if isinstance(x, torch.Tensor) else None
     results = out if isinstance(out, (list, tuple)) else [out]
     places = {place(o) for o in [*args[:1], *results]}
     return bool(results) and None not in places and len(places) == 1
