@@ -19,7 +19,7 @@ from minisgl_lit.engine import worker
 from minisgl_lit.engine.cuda_graph import GraphEngine
 from minisgl_lit.engine.engine import Engine, Launched
 from minisgl_lit.engine.recorded_steps import RecordedSteps
-from minisgl_lit.kernels.plan import Arena, NotRecordable, Plan, Recording, load_kernels, team_c
+from minisgl_lit.kernels.plan import Arena, NotRecordable, Plan, Recorder, load_kernels, team_c
 from minisgl_lit.runtime import build
 from reference import FAMILIES, VARIANTS, make_checkpoint, prompts
 
@@ -127,7 +127,7 @@ def test_what_is_not_recorded_gets_the_other_engine(name, tmp_path, monkeypatch)
 
 @needs_compiler
 @pytest.mark.parametrize('change', [dict(dtype='float16'), dict(attention='torch')])
-def test_no_recording_without_kernels_for_all(change, tmp_path, monkeypatch):
+def test_no_recorder_without_kernels_for_all(change, tmp_path, monkeypatch):
     make_checkpoint('Qwen3', tmp_path)
     runtime = start(tmp_path, monkeypatch, **change)
     assert type(runtime.engine) is Engine and type(runtime.engine.attention) is TorchAttention
@@ -233,11 +233,11 @@ def check_plan(ops: list[tuple], size: int, all_rows: list[int], times: int = 1)
     toy, g = load_kernels(toy_c), np.random.default_rng(len(ops))
     numpys = [g.integers(0, 2**63, ROWS).astype(np.uint64) for _ in range(5)]
     tensors = [torch.from_numpy(o.view(np.int64).copy()) for o in numpys]
-    with Recording(Arena()) as recording:
+    with Recorder(Arena()) as recorder:
         for name, x, step, factor, who, wait in ops:
             to = [tensors[(x + step) % 4], tensors[4]][:2 if name == 'twice' else 1]
             getattr(toy, name)(*to, tensors[x], factor, ROWS, who, wait)
-    plan = Plan(recording)
+    plan = Plan(recorder)
     for _ in range(times):
         for rows in all_rows:
             plan.replay(rows, size)
@@ -282,23 +282,23 @@ def test_many_replays():
 def test_many_barriers_in_a_row():
     "A thousand kernels, each of which moves all numbers by one place and adds one, by teams of up to five threads"
     toy, x, y = load_kernels(toy_c), torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64)
-    with Recording(Arena()) as recording:
+    with Recorder(Arena()) as recorder:
         for _ in range(500): toy.turned(y, x, ROWS), toy.turned(x, y, ROWS)
-    plan, done = Plan(recording), 0
+    plan, done = Plan(recorder), 0
     for size, times in ((1, 20), (2, 6), (3, 3), (5, 1)):
         for _ in range(times): plan.replay(ROWS, size)
         done += 1000 * times
         assert x.tolist() == [(r + done) % ROWS + done for r in range(ROWS)]
 
 @needs_compiler
-def test_a_recording_is_of_its_thread_alone():
+def test_a_recorder_is_of_its_thread_alone():
     "What another thread calls meanwhile is computed at once"
     toy, x, y = load_kernels(toy_c), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-    with ThreadPoolExecutor(1) as pool, Recording(Arena()) as recording:
+    with ThreadPoolExecutor(1) as pool, Recorder(Arena()) as recorder:
         toy.add(x, 1, 3)
         pool.submit(toy.add, y, 2, 3).result()
         assert (len(recording.ops), x.tolist(), y.tolist()) == (1, [0] * 3, [2] * 3)
-    Plan(recording).replay(2, 1)
+    Plan(recorder).replay(2, 1)
     assert (x.tolist(), y.tolist()) == ([1, 1, 0], [2] * 3)
 
 @pytest.mark.parametrize('inference', [False, True])
@@ -315,7 +315,7 @@ def test_what_torch_computes_is_refused_and_views_are_not(inference):
                     equal=lambda: torch.equal(x, x), random=lambda: torch.rand(3))
     def refused(f):
         try:
-            with Recording(Arena()): f()
+            with Recorder(Arena()): f()
         except NotRecordable: return True
         return False
     with torch.inference_mode(inference):
