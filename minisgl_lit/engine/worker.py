@@ -32,7 +32,8 @@ from .tensor_parallel import (
     LeaderTable, RankError, RankProcesses, RankReady, TorchProcessGroup, follow, read_messages)
 from ..log import unblock_stderr
 from ..process import start_module
-from .memory import MemoryPlan, check_weights, free_memory, set_threads
+from .memory import (
+    MemoryPlan, MemoryRatio, check_weights, free_memory, set_threads)
 from ..kv_cache.pool import KVPool, page_bytes
 from ..kv_cache.table import TableManager, dummy_batch
 from ..attention.torch import AttentionBackend
@@ -111,9 +112,14 @@ class ResolvedConfig:
         "The shape of what this rank computes"
         return shard_config(self.model, self.config.tp)
 
+    @property
+    def ratio(self) -> MemoryRatio:
+        "The share of memory that may be filled"
+        return MemoryRatio.of(self.config.memory_ratio, self.device)
+
     def free(self) -> int:
         "Bytes that this rank may still fill; ranks on a CPU share its memory"
-        free = free_memory(self.device, self.config.memory_ratio)
+        free = free_memory(self.device, self.ratio.value)
         return free if self.device.type == 'cuda' else free // self.config.tp
 
     def graph_sizes(self) -> list[int]:
@@ -151,7 +157,8 @@ def plan_memory(
     shape = config.page_size, shard.num_kv_heads, shard.head_dim, resolved.dtype
     usable = config.max_running_req * -(-resolved.max_seq_len // config.page_size)
     each = page_bytes(shard.num_layers, *shape)
-    return MemoryPlan.make(config.num_pages, config.page_size, each, weights, free, usable)
+    return MemoryPlan.make(config.num_pages, config.page_size, each, weights, free, usable,
+                           resolved.ratio)
 
 def make_tables(
     resolved: ResolvedConfig,  # Sizes, and what computes attention
@@ -341,7 +348,7 @@ def make_engine(
     overlap: bool,             # Whether the host goes on while the device computes
 ) -> tuple[Engine, TableManager, MemoryPlan]:
     "The engine of rank 0, the table that it reads, and the memory plan"
-    size = check_weights(resolved.shard, resolved.dtype, resolved.free())
+    size = check_weights(resolved.shard, resolved.dtype, resolved.free(), resolved.ratio)
     decoder, memory, sizes = load_model(resolved, ranks, size)
     table_type = LeaderTable if ranks.size > 1 else TableManager
     table, attention = make_tables(resolved, memory.num_pages, table_type)
