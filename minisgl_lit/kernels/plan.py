@@ -236,6 +236,11 @@ class Recording(TorchDispatchMode):
         _recording.reset(self._token)
         super().__exit__(*error)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        "Torch asks. To keep its compiler out, it would import it: seconds for what nobody uses"
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out, results = func(*args, **(kwargs or {})), func._schema.returns
         if func in _MAKE: return self.arena.empty(out)
