@@ -432,14 +432,14 @@ class StepReport(Report):
 # %% ../../nbs/61_tools.bench.ipynb #adb7c7e9
 def _step_parts(
     plan: Plan, model: Decoder,   # What was timed
-    ends: np.ndarray,             # Of one replay, as `time_kernels` gives them
+    times: np.ndarray,            # Seconds of each kernel
     kv_bytes: float,              # Keys and values that attention reads in all layers
     bandwidth: float,             # Bytes a second
 ) -> list[Part]:
     "The parts of a step in the order in which they begin, and their sum"
     sizes = weight_bytes(model)
     found: dict[str, list[float]] = {}   # of each part: kernels, seconds, bytes
-    for op, seconds in zip(plan.ops, np.diff(ends) / 1e9):
+    for op, seconds in zip(plan.ops, times):
         part = found.setdefault(name := part_of(op, model), [0, 0., 0.])
         reads = 0 if name == 'embedding' else sum(sizes.get(word, 0) for word in op.words[2:])
         for i, n in enumerate((1, float(seconds), reads)): part[i] += n
@@ -453,7 +453,7 @@ def _timed_steps(
     ends: np.ndarray,        # From `time_kernels`
     work: Workload,          # Requests
 ) -> Iterator[tuple[float, np.ndarray]]:
-    "Seconds of each step in which all requests decode, and when its kernels ended"
+    "Of each step in which all requests decode: its seconds, and those of its kernels"
     for i, pair in enumerate(zip(work.prompts, _greedy_params(work))):
         scheduler.add(f'bench-{i}', *pair)
     while scheduler.has_work:
@@ -461,7 +461,7 @@ def _timed_steps(
         began = time.perf_counter()
         outputs = list(scheduler.step())
         seconds = time.perf_counter() - began
-        if ends[-1] and len(outputs) == len(work.prompts): yield seconds, ends.copy()
+        if ends[-1] and len(outputs) == len(work.prompts): yield seconds, np.diff(ends) / 1e9
 
 # %% ../../nbs/61_tools.bench.ipynb #7a486e26
 def _recorded_steps(engine: Engine, batch: int) -> RecordedSteps:
@@ -479,7 +479,7 @@ def cpu(
     config: EngineConfig,   # Which model, in which dtype; it runs on the CPU
     batch: int = 1,         # Requests that decode together
     context: int = 512,     # Tokens of each before the first step
-    steps: int = 40,        # Decode steps, of which the fastest is reported
+    steps: int = 40,        # Decode steps; shortest times are reported
 ) -> Report:
     "A decode step on a CPU, kernel by kernel, each beside the bandwidth of memory"
     _check_sizes(batch=batch, context=context, steps=steps)
@@ -492,17 +492,19 @@ def cpu(
     if not found:
         raise ValueError(f'batch={batch} requests of context={context} never decode together: '
                          'lower one of the two, or raise num_pages or max_running_req')
-    seconds, ends = min(found, key=lambda pair: pair[0])
+    whole, kernels = (np.array(o) for o in zip(*found))   # [steps], [steps, kernels]
+    beyond, least = float((whole - kernels.sum(1)).min()) * 1e3, float(whole.min()) * 1e3
     costs = ModelCosts.of(target.model, target.dtype)
     kv_bytes = float(costs.attended(context)) * costs.token_kv * costs.itemsize * batch
-    bandwidth = memory_bandwidth(target.memory.weights, 'cpu')
-    parts = _step_parts(plan, decoder, ends, kv_bytes, bandwidth)
+    bandwidth = memory_bandwidth(min(target.memory.weights, 2**28), 'cpu')
+    parts = _step_parts(plan, decoder, kernels.min(0), kv_bytes, bandwidth)
     setting: dict[str, object] = dict(
         model=config.model, dtype=_name(target.dtype), threads=torch.get_num_threads(),
         batch=batch, context=context, steps=len(found))
     return StepReport('cpu', setting, [
-        *parts, replace(parts[-1], name='whole step', value=seconds * 1e3),
-        Measurement('beyond its kernels', seconds * 1e3 - parts[-1].value, 'ms'),
+        *parts, Measurement('variation', least - beyond - parts[-1].value, 'ms'),
+        replace(parts[-1], name='whole step', value=least),
+        Measurement('beyond its kernels', beyond, 'ms'),
         Measurement('memory read', bandwidth / 1e9, 'GB/s')])
 
 # %% ../../nbs/61_tools.bench.ipynb #d68b9eb7
