@@ -463,7 +463,6 @@ def _timed_steps(
         seconds = time.perf_counter() - began
         if ends[-1] and len(outputs) == len(work.prompts): yield seconds, np.diff(ends) / 1e9
 
-# %% ../../nbs/61_tools.bench.ipynb #7a486e26
 def _recorded_steps(engine: Engine, batch: int) -> RecordedSteps:
     "Its recorded decode steps; `ValueError` if it has none for so many requests"
     steps = engine.steps if isinstance(engine, GraphEngine) else None
@@ -475,6 +474,7 @@ def _recorded_steps(engine: Engine, batch: int) -> RecordedSteps:
     raise ValueError(f'batch={batch} is more than the {steps.most} requests for which '
                      'decode steps are recorded')
 
+# %% ../../nbs/61_tools.bench.ipynb #7a486e26
 def cpu(
     config: EngineConfig,   # Which model, in which dtype; it runs on the CPU
     batch: int = 1,         # Requests that decode together
