@@ -4,6 +4,7 @@ Work is counted in tokens and steps; nothing is timed.
 """
 import asyncio, json, logging
 from itertools import combinations
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -21,10 +22,12 @@ from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.scheduler.control import Control
 from minisgl_lit.scheduler.fairness import FairOrder, VirtualTokenCounters
 from minisgl_lit.scheduler.scheduler import Scheduler
-from minisgl_lit.server.api_server import create_app
+from minisgl_lit.server.api_server import Api, create_app
 from minisgl_lit.server.callers import Account, Callers, RateLimitError
 from minisgl_lit.server.engine_core import ControlHandler, GrammarQueue, handle
 from minisgl_lit.server.messages import UserMsg, decode, encode
+from minisgl_lit.server.native_protocol import AbortRequest
+from minisgl_lit.server.protocol import ApiError
 from minisgl_lit.testing.toy_engine import ToyEngine
 from test_contract import Scripted, tokenizer   # noqa: F401   a fixture
 
@@ -336,7 +339,7 @@ def test_one_key_or_none(tokenizer):   # noqa: F811
         asyncio.run(all_of_them())
         return found, [o for o in engine.orders if o[0] == "abort"]
     keyed, admin_only = ServerConfig(api_key="k", admin_key="operator"), ServerConfig(admin_key="operator")
-    assert statuses(Callers.from_config(keyed), "k") == ([403]*6 + [200]*3, [("abort", "default/*"), ("abort", "default/a*"), ("abort", "default/a")])
+    assert statuses(Callers.from_config(keyed), "k") == ([403]*8 + [200], [("abort", "default/a")])
     assert statuses(Callers.from_config(ServerConfig(api_key="k")), "k")[0][:6] == [403]*6   # nobody may
     assert statuses(Callers.from_config(admin_only), "") == ([403]*8 + [200], [("abort", "a")])
     assert statuses(None, "")[0] == [200]*9
@@ -348,6 +351,20 @@ def test_nobody_aborts_or_takes_the_names_of_others(web):
     for rid in ("mine", "*", "alice/mine", "../alice/mine"): assert web("/abort_request", rid=rid).status_code == 200
     assert web.engine.orders == [("abort", "bob/mine"), ("abort", "bob/*"), ("abort", "bob/alice/mine"), ("abort", "bob/../alice/mine")]
     assert web("/abort_request", "operator", rid="alice/mine").status_code == 200 and web.engine.orders[-1] == ("abort", "alice/mine")
+
+def test_a_star_reaches_nobody_elses_requests():
+    "With one key for all, or none beside an admin's, a prefix would be one of everybody's names"
+    for account, allowed in ((Account('alice'), True), (Account('default', is_shared=True), False), (Account(is_shared=True), False),
+                             (Account(is_admin=True, is_shared=True), True)):
+        asked = []
+        async def control(command, argument): asked.append(argument)
+        app, request = SimpleNamespace(control=control), SimpleNamespace(state=SimpleNamespace(account=account))
+        for rid in ('*', 'a*', 'a'):
+            abort = Api.abort_request(app, AbortRequest(rid=rid), request)
+            if allowed or rid == 'a': asyncio.run(abort)
+            else:
+                with pytest.raises(ApiError, match='admin_key'): asyncio.run(abort)
+        assert len(asked) == (3 if allowed else 1)
 
 def test_nobody_sees_a_key(web, caplog):
     secrets = "k-alice-0123456789", "k-bob-0123456789ab", "operator"

@@ -343,7 +343,7 @@ class Api:
         rid = body.rid or '*'
         if body.rid and not account.is_admin: rid = account.engine_rid(rid)
         elif not account.is_admin: account.check_admin()
-        if rid.endswith('*') and not account.name: account.check_admin()
+        if rid.endswith('*') and account.is_shared: account.check_admin()   # of others, too
         return await self.control('abort', rid)
 
     async def pause(self, body: PauseRequest | None = None) -> dict[str, object]:

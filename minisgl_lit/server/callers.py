@@ -85,9 +85,11 @@ class Account:
         requests_per_minute: int | None = None,   # `None`: as many as it likes
         tokens_per_minute: int | None = None,     # Of prompts and answers together
         is_admin: bool = False,                   # Whether it may stop and measure the engine
+        is_shared: bool = False,                  # Whether many callers are this one
         clock: Callable[[], float] = time.monotonic,   # Seconds
     ):
-        self.name, self.weight, self.is_admin = name, weight, is_admin
+        self.name, self.weight = name, weight
+        self.is_admin, self.is_shared = is_admin, is_shared
         limits = dict(requests=requests_per_minute, tokens=tokens_per_minute)
         self.buckets = {kind: TokenBucket(n, clock) for kind, n in limits.items() if n}
 
@@ -190,7 +192,8 @@ class Callers:
         if admin_key in keys: raise ValueError('admin_key must not be the key of a caller, too')
         if admin_key is not None: keys[admin_key] = Account('admin', is_admin=True)
         for key, account in keys.items(): self._by_digest[self._digest(key.encode())] = account
-        self._without_key = None if accounts else Account(is_admin=admin_key is None)
+        anyone = Account(is_admin=admin_key is None, is_shared=True)
+        self._without_key = None if accounts else anyone
 
     @classmethod
     def from_config(
@@ -200,7 +203,7 @@ class Callers:
         "As the settings say; `ValueError` if they contradict each other or the file is wrong"
         if config.api_key and config.api_keys:
             raise ValueError('api_key and api_keys both say who may call; give one of them')
-        accounts = {config.api_key: Account('default')} if config.api_key else None
+        accounts = {config.api_key: Account('default', is_shared=True)} if config.api_key else None
         if config.api_keys: accounts = read_accounts(config.api_keys)
         return cls(accounts, config.admin_key)
 
