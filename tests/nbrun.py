@@ -55,7 +55,7 @@ def _key(outputs, volatile=False, pictures=False):
         else: res.append(tuple((k, str(v)) for k, v in sorted(o.data.items())
                                if (pictures and not volatile or not k.startswith("image/")) and "widget-view" not in k))
     res = _addr.sub("", repr(res))
-    return re.sub(r"[\d.,]+(e[+-]\d+)?|\s+", "", res) if volatile else res
+    return re.sub(r"-?[\d.,]+(e[+-]\d+)?|\s+", "", res) if volatile else res
 
 def _fix_widget_ids(nb):
     "Number the widget models in order of creation, so that a rerun gives the same file."

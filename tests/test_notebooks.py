@@ -3,7 +3,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 
 import nbformat, pytest
-from nbrun import notebooks, run
+from nbrun import _key, notebooks, run
 
 flags, package = os.environ.get("TST_FLAGS", "").split(), bool(os.environ.get("TST_PACKAGE"))
 
@@ -12,6 +12,11 @@ def test_notebook(path):
     err, stale, _ = run(path, flags, package=package)
     if err: pytest.fail(err, pytrace=False)
     if stale: pytest.fail(f"stored outputs are not those of this code, in cells {stale}: run `make nbs`", pytrace=False)
+
+def test_a_volatile_output_is_compared_without_its_numbers():
+    "A difference of two times may be below zero"
+    def key(text): return _key([nbformat.v4.new_output("stream", text=text)], volatile=True)
+    assert key("0.27 µs an event, 3 pages") == key("-1.5e-02 µs an event, 12 pages") != key("0.27 µs an event, 3 tokens")
 
 def test_a_kernel_ends_with_who_started_it(tmp_path):
     "Even if that is killed in the middle of a notebook"
