@@ -1,7 +1,7 @@
 # `make serve` and `make test` are all you need; what they need is installed into .venv on first use.
 PY   ?= python3
 PORT ?= 1919
-J    ?= 2
+J    ?= 3
 # EXTRA=cuda: FlashInfer too, on a machine with an NVIDIA GPU
 EXTRA ?=
 BIN  := .venv/bin

@@ -283,8 +283,8 @@ def test_in_a_script(tmp_path, way, end):
     finally: p.kill()
 
 def test_ctrl_c_ends_open_streams():
-    "Their callers are told so, and each leaves its line in the log, before the program ends"
-    with subprocess.Popen([sys.executable, '-m', 'minisgl_lit', 'serve', '--port', '0', '--num-pages', '128', '--log-interval', '0'],
+    "Their callers are told so, and each leaves its line in the log, before the program ends; a host that is open to all left one at the start"
+    with subprocess.Popen([sys.executable, '-m', 'minisgl_lit', 'serve', '--port', '0', '--host', '0.0.0.0', '--num-pages', '128', '--log-interval', '0'],
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
         url = p.stdout.readline().split()[-1]
         with web.stream('POST', url + '/v1/completions', json=dict(prompt='Hello', max_tokens=1500, ignore_eos=True, stream=True)) as answer:
@@ -294,7 +294,7 @@ def test_ctrl_c_ends_open_streams():
             rest = [o for o in lines if o]
         assert 'the server was stopped' in rest[-2] and rest[-1] == 'data: [DONE]'
         assert p.wait(60) == 0
-        assert re.fullmatch(r"(Without native kernels.*\n)?POST '/v1/completions' 200 [\d.]+ ms [0-9a-f]{32}\n", p.stderr.read())
+        assert re.fullmatch(r"(Without native kernels.*\n)?minisgl_lit: host 0.0.0.0 lets other machines in.*\nPOST '/v1/completions' 200 [\d.]+ ms [0-9a-f]{32}\n", p.stderr.read())
 
 def test_a_fork_may_end():
     "It has no thread of the server, so it must not wait for one; and it must not stop the parent's"

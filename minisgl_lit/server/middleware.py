@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'access_line', 'failure_line', 'log_to_stderr', 'AccessLogMiddleware', 'ErrorMiddleware', 'ApiKeyMiddleware',
-           'read_body', 'count_values', 'check_values', 'trim_memory', 'BodyLimitMiddleware', 'middleware_stack']
+           'read_body', 'check_values', 'trim_memory', 'BodyLimitMiddleware', 'middleware_stack']
 
 # %% ../../nbs/49_server.middleware.ipynb #0d18c9fa
 import asyncio
@@ -178,21 +178,21 @@ _MAX_VALUES = 500_000   # values; the ids of all prompts among them
 _TEXT = re.compile(rb'"(?:[^"\\]++|(?:\\.)++)*+"?', re.DOTALL)
 _LONG_TEXT = 4 << 20    # bytes of a body whose texts are looked for
 
-def count_values(body: bytes) -> tuple[int, int]:
-    "At most how many names, objects and lists JSON has, and how many commas"
-    return sum(map(body.count, (b':', b'{', b'['))), body.count(b',')
+def _excess(json: bytes) -> str:
+    "What is said about JSON with too many marks, and nothing about any other"
+    n_nodes, n_values = sum(map(json.count, (b':', b'{', b'['))), json.count(b',')
+    if n_nodes <= _MAX_NODES and n_values <= _MAX_VALUES: return ''
+    return (f'the body has {n_nodes:,} of the marks : {{ [ and {n_values:,} commas; there '
+            f'may be {_MAX_NODES:,} and {_MAX_VALUES:,}')
 
 def check_values(
     body: bytes,  # JSON, or anything else
 ) -> None:
     "`ApiError` 413 if to parse it would make too many objects"
-    def fits() -> bool: return n_nodes <= _MAX_NODES and n_values <= _MAX_VALUES
-    n_nodes, n_values = count_values(body)
-    if not fits() and len(body) <= _LONG_TEXT:
-        n_nodes, n_values = count_values(_TEXT.sub(b'', body, count=_MAX_NODES + _MAX_VALUES))
-    if fits(): return
-    raise ApiError(f'the body has {n_nodes:,} of the marks : {{ [ and {n_values:,} commas; there '
-                   f'may be {_MAX_NODES:,} and {_MAX_VALUES:,}', 413, code='too_many_values')
+    excess = _excess(body)
+    if excess and len(body) <= _LONG_TEXT:
+        excess = _excess(_TEXT.sub(b'', body, count=_MAX_NODES + _MAX_VALUES))
+    if excess: raise ApiError(excess, 413, code='too_many_values')
 
 # %% ../../nbs/49_server.middleware.ipynb #9b27c1e6
 _LARGE = 1 << 18   # bytes of a body, after which memory is given back

@@ -52,7 +52,7 @@ for (const e of article.querySelectorAll('*'))
 for (const o of article.querySelectorAll('img')) if (!o.naturalWidth) found.add('no picture ' + o.src);
 return [...found]"""
 
-@pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desk"])
+@pytest.mark.parametrize("width", [pytest.param(390, id="phone"), pytest.param(1280, id="desk", marks=pytest.mark.long)])   # what fits on a phone, fits
 def test_every_page_fits(visit, site, width):
     "Nothing reaches beyond the page, but in a box of its own that can be scrolled"
     page, bad = visit("index.html"), {}
