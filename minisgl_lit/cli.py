@@ -57,6 +57,7 @@ def serve(
     """Serve a model over HTTP, until Ctrl-C. Clients of OpenAI's API can use it, under /v1.
 
     When it is ready, one line on standard output ends in the URL."""
+    from minisgl_lit.server.middleware import keep_little_memory
     config, start = from_args(ServerConfig, args), minisgl_lit.serve
     for name in 'api_key', 'admin_key':
         if getattr(config, name): _say(
@@ -66,6 +67,7 @@ def serve(
         config = replace(config, api_key=_key(config.api_key, 'MINISGL_LIT_API_KEY'))
     config = replace(config, admin_key=_key(config.admin_key, 'MINISGL_LIT_ADMIN_KEY'))
     _interruptible()
+    keep_little_memory()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         server = start(**asdict(config))

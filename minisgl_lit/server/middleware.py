@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'access_line', 'failure_line', 'log_to_stderr', 'AccessLogMiddleware', 'ErrorMiddleware', 'ApiKeyMiddleware',
-           'read_body', 'check_values', 'trim_memory', 'BodyLimitMiddleware', 'middleware_stack']
+           'read_body', 'check_values', 'trim_memory', 'keep_little_memory', 'BodyLimitMiddleware', 'middleware_stack']
 
 # %% ../../nbs/49_server.middleware.ipynb #0d18c9fa
 import asyncio
@@ -204,6 +204,13 @@ async def trim_memory(
     await asyncio.sleep(seconds)
     trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)   # glibc has it
     if trim: await asyncio.to_thread(trim, 0)
+
+_M_TRIM_THRESHOLD = -1   # in glibc's malloc.h
+
+def keep_little_memory() -> None:
+    "From now on give the free end of each arena back, where the C library can"
+    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)   # glibc has it
+    if mallopt: mallopt(_M_TRIM_THRESHOLD, _LARGE)
 
 # %% ../../nbs/49_server.middleware.ipynb #5fadd534
 class BodyLimitMiddleware:
