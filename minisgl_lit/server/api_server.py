@@ -325,10 +325,11 @@ class Api:
         return JSONResponse({'tokens': tokens if several else tokens[0], 'count': count,
                              'max_model_len': self.info.get('max_seq_len')})
 
-    async def detokenize(self, body: DetokenizeRequest, request: Request) -> dict[str, object]:
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
         "The text of some tokens, or of several lists of them"
         texts = await self.texts.texts(request, body.token_lists, body.skip_special_tokens)
-        return {'text': texts if body.tokens and isinstance(body.tokens[0], list) else texts[0]}
+        several = body.tokens and isinstance(body.tokens[0], list)
+        return JSONResponse({'text': texts if several else texts[0]})
 
     # %% ../../nbs/55_server.api_server.ipynb #65f25cb6
     async def control(self, command: str, argument: str = '') -> dict[str, object]:

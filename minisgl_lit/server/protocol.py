@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -173,10 +174,10 @@ def as_prompts(
     "A list of prompts, each a text or token ids; `ValueError` for anything else"
     if isinstance(prompt, str): return [prompt]
     items = prompt if isinstance(prompt, list) else []
-    types = {type(o) for o in items}
+    types = {*map(type, items)}
     if types == {int}: return [items]
     if types == {str}: return items
-    if types == {list} and {type(token) for ids in items for token in ids} <= {int}: return items
+    if types == {list} and {*map(type, chain.from_iterable(items))} <= {int}: return items
     raise ValueError('a text, a list of token ids, or a list of either')
 
 # %% ../../nbs/48_server.protocol.ipynb #ffb87a6d
