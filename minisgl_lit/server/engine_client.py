@@ -328,8 +328,10 @@ class AsyncEngineClient:
             for message in messages: self.dispatch(message)
             for _ in range(2): await asyncio.sleep(0)   # the woken streams make events; send them
             busy = time.thread_time() - start
-            if busy > _MIN_BUSY: await asyncio.sleep(busy * (1 - _MAX_CPU_SHARE) / _MAX_CPU_SHARE)
+            rest = min(busy * (1 - _MAX_CPU_SHARE) / _MAX_CPU_SHARE, _LONGEST_REST)
+            if busy > _MIN_BUSY: await asyncio.sleep(rest)
 
 # %% ../../nbs/53a_server.engine_client.ipynb #90a67773
 _MAX_CPU_SHARE = .1     # of a core that `listen` and what it wakes may take; the rest computes
 _MIN_BUSY = .001        # seconds of a round that need no rest
+_LONGEST_REST = .1      # seconds in which a stream may stand still for it

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel, ConfigDict, Field, SkipValidation, field_validator, model_validator)
 
 from ..core.request import FinishReason, Logprob
 from ..text.tool_calls import ParsedPart, ToolCall, ToolParser, join_calls
@@ -229,7 +230,7 @@ class ChatRequest(ApiRequest):
 # %% ../../nbs/54_server.openai_protocol.ipynb #8e3fc292
 class CompletionRequest(ApiRequest):
     "The body of `/v1/completions`."
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]   # `_check_prompt` does
     echo: bool | None = None   # Repeat the prompt before the output
 
     @field_validator('prompt', mode='before')

@@ -13,7 +13,8 @@ from dataclasses import fields, replace
 from itertools import chain
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel, ConfigDict, Field, SkipValidation, ValidationInfo, field_validator)
 
 from ..core.sampling_params import QueueFull, RequestError, SamplingParams, quote
 
@@ -213,8 +214,8 @@ Rid = Annotated[str, Field(max_length=128)]   # stands in every event, so it may
 class GenerateRequest(BaseModel):
     "The body of `/generate`: one prompt or many, in `text` or in `input_ids`."
     model_config = ConfigDict(strict=True)
-    text: str | list[str] | None = None                   # One prompt or several: this
-    input_ids: list[int] | list[list[int]] | None = None  # or this
+    text: SkipValidation[str | list[str] | None] = None   # One prompt or several: this
+    input_ids: SkipValidation[list[int] | list[list[int]] | None] = None   # or this
     sampling_params: (NativeSamplingRequest | list[NativeSamplingRequest] |
                       None) = None         # For all prompts, or one map for each
     stream: bool | None = None             # Whether to stream the output
