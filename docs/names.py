@@ -104,7 +104,7 @@ class Names:
 
 class Terms:
     "The words of the glossary; `link` leads to it from where a page first uses each. A word of two senses must stand in italics."
-    two_senses = {"row", "stream", "limit", "host", "decode", "step", "page", "lock", "rank", "launch", "duplicate", "policy", "give back"}
+    two_senses = {"row", "stream", "limit", "host", "decode", "step", "page", "lock", "rank", "launch", "duplicate", "policy", "give back", "recording", "team"}
 
     def __init__(self, glossary):
         blocks = re.findall(r"```\{glossary\}\n(.*?)```", glossary, re.S)

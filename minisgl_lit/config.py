@@ -102,8 +102,9 @@ class EngineConfig:
     page_size: int = setting(16, 'Tokens in a page of the KV cache', low=1)
     num_pages: int | None = setting(
         None, 'Pages in the KV cache; None takes what memory_ratio leaves', low=1)
-    memory_ratio: float = setting(
-        .9, "Share of the device's memory for weights and KV cache together", high=1)
+    memory_ratio: float | Literal['auto'] = setting(
+        'auto', "Share of the device's memory for weights and KV cache together; auto is 0.9 of "
+        'a GPU, and 0.5 of what is free on a CPU', high=1)
     max_running_req: int = setting(256, 'Requests that may run at once', low=1)
     max_seq_len: int | None = setting(
         None, "Longest sequence, prompt and answer; None is the model's", low=1)
@@ -142,7 +143,8 @@ class EngineConfig:
         words="'auto', 'native', 'torch', 'flashinfer', "
               'or two of them with a comma between')
     cuda_graph_max_bs: int | Literal['auto'] = setting(
-        'auto', 'Largest batch whose decode steps are captured as CUDA graphs; 0 captures none')
+        'auto', 'Largest batch whose decode steps are captured, as CUDA graphs or, on a CPU, as a '
+        'plan; 0 captures none')
     seed: int | None = setting(None, 'Start of all randomness; None draws one')
     max_queued_req: int = setting(4096, 'Requests that may wait; more are refused', low=1)
     threads: int | None = setting(

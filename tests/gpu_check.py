@@ -314,7 +314,7 @@ def bench256(args) -> Figures:
             began, name = time.perf_counter(), 'overlap' if overlap else 'normal'
             with make_llm(folder, True, dummy_weights=True, overlap=overlap, max_running_req=256, max_seq_len=2560, page_size=16) as llm:
                 runtime = runtime_of(llm)
-                yield {f'{name}_start_s': time.perf_counter() - began, 'memory': str(runtime.memory), 'recordings': len(runtime.engine.graphs.sizes)}
+                yield {f'{name}_start_s': time.perf_counter() - began, 'memory': str(runtime.memory), 'recordings': len(runtime.engine.steps.sizes)}
                 work = workloads['bench256'].draw(runtime.model_config.vocab_size, seed=0)
                 counts = timed(runtime.scheduler)
                 for kind, temperature in dict(greedy=0., random=.6).items():

@@ -114,7 +114,7 @@ def test_without_a_compiler(tmp_path):
     done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', __file__, '-k', 'reference_says'],
                           env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
-    code = 'import torch, minisgl_lit.attention.cpu as a; print(a.load(a.attention_c), a.load(a.attention_c + " "))'
+    code = 'import torch, minisgl_lit.attention.cpu as a; print(a.load_kernels(a.attention_c), a.load_kernels(a.attention_c + " "))'
     done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[1])
     assert done.stdout == 'None None\n' and done.stderr.count('\n') == 1 and '/bin/false' in done.stderr
 

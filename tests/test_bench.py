@@ -16,6 +16,7 @@ from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.tools.roofline import (
     ModelCosts, LowerBound, Roofline, WorkloadShape, Workload, lower_bound, workloads)
+from minisgl_lit.kernels.plan import load_kernels, team_c
 from minisgl_lit.models.decoder import ModelConfig
 from minisgl_lit.models.moe import MoeMlp
 from minisgl_lit.core.outputs import EngineCoreOutput
@@ -68,6 +69,31 @@ def test_the_faster_format_computes_and_is_named(monkeypatch):
     rates[torch.bfloat16] = 9.
     assert limits.peak_matmul_rate(torch.bfloat16, "cpu") == (9., torch.bfloat16)
     assert limits.peak_matmul_rate(torch.float32, "cpu") == (5., torch.float32)
+
+
+def test_the_parts_of_a_step_add_up():
+    "The kernels' times, their sum, the step; and all weights are read once"
+    if not load_kernels(team_c): pytest.skip("no compiler, so no plan")
+    costs = ModelCosts.of(bench._model("embedded"), torch.float32)
+    for batch in (1, 3):
+        report = bench.cpu(tiny, batch=batch, context=40, steps=4)
+        *parts, kernels, variation, whole, beyond, read = report.figures
+        times = [o.value for o in parts]
+        assert all(o > 0 for o in times) and sum(times) == pytest.approx(kernels.value) and kernels.value < whole.value
+        assert kernels.value + variation.value + beyond.value == pytest.approx(whole.value) and variation.value > -1e-9 and beyond.value > 0
+        bytes_read = {o.name.split(" ×")[0]: o.n_bytes for o in parts}
+        assert bytes_read["attend"] == batch * 40 * costs.token_kv * costs.itemsize
+        weights = sum(bytes_read.values()) - bytes_read["attend"]
+        least = costs.itemsize * (costs.layer_weights + costs.head_weights)
+        assert least < weights < 1.02 * least   # the final norm, and rows of padding
+        counts = [int(o.name.split("× ")[1]) for o in parts]
+        assert sum(counts) == int(kernels.name.split("× ")[1]) > 4 * bench._model("embedded").num_layers
+        assert "GB/s" in str(report) and json.loads(report.json())["whole_step"] == whole.value
+
+
+def test_a_step_that_is_not_recorded_is_refused():
+    with pytest.raises(ValueError, match="cpu measures a recorded decode step, and this model has none here"):
+        bench.cpu(replace(tiny, dtype="float16"), context=9)
 
 
 def test_a_measurement_reads_as_much_as_a_token_does(monkeypatch):

@@ -64,7 +64,7 @@ def test_parts_add_up(drawn, seed):
     def same(part, join): torch.testing.assert_close(join([part(o) for o in ranks]), part(whole), rtol=1e-3, atol=1e-4)
     same(lambda m: m._embed(ids), sum)
     for i in range(2):
-        same(lambda m: m.attention(i, x, m.angles(torch.arange(4), x), attend), sum)
+        same(lambda m: m.attention(i, x, m.angles(torch.arange(4)), attend), sum)
         same(lambda m: m.mlps[i].forward(x, m.layers[i]), sum)
     same(lambda m: m.logits(x), lambda found: torch.cat(found, -1)[:, :config.vocab_size])
 

@@ -19,7 +19,7 @@ from ..kv_cache.table import to_device
 from . import torch as attention
 from .torch import AttentionBackend, TorchAttention
 from .cpu_kernels import BLOCK, attention_c
-from ..kernels.compiler import load
+from ..kernels.plan import load_kernels, team_size
 
 # %% ../../nbs/32_attention.cpu.ipynb #b12c29b3
 def ragged_index(
@@ -73,7 +73,9 @@ class CpuMetadata:
     out_loc: torch.Tensor   # Slot of each new token, [n_tokens]
     tasks: torch.Tensor     # For the kernel, the largest first, [n_tasks, 8]
     merges: torch.Tensor    # Token, first part, parts of each decoding request, [n, 3]
-    n_parts: int            # Of all decoding requests
+    counts: torch.Tensor    # How many tasks, how many merges, tokens of the largest group, [3]
+    n_parts: int            # Of all decoding requests, at most
+    threads: int            # That compute it
 
 def dense_heads(
     x: torch.Tensor,  # [n_tokens, n_heads, head_dim]
@@ -99,25 +101,53 @@ class CpuAttention:
         windows: Sequence[int | None] = (),  # Of each layer, in tokens; `None` or none: all
     ):
         self.pool, self.page_table = pool, page_table
-        lib = load(attention_c)
+        lib = load_kernels(attention_c)
         if lib is None: raise RuntimeError('CpuAttention needs a C compiler')
         self.windows, self.lib = dict(enumerate(windows)), lib
         self.layers = [(pool.k(i), pool.v(i)) for i in range(len(pool.buffer))]
 
-    def prepare(
-        self,
-        batch: Batch,       # What will be computed
-    ) -> CpuMetadata:    # For `forward`, in every layer
-        "Cut the work into tasks, the largest first"
-        extend, kv_heads = batch.extend_lens, self.pool.buffer.shape[3]
+    def _tasks(self, batch: Batch, threads: int) -> tuple[list[np.ndarray], int]:
+        "Slots, tasks, merges and their counts; and numbers to multiply"
+        extend, (kv_heads, dim) = batch.extend_lens, self.pool.buffer.shape[3:]
         decoding, chunks = np.flatnonzero(extend == 1), np.flatnonzero(extend != 1)
-        tasks, merges = decode_tasks(batch, decoding, torch.get_num_threads())
-        tasks = np.concatenate([tasks, extend_tasks(batch, chunks, kv_heads)])
+        tasks, merges = decode_tasks(batch, decoding, threads)
+        if len(chunks): tasks = np.concatenate([tasks, extend_tasks(batch, chunks, kv_heads)])
         _, _, n, _, lo, hi, _, part = tasks.T
         work = n * (hi - lo) * np.where(part < 0, 1, kv_heads)
         tasks = tasks[np.argsort(-work, kind='stable')]
-        sent = (to_device(o, 'cpu') for o in (batch.out_loc, tasks, merges))
-        return CpuMetadata(*sent, n_parts=int(merges[:, 2].sum()))
+        counts = np.array([len(tasks), len(merges), n[part < 0].max(initial=0)])
+        return [batch.out_loc, tasks, merges, counts], int(work.sum()) * dim
+
+    def prepare(
+        self,
+        batch: Batch,    # What will be computed
+    ) -> CpuMetadata:    # For `forward`, in every layer
+        "Cut the work into tasks, the largest first"
+        arrays, work = self._tasks(batch, torch.get_num_threads())
+        n_parts, sent = int(arrays[2][:, 2].sum()), (to_device(o, 'cpu') for o in arrays)
+        return CpuMetadata(*sent, n_parts=n_parts, threads=team_size(work, 100_000))
+
+    # %% ../../nbs/32_attention.cpu.ipynb #afc089bc
+    def static(
+        self,
+        most: int,       # Requests in the largest batch
+    ) -> CpuMetadata:    # For `forward`, and `update`
+        "Metadata of decode steps, in tensors that never move; `update` fills them"
+        threads = torch.get_num_threads()
+        n_parts = most + PARTS_PER_THREAD * threads
+        shapes = (most,), (n_parts, 8), (most, 3), (3,)
+        zeros = (torch.zeros(o, dtype=torch.int64) for o in shapes)
+        return CpuMetadata(*zeros, n_parts=n_parts, threads=threads)
+
+    def update(
+        self,
+        metadata: CpuMetadata,  # From `static`
+        batch: Batch,           # A decode step
+    ) -> None:
+        "Cut its work into tasks"
+        m, (arrays, _) = metadata, self._tasks(batch, metadata.threads)
+        for to, array in zip((m.out_loc, m.tasks, m.merges, m.counts), arrays):
+            to.numpy()[:len(array)] = array
 
     # %% ../../nbs/32_attention.cpu.ipynb #e63afd92
     def forward(
@@ -126,19 +156,18 @@ class CpuAttention:
         k: torch.Tensor,   # Their keys, [n_tokens, num_kv_heads, head_dim]
         v: torch.Tensor,   # Their values, same shape
         layer: int,        # Whose keys and values these are
-        metadata: object,  # From `prepare`
+        metadata: object,  # From `prepare` or `static`
     ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
         "Store the new keys and values, then attend to the request's tokens up to each query"
         assert isinstance(metadata, CpuMetadata)
         (n, heads, dim), m, pool, out = q.shape, metadata, self.pool, q.new_empty(q.shape)
         q, k, v = map(dense_heads, (q, k, v))
-        parts = torch.empty(m.n_parts, heads, dim + 2)
+        parts = q.new_empty(m.n_parts, heads, dim + 2, dtype=torch.float32)
         self.lib.attend(
-            out, q, k, v, *self.layers[layer], m.out_loc, n, self.page_table,
-            self.page_table.stride(0), pool.page_size, heads, k.shape[1], dim,
-            q.stride(0), k.stride(0), v.stride(0), self.windows.get(layer) or NO_WINDOW,
-            m.tasks, m.tasks.shape[0], parts, m.merges, m.merges.shape[0],
-            q.dtype == torch.bfloat16, torch.get_num_threads())
+            out, q, k, v, *self.layers[layer], m.out_loc, self.page_table, self.page_table.stride(0),
+            pool.page_size, n, heads, k.shape[1], dim, q.stride(0), k.stride(0), v.stride(0),
+            self.windows.get(layer) or NO_WINDOW, m.tasks, parts, m.merges, m.counts,
+            q.dtype == torch.bfloat16, threads=m.threads)
         return out
 
 # %% ../../nbs/32_attention.cpu.ipynb #e63afd92
@@ -152,7 +181,8 @@ def cpu_attention(
 ) -> AttentionBackend:
     "The backend with the kernel if it supports this pool, else the reference"
     supported = pool.buffer.dtype in (torch.float32, torch.bfloat16)
-    native = supported and pool.buffer.device.type == 'cpu' and load(attention_c) is not None
+    on_cpu = pool.buffer.device.type == 'cpu'
+    native = supported and on_cpu and load_kernels(attention_c) is not None
     return (CpuAttention if native else TorchAttention)(pool, page_table, windows)
 
 backends = attention.backends | {'native': cpu_attention}

@@ -224,11 +224,11 @@ INLINE void decode(const task *t, const attention_args *args, float *state, int 
         state[h * ld + dim] = -1e30f;      // below any score
     }
     const char *k[2][BLOCK], *v[2][BLOCK];      // of this block and of the next
-    look_up_pages(t, args, lo, k[0], v[0], NULL, bf16);
+    look_up_pages(t, args, lo, k[0], v[0], args->keys, bf16);
     for (i64 b = 0; b < BLOCK; b++) fetch(k[0][b], k[0][b], 0, args->kv_heads * dim, bf16);
     for (i64 p = lo, i = 0; p < t->hi; p += BLOCK, i ^= 1) {
         i64 n = lesser(BLOCK, t->hi - p);
-        look_up_pages(t, args, p + n, k[i ^ 1], v[i ^ 1], NULL, bf16);
+        look_up_pages(t, args, p + n, k[i ^ 1], v[i ^ 1], args->keys, bf16);
         decode_block(args, q, n, k[i], v[i], k[i ^ 1], s, state, bf16);
     }
     free(queries);
@@ -367,56 +367,43 @@ INLINE void extend(const task *t, const attention_args *args, const workspace *w
 _run_task_c = _extend_c + r"""
 static void run_task(const task *t, const attention_args *args, const workspace *ws,
                      void *out, float *parts, int bf16) {
+    if (t->part < 0) {
+        if (bf16) extend(t, args, ws, out, 1); else extend(t, args, ws, out, 0);
+        return;
+    }
     float *state = parts + t->part * args->heads * (args->dim + 2);
-    if (t->part < 0) { if (bf16) extend(t, args, ws, out, 1); else extend(t, args, ws, out, 0); }
-    else if (bf16) decode(t, args, state, 1);
-    else decode(t, args, state, 0);
-}
-static i64 cost(const task *t, const attention_args *args) {
-    i64 heads = t->part < 0 ? args->heads / args->kv_heads : args->heads;
-    return (t->hi - t->lo) * t->n * heads * args->dim;
+    if (bf16) decode(t, args, state, 1); else decode(t, args, state, 0);
 }
 """
 
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #f7eb0a9d
 attention_c = _run_task_c + r"""
 void attend(void *out, const void *q, const void *k, const void *v, void *keys,
-            void *values, const i64 *out_loc, i64 n_tokens,
-            const int32_t *table, i64 max_pages, i64 page_size,
-            i64 heads, i64 kv_heads, i64 dim, i64 q_stride, i64 k_stride, i64 v_stride,
-            i64 window, const task *tasks, i64 n_tasks,
-            float *parts, const i64 *merges, i64 n_merges, i64 bf16, i64 threads) {
+            void *values, const i64 *out_loc, const int32_t *table, i64 max_pages, i64 page_size,
+            i64 rows, i64 heads, i64 kv_heads, i64 dim, i64 q_stride, i64 k_stride, i64 v_stride,
+            i64 window, const task *tasks, float *parts, const i64 *merges, const i64 *counts,
+            i64 bf16, team *t) {
     attention_args args = { heads, kv_heads, dim, page_size, max_pages,
                             q_stride, k_stride, v_stride, window, q, keys, values, table };
     i64 slot = kv_heads * dim, bytes = slot * (bf16 ? 2 : 4), part_size = heads * (dim + 2);
-    i64 work = n_tokens * slot;   // numbers to copy, and multiplications
-    i64 most = 0;                 // tokens in the largest group
-    for (i64 i = 0; i < n_tasks; i++) {
-        if (tasks[i].part < 0 && tasks[i].n > most) most = tasks[i].n;
-        work += cost(tasks + i, &args);
+    i64 n_tasks = counts[0], n_merges = counts[1], most = counts[2];      // of tokens in a task
+    for (EACH(r, rows)) {
+        i64 to = out_loc[r] * slot;
+        memcpy((void *)at(keys, to, bf16), at(k, r * k_stride, bf16), bytes);
+        memcpy((void *)at(values, to, bf16), at(v, r * v_stride, bf16), bytes);
     }
-    #pragma omp parallel num_threads(threads) if(work > 200000)
-    {
-        #pragma omp for
-        for (i64 t = 0; t < n_tokens; t++) {
-            i64 to = out_loc[t] * slot;
-            memcpy((void *)at(keys, to, bf16), at(k, t * k_stride, bf16), bytes);
-            memcpy((void *)at(values, to, bf16), at(v, t * v_stride, bf16), bytes);
-        }
-        workspace ws = {0};
-        if (most) ws = make_workspace(most, &args, bf16);
-        #pragma omp for schedule(dynamic)
-        for (i64 i = 0; i < n_tasks; i++) run_task(tasks + i, &args, &ws, out, parts, bf16);
-        free(ws.q);
-        free(ws.s);
-        #pragma omp for
-        for (i64 i = 0; i < n_merges * heads; i++) {
-            const i64 *m = merges + i / heads * 3;   // token, first part, parts
-            i64 head = i % heads;
-            void *to = (void *)at(out, (m[0] * heads + head) * dim, bf16);
-            float *first = parts + m[1] * part_size + head * (dim + 2);
-            merge_parts(to, first, m[2], part_size, dim, bf16);
-        }
+    barrier(t);
+    workspace ws = {0};
+    if (most) ws = make_workspace(most, &args, bf16);
+    for (i64 i; (i = take(t)) < n_tasks;) run_task(tasks + i, &args, &ws, out, parts, bf16);
+    free(ws.q);
+    free(ws.s);
+    barrier(t);
+    for (EACH(i, n_merges * heads)) {
+        const i64 *m = merges + i / heads * 3;   // token, first part, parts
+        i64 head = i % heads;
+        void *to = (void *)at(out, (m[0] * heads + head) * dim, bf16);
+        merge_parts(to, parts + m[1] * part_size + head * (dim + 2), m[2], part_size, dim, bf16);
     }
 }
 """

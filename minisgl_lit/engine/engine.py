@@ -96,7 +96,7 @@ class Engine:
         def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, metadata)
         last = to_device(batch.last_tokens, self.device)
         if batch.logprob_requests and len(batch.logprob_requests.tokens):
-            hidden = self.model.hidden(input_ids, positions, attend)
+            hidden = self.model.hidden(input_ids, self.model.angles(positions), attend)
             launched.logits = self.model.logits(hidden[last])
             launched.prompts = self._prompt_logprobs(hidden, batch.logprob_requests)
         else: launched.logits = self.model.forward(input_ids, positions, attend, last)

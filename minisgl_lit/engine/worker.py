@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SendToLeader', 'choose_dtype', 'choose_max_seq_len', 'choose_device', 'ResolvedConfig', 'plan_memory', 'make_tables',
            'peak_batches', 'profile_run', 'kv_memory', 'StartMsg', 'JoinMsg', 'worker_main', 'start_ranks',
-           'load_model', 'make_engine']
+           'load_model', 'decode_steps', 'make_engine']
 
 # %% ../../nbs/44_engine.worker.ipynb #87b4dc2e
 import gc
@@ -15,9 +15,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -31,13 +33,17 @@ from .tensor_parallel import (
     LeaderTable, RankError, RankProcesses, RankReady, TorchProcessGroup, follow, read_messages)
 from ..log import unblock_stderr
 from ..process import start_module
-from .memory import MemoryPlan, check_weights, free_memory, set_threads
+from .memory import (
+    MemoryPlan, MemoryRatio, check_weights, free_memory, set_threads)
 from ..kv_cache.pool import KVPool, page_bytes
 from ..kv_cache.table import TableManager, dummy_batch
 from ..attention.torch import AttentionBackend
 from ..attention.flashinfer import choose_attention, graph_attention
 from .cuda_graph import (
-    Capture, CudaCapture, GraphEngine, CudaGraphs, bucket_sizes, why_not_captured)
+    Capture, CudaCapture, DecodeSteps, GraphEngine, CudaGraphs, bucket_sizes, why_not_captured)
+from .recorded_steps import RecordedSteps
+from ..attention.cpu import CpuAttention
+from ..kernels.plan import NotRecordable
 from ..models.decoder import Decoder, ModelConfig, Weights, dtypes, shard_config
 from ..models.embedded import embedded_path
 from ..models.checkpoint import read_config, resolve_model
@@ -107,9 +113,14 @@ class ResolvedConfig:
         "The shape of what this rank computes"
         return shard_config(self.model, self.config.tp)
 
+    @property
+    def ratio(self) -> MemoryRatio:
+        "The share of memory that may be filled"
+        return MemoryRatio.of(self.config.memory_ratio, self.device)
+
     def free(self) -> int:
         "Bytes that this rank may still fill; ranks on a CPU share its memory"
-        free = free_memory(self.device, self.config.memory_ratio)
+        free = free_memory(self.device, self.ratio.value)
         return free if self.device.type == 'cuda' else free // self.config.tp
 
     def graph_sizes(self) -> list[int]:
@@ -147,7 +158,8 @@ def plan_memory(
     shape = config.page_size, shard.num_kv_heads, shard.head_dim, resolved.dtype
     usable = config.max_running_req * -(-resolved.max_seq_len // config.page_size)
     each = page_bytes(shard.num_layers, *shape)
-    return MemoryPlan.make(config.num_pages, config.page_size, each, weights, free, usable)
+    return MemoryPlan.make(config.num_pages, config.page_size, each, weights, free, usable,
+                           resolved.ratio)
 
 def make_tables(
     resolved: ResolvedConfig,  # Sizes, and what computes attention
@@ -314,6 +326,24 @@ def load_model(
         group = TorchProcessGroup.join(0, tp, store, resolved.device, failure=failure)
     return Decoder(resolved.model, weights, group), memory, sizes
 
+# %% ../../nbs/44_engine.worker.ipynb #69a3c393
+_MOST_RECORDED = 64   # requests; in a larger step Python's share is small
+
+def decode_steps(
+    decoder: Decoder,             # Of all layers, or of this rank's share
+    attention: AttentionBackend,  # Of its requests
+    table: TableManager,          # Rows of the requests
+    sizes: list[int],             # Batch sizes to capture on a GPU
+    largest: int | Literal['auto'],   # The largest on a CPU; 0: none
+) -> DecodeSteps | None:
+    "How decode steps are captured; `None` if they are not"
+    if isinstance(attention, CpuAttention) and decoder.group.size == 1:
+        most = min(table.dummy_row, _MOST_RECORDED if largest == 'auto' else largest)
+        return RecordedSteps(decoder, attention, table.token_pool, most) if most else None
+    if not (graphable := graph_attention(attention)) or not sizes: return None
+    return CudaGraphs(decoder, graphable, table.token_pool, dummy_batch(table), sizes,
+                      CudaCapture())
+
 # %% ../../nbs/44_engine.worker.ipynb #033d354b
 def make_engine(
     resolved: ResolvedConfig,  # Of rank 0
@@ -321,17 +351,16 @@ def make_engine(
     overlap: bool,             # Whether the host goes on while the device computes
 ) -> tuple[Engine, TableManager, MemoryPlan]:
     "The engine of rank 0, the table that it reads, and the memory plan"
-    size = check_weights(resolved.shard, resolved.dtype, resolved.free())
+    size = check_weights(resolved.shard, resolved.dtype, resolved.free(), resolved.ratio)
     decoder, memory, sizes = load_model(resolved, ranks, size)
     table_type = LeaderTable if ranks.size > 1 else TableManager
     table, attention = make_tables(resolved, memory.num_pages, table_type)
-    stream = make_stream(resolved.device, overlap)
-    parts = decoder, attention, table.token_pool, stream
-    graphable = graph_attention(attention)
-    if graphable is None or not sizes: return Engine(*parts), table, memory
-    graphs = CudaGraphs(decoder, graphable, table.token_pool, dummy_batch(table), sizes,
-                        CudaCapture())
-    return GraphEngine(*parts, graphs), table, memory
+    parts = decoder, attention, table.token_pool, make_stream(resolved.device, overlap)
+    largest = resolved.config.cuda_graph_max_bs
+    if steps := decode_steps(decoder, attention, table, sizes, largest):
+        with suppress(NotRecordable): return GraphEngine(*parts, steps), table, memory
+        parts[-1].reset()
+    return Engine(*parts), table, memory
 
 # %% ../../nbs/44_engine.worker.ipynb #93377c4c
 if __name__ == '__main__' and '__file__' in globals(): worker_main()

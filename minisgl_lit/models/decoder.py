@@ -18,7 +18,7 @@ import torch
 from ..device import ProcessGroup
 from ..kernels.linear import PackedWeight, linear
 from .layers import RotaryAngles, Llama3Scaling, inverse_frequencies, rope_angles
-from .layers import add_norm, embed, gated_mlp, qkv_heads, rms_norm
+from .layers import add_norm, embed, gated_mlp, qkv_heads, to_float
 
 # %% ../../nbs/34_models.decoder.ipynb #7df841db
 @dataclass(frozen=True, kw_only=True)
@@ -351,11 +351,10 @@ class Decoder:
     def angles(
         self,
         positions: torch.Tensor,   # Place of each token in its sequence, [n_tokens]
-        x: torch.Tensor,           # The tokens, [n_tokens, hidden_size]
     ) -> RotaryAngles:
         "The RoPE angles of each token"
-        rope = self.config.rope
-        return rope_angles(positions, rope.freqs_at(positions, self.freqs), x, rope.scale)
+        rope, like = self.config.rope, self.norm
+        return rope_angles(positions, rope.freqs_at(positions, self.freqs), like, rope.scale)
 
     # %% ../../nbs/34_models.decoder.ipynb #dc4ebd03
     def attention(
@@ -386,28 +385,27 @@ class Decoder:
     def hidden(
         self,
         input_ids: torch.Tensor,   # Tokens of all requests, one after the other, [n_tokens]
-        positions: torch.Tensor,   # Place of each in its sequence, [n_tokens]
+        angles: RotaryAngles,      # Of their positions
         attend: Attend,            # Attention of this batch: (q, k, v, layer) to the shape of q
     ) -> torch.Tensor:             # [n_tokens, hidden_size]
-        "The hidden states after the last layer"
+        "The hidden states after the last layer, normalised"
         x, eps = self._embed(input_ids), self.config.rms_norm_eps
-        angles, all_reduce = self.angles(positions, x), self.group.all_reduce
-        more: torch.Tensor | None = None   # not added to `x` yet
+        all_reduce, more = self.group.all_reduce, None   # what is not added to `x` yet
         for i, (w, mlp) in enumerate(zip(self.layers, self.mlps)):
             normed, x = add_norm(x, more, _norm(w, 'input_layernorm.weight'), eps)
             more = all_reduce(self.attention(i, normed, angles, attend))
             normed, x = add_norm(x, more, _norm(w, 'post_attention_layernorm.weight'), eps)
             more = all_reduce(mlp.forward(normed, w))
-        return x if more is None else x + more
+        return add_norm(x, more, self.norm, eps)[0]
 
     # %% ../../nbs/34_models.decoder.ipynb #ac0a8b0c
     def logits(
         self,
-        x: torch.Tensor,  # Hidden states after the last layer, [n, hidden_size]
+        x: torch.Tensor,  # From `hidden`, [n, hidden_size]
     ) -> torch.Tensor:    # float32, [n, vocab_size]
-        "Final norm and `lm_head`: a logit for each token of the vocabulary"
-        own = linear(rms_norm(x, self.norm, self.config.rms_norm_eps), self.head)
-        return self.group.all_gather(own)[:, :self.config.vocab_size].float().contiguous()
+        "`lm_head`: a logit for each token of the vocabulary"
+        own = linear(x, self.head)
+        return to_float(self.group.all_gather(own)[:, :self.config.vocab_size].contiguous())
 
     def forward(
         self,
@@ -417,4 +415,4 @@ class Decoder:
         last: torch.Tensor,        # Rows to compute logits for, [n_sampled]
     ) -> torch.Tensor:             # float32, [n_sampled, vocab_size]
         "Logits of the next token"
-        return self.logits(self.hidden(input_ids, positions, attend)[last])
+        return self.logits(self.hidden(input_ids, self.angles(positions), attend)[last])

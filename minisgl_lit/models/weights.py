@@ -119,11 +119,18 @@ def list_files(
     return files
 
 # %% ../../nbs/36_models.weights.ipynb #4af6eeae
+_bytes = dict(F64=8, F32=4, BF16=2, F16=2)   # of one number
+
 class TensorInfo(NamedTuple):
     "A tensor of a file, as the header describes it."
     file: Path
     shape: tuple[int, ...]
     dtype: str   # As safetensors names it, such as 'BF16'
+
+    @property
+    def nbytes(self) -> int:
+        "Bytes in the file, of a dtype that is served"
+        return math.prod(self.shape) * _bytes[self.dtype]
 
 def read_headers(
     files: Collection[Path],  # Safetensors files
@@ -159,8 +166,6 @@ def check_tensors(
             raise ValueError(f'tensor {name} of the checkpoint is stored as {dtype}; '
                              f'served are {", ".join(_bytes)}')
 
-_bytes = dict(F64=8, F32=4, BF16=2, F16=2)   # of one number
-
 def _first_three(names: Collection[str]) -> str:
     "The first three, and how many more there are"
     more = f' and {len(names) - 3} more' if len(names) > 3 else ''
@@ -176,13 +181,12 @@ def read_batches(
     "Names of tensors that are read through one mapping: all in one file"
     batch, left, file = [], 0, None
     for name, info in found.items():
-        n_bytes = math.prod(info.shape) * _bytes[info.dtype]
-        if batch and (n_bytes > left or info.file != file):
+        if batch and (info.nbytes > left or info.file != file):
             yield batch
             batch = []
         if not batch: left, file = max_bytes, info.file
         batch.append(name)
-        left -= n_bytes
+        left -= info.nbytes
     if batch: yield batch
 
 # %% ../../nbs/36_models.weights.ipynb #d6d143ca
@@ -213,12 +217,10 @@ def fill(
 
 # %% ../../nbs/36_models.weights.ipynb #e9abf604
 def _read(f: safe_open, name: str, place: Placement, weights: dict[str, torch.Tensor]) -> int:
-    "Fill the part of a tensor that belongs to this rank; returns its bytes"
-    n = 0
-    for target, part in targets(place, f.get_tensor(name), weights[place.weight]):
-        fill(target, name, part)
-        n += target.nbytes
-    return n
+    "Fill the part of a tensor that belongs to this rank; returns the bytes read"
+    tensor = f.get_tensor(name)
+    for target, part in targets(place, tensor, weights[place.weight]): fill(target, name, part)
+    return tensor.nbytes
 
 def _empty_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | str, group: ProcessGroup,
@@ -250,9 +252,9 @@ def load_weights(
     found = read_headers(list_files(Path(path)), config.tie_word_embeddings)
     check_tensors(found, wanted)
     weights = _empty_weights(config, dtype, device, group)
-    total = sum(o.nbytes for o in weights.values())
+    total = sum(o.nbytes for o in found.values())
     hidden = None if progress is None else not progress   # `None`: tqdm looks for a terminal
-    if progress is None and total < QUIET_BYTES: hidden = True
+    if progress is None and (total < QUIET_BYTES or group.rank): hidden = True
     with tqdm(total=total, unit='B', unit_scale=True, desc='weights', disable=hidden) as bar:
         for names in read_batches(found):
             with open_file(found[names[0]].file) as f:

@@ -5,9 +5,11 @@
 # %% auto #0
 __all__ = ['Counts', 'MAX_PROMPT_TOKENS', 'workloads', 'ModelCosts', 'best_time', 'memory_bandwidth', 'matmul_rate',
            'peak_matmul_rate', 'LowerBound', 'Roofline', 'Workload', 'WorkloadShape', 'lower_bound', 'measure_roofline',
-           'ridge_point', 'Measurement', 'Report', 'percentiles', 'machine_rates']
+           'ridge_point', 'Measurement', 'Report', 'percentiles', 'machine_rates', 'time_kernels', 'weight_bytes',
+           'part_of', 'Part', 'StepReport', 'step_parts']
 
 # %% ../../nbs/57_tools.roofline.ipynb #54fe631f
+import ctypes
 import json
 import random
 import time
@@ -20,8 +22,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..kernels.linear import linear, pack_weight
-from ..models.decoder import ModelConfig, layer_shapes
+from ..kernels.compiler import load
+from ..kernels.linear import PackedWeight, linear, pack_weight
+from ..kernels.plan import Op, Plan, team_c
+from ..models.decoder import Decoder, ModelConfig, layer_shapes
 from ..models.moe import MoeMlp
 
 # %% ../../nbs/57_tools.roofline.ipynb #a2f5e461
@@ -364,3 +368,102 @@ def machine_rates(
     "Memory bandwidth and peak FLOP/s"
     return [Measurement('memory read', roofline.bandwidth / 1e9, 'GB/s'),
             Measurement('matrix product', roofline.peak_flops / 1e9, 'GFLOP/s')]
+
+# %% ../../nbs/57_tools.roofline.ipynb #5a02597b
+_timed_c = team_c + r"""
+#include <time.h>
+static i64 now(void) {      // nanoseconds
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+void run_timed(const i64 *plan, i64 words, i64 threads, i64 *ends) {      // `run`, with a clock
+    meeting at = {0};
+    #pragma omp parallel num_threads(threads) if(threads > 1)
+    {
+        team t = { omp_get_thread_num(), omp_get_num_threads(), &at };
+        i64 n = 0;
+        barrier(&t);      // all are awake
+        if (t.id == 0) ends[0] = now();
+        for (i64 i = 0; i < words; i += 2 + plan[i + 1]) {
+            ((entry)plan[i])(plan + i + 2, &t);
+            barrier(&t);
+            if (t.id == 0) ends[++n] = now();
+        }
+    }
+}
+"""
+
+def time_kernels(
+    plan: Plan,      # Its next replays note the time
+) -> np.ndarray:     # Nanoseconds: when the first kernel begins, when each has ended; int64
+    "Let a plan run with a clock; the result is written anew by each replay"
+    lib, ends = load(_timed_c), np.zeros(len(plan.ops) + 1, dtype=np.int64)
+    assert lib, 'that has compiled the plan'
+    run = lib.run_timed
+    run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    def timed(words: int, n: int, threads: int) -> None: run(words, n, threads, ends.ctypes.data)
+    plan.run = timed
+    return ends
+
+# %% ../../nbs/57_tools.roofline.ipynb #8500a183
+def weight_bytes(
+    model: Decoder,       # Packed or not
+) -> dict[int, int]:
+    "Bytes of each weight that a decode step reads as a whole, by address"
+    weights = [model.head, model.norm, *(o for layer in model.layers for o in layer.values())]
+    plain = [o.data if isinstance(o, PackedWeight) else o for o in weights]
+    return {o.data_ptr(): o.nbytes for o in plain}
+
+def part_of(
+    op: Op,        # Of a recorded step
+    model: Decoder,  # Whose step it is
+) -> str:
+    "The part that a kernel belongs to"
+    name, head = op.kernel.name, model.head
+    address = (head.data if isinstance(head, PackedWeight) else head).data_ptr()
+    if name in ('packed_rows', 'take_rows'): return 'embedding'
+    return f'{name} (head)' if address in op.words[2:] else name
+
+# %% ../../nbs/57_tools.roofline.ipynb #3ab8492a
+@dataclass(frozen=True)
+class Part(Measurement):
+    "Kernels of one name in a step."
+    n_bytes: float = 0.   # That they read, at least
+
+@dataclass(frozen=True)
+class StepReport(Report):
+    "A step, part by part; `str` makes a table of bytes, times and speeds."
+    def __str__(self) -> str:
+        whole = next(f.value for f in self.figures if f.name == 'whole step')
+        setting = ', '.join(f'{name} {value}' for name, value in self.setting.items())
+        lines = [f'{self.name}: {setting}',
+                 f'{"":22}{"ms":>8}{"of step":>9}{"MB":>9}{"GB/s":>7}{"of limit":>10}']
+        for f in self.figures:
+            if f.unit != 'ms': continue
+            line = f'{f.name:22}{f.value:8.3f}{f.value / whole:9.1%}'
+            if isinstance(f, Part) and f.n_bytes >= 1e5:
+                line += f'{f.n_bytes / 1e6:9.1f}{f.n_bytes / f.value / 1e6:7.1f}{f.share:10.0%}'
+            lines.append(line)
+        last = {f.name: f.value for f in self.figures[-2:]}
+        return '\n'.join([*lines, f'memory read: {last["memory read"]:.1f} GB/s; beyond its '
+                          f'kernels: {last["beyond its kernels"]:.2f} ms'])
+
+# %% ../../nbs/57_tools.roofline.ipynb #e74140bd
+def step_parts(
+    plan: Plan, model: Decoder,   # What was timed
+    times: np.ndarray,            # Seconds of each kernel
+    kv_bytes: float,              # Keys and values that attention reads in all layers
+    bandwidth: float,             # Bytes a second
+) -> list[Part]:
+    "The parts of a step in the order in which they begin, and their sum"
+    sizes = weight_bytes(model)
+    found: dict[str, list[float]] = {}   # of each part: kernels, seconds, bytes
+    for op, seconds in zip(plan.ops, times):
+        part = found.setdefault(name := part_of(op, model), [0, 0., 0.])
+        reads = 0 if name == 'embedding' else sum(sizes.get(word, 0) for word in op.words[2:])
+        for i, n in enumerate((1, float(seconds), reads)): part[i] += n
+    if 'attend' in found: found['attend'][2] += kv_bytes
+    found['all kernels'] = [sum(column) for column in zip(*found.values())]
+    return [Part(f'{name} × {n}', seconds * 1e3, 'ms', reads / bandwidth * 1e3, n_bytes=reads)
+            for name, (n, seconds, reads) in found.items()]

@@ -1,0 +1,247 @@
+"""Every kernel under the address and undefined-behaviour sanitizers.
+
+A driver in C replays a plan that Python has written to a file. Each tensor lies in memory of exactly its size, so that a byte read or
+written beside it ends the driver; and the results are those of the kernels as they are compiled for use.
+"""
+import os, platform, struct, subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl_lit.attention.cpu import NO_WINDOW, CpuAttention
+from minisgl_lit.attention.cpu_kernels import attention_c
+from minisgl_lit.engine.sampler import largest_c
+from minisgl_lit.kernels.compiler import find_compiler, flags, run_compiler
+from minisgl_lit.kernels.linear import linear_c
+from minisgl_lit.kernels.plan import entries, load_kernels, parameters, team_c
+from minisgl_lit.kernels.vector_math import exp_c
+from minisgl_lit.models.layers import layers_c
+from test_attention_cpu import make as make_world
+
+# all kernels in one text: each begins with those before it, which may stand there once
+ALL_C = attention_c + layers_c.removeprefix(linear_c).replace(exp_c, '') + largest_c.removeprefix(team_c)
+NAMES = [*parameters(ALL_C)]
+DRIVER_C = ALL_C + entries(ALL_C) + r"""
+#include <stdio.h>
+static void need(int ok, const char *what) { if (!ok) { fprintf(stderr, "driver: %s\n", what); exit(2); } }
+static i64 next(FILE *in) { i64 x; need(fread(&x, 8, 1, in) == 1, "the plan ends early"); return x; }
+int main(int argc, char **argv) {
+    const entry known[] = { """ + ', '.join(f'{name}_entry' for name in NAMES) + r""" };
+    if (argc < 4) { printf("%d %d\n", PANEL, W); return 0; }
+    FILE *in = fopen(argv[1], "rb"), *out = fopen(argv[2], "wb");
+    need(in && out, "a file cannot be opened");
+    i64 n = next(in), *sizes = malloc(n * 8);
+    char **buffers = malloc(n * sizeof *buffers);
+    for (i64 i = 0; i < n; i++) {
+        sizes[i] = next(in), buffers[i] = sizes[i] ? malloc(sizes[i]) : NULL;      // as torch does
+        need(!sizes[i] || fread(buffers[i], 1, sizes[i], in) == sizes[i], "a tensor ends early");
+    }
+    i64 words = next(in), *plan = malloc(words * 8);
+    for (i64 i = 0; i < words;) {
+        plan[i] = (i64)known[next(in)];
+        i64 args = plan[i + 1] = next(in);
+        for (i64 j = 0; j < args; j++) {      // of which buffer, or none: a number
+            i64 buffer = next(in), value = next(in);
+            plan[i + 2 + j] = buffer < 0 ? value : (i64)buffers[buffer] + value;
+        }
+        i += 2 + args;
+    }
+    run(plan, words, atoi(argv[3]));
+    for (i64 i = 0; i < n; i++) {
+        need(!sizes[i] || fwrite(buffers[i], 1, sizes[i], out) == sizes[i], "a result cannot be written");
+        free(buffers[i]);
+    }
+    free(buffers), free(sizes), free(plan);
+    return fclose(in) || fclose(out);
+}
+"""
+SANITIZE = ['-g', '-O1', '-fsanitize=address,undefined', '-fno-sanitize-recover=all', '-fno-omit-frame-pointer']
+
+def macros(*more: str) -> str:
+    "What the compiler says about the processor it compiles for"
+    build, _ = flags(platform.system(), platform.machine())
+    return run_compiler([*find_compiler(), *build, *more, '-dM', '-E', '-x', 'c', os.devnull])
+
+def compile_driver(source: str, folder: Path, *more: str) -> Path:
+    "A program with sanitizers"
+    build = [o for o in flags(platform.system(), platform.machine())[0] if o not in ('-O3', '-fPIC')]
+    text, program = folder/'driver.c', folder/'driver'
+    text.write_text(source)
+    run_compiler([*find_compiler(), *build, *SANITIZE, *more, str(text), '-o', str(program), '-lm'])
+    return program
+
+def drive(program: Path, *args: object) -> str:
+    env = os.environ | dict(OMP_WAIT_POLICY='passive', UBSAN_OPTIONS='print_stacktrace=1', ASAN_OPTIONS='detect_stack_use_after_return=1')
+    done = subprocess.run([program, *map(str, args)], capture_output=True, text=True, env=env, timeout=600)
+    assert done.returncode == 0, done.stderr[:6000]
+    return done.stdout
+
+def memory(storage: torch.UntypedStorage) -> np.ndarray:
+    "Its bytes, shared"
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+
+class Calls:
+    "Kernels to call, and the tensors that they are called with"
+    def __init__(self, panel: int):
+        self.panel, self.ops, self.results, self.g = panel, [], [], torch.Generator().manual_seed(0)
+
+    def some(self, *shape, bf16=False, scale=1.):
+        "Random numbers"
+        return (torch.randn(shape, generator=self.g) * scale).to(torch.bfloat16 if bf16 else torch.float32)
+
+    def call(self, name, *args, out=()):
+        self.ops.append((name, args))
+        self.results += [(f'{name} {len(self.ops)}', o) for o in out]
+
+    def packed(self, n_out, n_in, bf16):
+        "A weight, padded to panels and packed"
+        weight = self.some(n_out, n_in, bf16=bf16, scale=n_in**-.5)
+        data = torch.cat([weight, weight.new_zeros(-n_out % self.panel, n_in)])
+        self.call('pack', data, len(data), n_in * data.itemsize // 4)
+        return data
+
+    def storages(self):
+        "The memory of all tensors, each once"
+        tensors = [o for _, args in self.ops for o in args if isinstance(o, torch.Tensor)]
+        return list({o.untyped_storage()._cdata: o.untyped_storage() for o in tensors}.values())
+
+    def run_here(self):
+        "By the kernels as they are compiled for use"
+        libs = [load_kernels(o) for o in (layers_c, attention_c, largest_c)]
+        for name, args in self.ops: next(getattr(o, name) for o in libs if hasattr(o, name))(*args)
+
+    def run_there(self, program, folder, threads):
+        "By the driver; results come back into the tensors"
+        storages = self.storages()
+        index = {o._cdata: i for i, o in enumerate(storages)}
+        sent, params, words = [struct.pack('q', len(storages))], parameters(ALL_C), []
+        for o in storages: sent += [struct.pack('q', o.nbytes()), memory(o).tobytes()]
+        for name, args in self.ops:
+            words += [NAMES.index(name), len(args)]
+            for value, param in zip(args, params[name], strict=True):
+                if isinstance(value, torch.Tensor):
+                    storage = value.untyped_storage()
+                    words += [index[storage._cdata], value.data_ptr() - storage.data_ptr()]
+                elif 'float' in param.passed: words += [-1, struct.unpack('i', struct.pack('f', value))[0]]
+                else: words += [-1, int(value or 0)]
+        size = sum(2 + len(args) for _, args in self.ops)
+        (folder/'in').write_bytes(b''.join([*sent, struct.pack('q', size), np.array(words, dtype=np.int64).tobytes()]))
+        drive(program, folder/'in', folder/'out', threads)
+        data, at = (folder/'out').read_bytes(), 0
+        for o in storages:
+            end = at + o.nbytes()
+            memory(o)[:] = np.frombuffer(data[at:end], dtype=np.uint8)
+            at = end
+        assert at == len(data)
+
+def add_matmuls(c: Calls, rows: int, bf16: bool) -> None:
+    "Sizes that fill neither panels nor registers; more rows than are computed at once, and more inputs than fit a block"
+    for n_out, n_in, bias in ((1, 2, False), (70, 26 if bf16 else 13, True), (129, 34, False), (3, 1030, True)):
+        w, b = c.packed(n_out, n_in, bf16), c.some(n_out, bf16=bf16) if bias else None
+        x, y = c.some(rows, n_in, bf16=bf16), c.some(rows, n_out, bf16=bf16)
+        c.call('linear', y, x, w, b, rows, n_out, n_in, bf16, out=[y])
+        ids, taken = torch.randint(0, n_out, (rows,), generator=c.g, dtype=torch.int32), c.some(rows, n_in, bf16=bf16)
+        c.call('packed_rows', taken, w, ids, rows, n_in * w.itemsize // 4, out=[taken])
+    for hidden, n, bias in ((6, 10, True), (22, 522, False)):   # 522: more than a piece of a row
+        some, weights = min(rows, 256), [c.packed(2 * n, hidden, bf16), c.packed(hidden, n, bf16)]
+        biases = [c.some(o, bf16=bf16) if bias else None for o in (2 * n, hidden)]
+        wide, narrow = c.some(some, 2 * n, bf16=bf16), c.some(some, n, bf16=bf16)
+        x, y = (c.some(rows, hidden, bf16=bf16) for _ in range(2))
+        c.call('gated_mlp', y, x, weights[0], biases[0], weights[1], biases[1], wide, narrow, rows, hidden, n, bf16, out=[y])
+
+def add_layers(c: Calls, rows: int, bf16: bool) -> None:
+    "What stands between matmuls; the rows of some inputs lie further apart than they are long"
+    table = c.some(9, 13, bf16=bf16)
+    ids, y = torch.randint(0, 9, (rows,), generator=c.g, dtype=torch.int32), c.some(rows, 13, bf16=bf16)
+    c.call('take_rows', y, table, ids, rows, table[0].nbytes, out=[y])
+    for heads, n in ((1, 1), (3, 10), (1, 77)):
+        x, w, y = c.some(rows, heads + 1, n, bf16=bf16)[:, 1:], c.some(n, bf16=bf16), c.some(rows, heads, n, bf16=bf16)
+        c.call('rms_norm', y, x, w, rows, heads, x.stride(0), n, 1e-6, bf16, out=[y])
+        x, more = c.some(rows, n, bf16=bf16), c.some(rows, n, bf16=bf16)
+        c.call('add_norm', x, more, w, rows, n, 1e-6, bf16, out=[x, more])
+    for heads, dim in ((1, 2), (3, 10), (2, 64)):
+        x, y, angles = c.some(rows, heads + 2, dim, bf16=bf16)[:, :heads], c.some(rows, heads, dim, bf16=bf16), c.some(rows, dim, bf16=bf16)
+        c.call('apply_rope', y, x, angles, rows, heads, x.stride(0), dim, bf16, out=[y])
+    for n_in, n_q, n_kv, dim, more in ((14, 3, 1, 10, True), (26, 4, 2, 16, False)):
+        heads = n_q + 2 * n_kv
+        w, b = c.packed(heads * dim, n_in, bf16), c.some(heads * dim, bf16=bf16) if more else None
+        norms = [c.some(dim, bf16=bf16) if more else None for _ in 'qk']
+        qkv, x, angles = c.some(rows, heads, dim, bf16=bf16), c.some(rows, n_in, bf16=bf16), c.some(rows, dim, bf16=bf16)
+        c.call('qkv_heads', qkv, x, w, b, *norms, angles, rows, n_in, n_q, n_kv, dim, 1e-6, bf16, out=[qkv])
+
+def add_attention(c: Calls, bf16: bool) -> None:
+    "Decode steps, chunks of prompts, both; windows; heads of odd sizes; requests with nothing cached and with several blocks; padding"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    worlds = [([0], [1]), ([36, 63, 64, 200, 0], [1, 1, 1, 1, 1]), ([0, 5, 130, 0, 64], [70, 1, 17, 7, 300]), ([3, 64], [5, 1])]
+    shapes = [(1, 1, 1), (3, 2, 20), (1, 7, 64), (2, 4, 80), (2, 1, 7)]
+    for i, (kv_heads, family, dim) in enumerate(shapes * 2):
+        cached, extend = worlds[i % 4]
+        window = (None, 9, 70)[i % 3]
+        pool, table, batch, (q, k, v), _ = make_world(cached, extend, (1, 4, 16)[i % 3], kv_heads, family, dim, dtype, window, i % 2 * 2, i)
+        loc, tasks, merges, counts = (torch.from_numpy(o.copy()) for o in CpuAttention(pool, table.page_table)._tasks(batch)[0])
+        out, parts = torch.zeros_like(q, memory_format=torch.contiguous_format), torch.zeros(int(merges[:, 2].sum()), q.shape[1], dim + 2)
+        keys, values = pool.k(1).clone(), pool.v(1).clone()   # each in memory of its own
+        c.call('attend', out, q, k, v, keys, values, loc, table.page_table, table.page_table.stride(0), pool.page_size,
+               len(q), q.shape[1], kv_heads, dim, q.stride(0), k.stride(0), v.stride(0), window or NO_WINDOW,
+               tasks, parts, merges, counts, bf16, out=[out[:sum(extend)]])
+    c.call('attend', out, q, k, v, keys, values, loc, table.page_table, table.page_table.stride(0), pool.page_size,
+           0, q.shape[1], kv_heads, dim, q.stride(0), k.stride(0), v.stride(0), NO_WINDOW, tasks, parts, merges, torch.zeros_like(counts), bf16)
+
+def calls(panel: int) -> Calls:
+    "Every kernel, with sizes that fit nothing"
+    c = Calls(panel)
+    for bf16 in (False, True):
+        for rows in (0, 1, 5, 7, 17): add_matmuls(c, rows, bf16), add_layers(c, rows, bf16)
+        add_matmuls(c, 259, bf16)
+        add_attention(c, bf16)
+    for rows in (0, 1, 5, 7, 17):
+        for n in (1, 5, 33, 199):
+            x, tops, ids = c.some(rows, n), c.some(rows), torch.zeros(rows, dtype=torch.int64)
+            if rows > 5: x[0, n // 2], x[1], x[2, -1], x[3] = torch.nan, -torch.inf, torch.inf, 1.
+            c.call('largest', tops, ids, x, rows, n, out=[tops, ids])
+        x, y = c.some(rows, 13, bf16=True), c.some(rows, 13)
+        c.call('widen', y, x, rows, 13, out=[y])
+    assert {name for name, _ in c.ops} == {*NAMES}
+    return c
+
+def test_all_kernels_are_in_one_text():
+    "Each kernel stands in it once, so that the driver has all that chapters compile"
+    assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(attention_c), *parameters(largest_c)})
+    assert ALL_C.count(team_c) == ALL_C.count(linear_c) == ALL_C.count(exp_c) == 1
+
+@pytest.fixture(scope='module')
+def sanitizers(tmp_path_factory):
+    "Skips if there are none"
+    folder = tmp_path_factory.mktemp('trivial')
+    try: drive(compile_driver('int main(void) { return 0; }', folder))
+    except (RuntimeError, AssertionError) as e: pytest.skip(f'no compiler with sanitizers: {e}'[:300])
+
+@pytest.mark.long
+@pytest.mark.parametrize('more', [[], ['-mno-avx512f'], ['-mno-avx']], ids=['native', 'AVX2', 'SSE'])
+def test_kernels_keep_to_their_memory(more, sanitizers, tmp_path, record_property):
+    about = macros() if more else ''
+    if more == ['-mno-avx512f'] and '__AVX512F__' not in about: pytest.skip('this processor has no AVX-512 to leave out')
+    if more == ['-mno-avx'] and '__AVX__' not in about: pytest.skip('this processor has no AVX to leave out')
+    program = compile_driver(DRIVER_C, tmp_path, *more)
+    panel, width = map(int, drive(program).split())
+    load_kernels(layers_c).lib.panel(size := torch.zeros(1, dtype=torch.int64))
+    ours = calls(int(size))
+    ours.run_here()
+    for threads in (1, 2, 3):
+        theirs = calls(panel)
+        theirs.run_there(program, tmp_path, threads)
+        for (name, a), (_, b) in zip(ours.results, theirs.results, strict=True):
+            eps = .03 if a.dtype == torch.bfloat16 else 1e-4
+            torch.testing.assert_close(b, a, rtol=eps, atol=eps, equal_nan=True, msg=lambda m: f'{name}: {m}')
+    record_property('kernels under sanitizers', f'{len(ours.ops)} calls with registers of {width} floats')
+
+@pytest.mark.long
+def test_the_driver_notices(sanitizers, tmp_path):
+    "A kernel that writes one number too many, and one that shifts too far, end it"
+    for fault, said in (('y[n] = 1;', 'heap-buffer-overflow'), ('y[0] = 1 << (n + 40);', 'shift exponent')):
+        source = team_c + f'void wrong(float *y, i64 n, team *t) {{ {fault} }}\n'
+        source += entries(source) + 'int main() { float *y = malloc(12); i64 plan[] = { (i64)wrong_entry, 2, (i64)y, 3 }; run(plan, 4, 1); free(y); return 0; }'
+        program = compile_driver(source, tmp_path)
+        with pytest.raises(AssertionError, match=said): drive(program)
