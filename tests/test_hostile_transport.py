@@ -266,6 +266,15 @@ def test_a_key_on_the_command_line_is_warned_about(monkeypatch, capsys):
         err = capsys.readouterr().err
         assert ('MINISGL_LIT_API_KEY' in err) is said and 'secret' not in err
 
+def test_the_command_keeps_little_memory(monkeypatch):
+    "Before it starts; what that saves, the long test of the corpus measures"
+    def start(**settings): raise RuntimeError('enough')
+    called = []
+    monkeypatch.setattr('minisgl_lit.server.middleware.keep_little_memory', lambda: called.append('kept'))
+    monkeypatch.setattr('minisgl_lit.serve', start)
+    monkeypatch.setattr('minisgl_lit.cli.signal', SimpleNamespace(**vars(signal) | dict(signal=lambda *_: None)))
+    assert serve_command(SimpleNamespace()) == 1 and called == ['kept']
+
 @pytest.mark.parametrize('host, key, said', [('0.0.0.0', None, True), ('0.0.0.0', 'k', False), ('127.0.0.1', None, False)])
 def test_an_open_door_is_warned_about(host, key, said):
     lines = []
