@@ -338,7 +338,7 @@ def run(case: Case) -> dict:
                 told[o.rid] += len(o.token_ids)
         runtime.control.self_check()
         assert said == [o for o in said if o.startswith(tuple(case.says))] and len(said) == len(case.says), said
-        return dict(requests=len(told), tokens=sum(told.values()), captured=len(getattr(runtime.engine, 'graphs', SimpleNamespace(sizes=[])).sizes),
+        return dict(requests=len(told), tokens=sum(told.values()), captured=len(getattr(runtime.engine, 'steps', SimpleNamespace(sizes=[])).sizes),
                     **device.counts, **device.kernels)
 
 TEMPERATURES = dict(greedy=0., random=.6)
