@@ -113,3 +113,11 @@ def mark(exercise):
 def test_an_exercise_goes_as_its_solution_says(exercise):
     said, wrong = verdict(exercise)
     assert not wrong, f"{said}\n{wrong}"
+
+@pytest.mark.parametrize("path", [o for o in notebooks() if "05a" not in o.stem], ids=lambda p: p.stem)
+def test_what_is_drawn_is_shown(path):
+    "A picture in the middle of a cell, or under an `if`, is computed and thrown away"
+    for c in json.loads(path.read_text())["cells"]:
+        code = "".join(c["source"])
+        if c["cell_type"] == "code" and re.search(r"^(if .*: )?draw_rows\(", code, re.M):
+            assert any({"text/html", "image/svg+xml"} & {*o.get("data", {})} for o in c["outputs"]), code
