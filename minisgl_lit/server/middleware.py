@@ -173,7 +173,7 @@ async def read_body(
                    code='body_too_large')
 
 # %% ../../nbs/49_server.middleware.ipynb #9b27c1e1
-_MAX_NODES = 100_000    # names, objects and lists in a body
+_MAX_NODES = 50_000     # names, objects and lists in a body
 _MAX_VALUES = 500_000   # values; the ids of all prompts among them
 _LONG_TEXT = 4 << 20    # bytes of a body whose texts are looked for
 _NO_MARKS = bytes({*range(256)} - {*b'":{[,'})
@@ -199,7 +199,7 @@ def check_values(
     if excess: raise ApiError(excess, 413, code='too_many_values')
 
 # %% ../../nbs/49_server.middleware.ipynb #9b27c1e6
-_LARGE = 1 << 18   # bytes of a body, after which memory is given back
+_LARGE = 1 << 18   # bytes of a body that waits for its turn, and after which memory is given back
 
 async def trim_memory(
     seconds: float = 1.,   # Until then
@@ -217,8 +217,10 @@ def keep_little_memory() -> None:
     if mallopt: mallopt(_M_TRIM_THRESHOLD, _LARGE)
 
 # %% ../../nbs/49_server.middleware.ipynb #5fadd534
+_REST = .02   # seconds between large bodies, in which the event loop serves all others
+
 class BodyLimitMiddleware:
-    """Reads each body before the application runs.
+    """Reads each body before the application runs; large ones are handed on one at a time.
 
     `ApiError` 413 if it holds too much, 415 if it is compressed."""
     def __init__(
@@ -226,7 +228,7 @@ class BodyLimitMiddleware:
         app: ASGIApp,               # The application inside
         max_body: int = 32 << 20,   # Longest body, in bytes
     ):
-        self.app, self.max_body = app, max_body
+        self.app, self.max_body, self._turn = app, max_body, asyncio.Lock()
         self._trim: asyncio.Future[None] | None = None   # the last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -239,13 +241,22 @@ class BodyLimitMiddleware:
         declared = int(length) if length.isdigit() else 0
         body = [await read_body(receive, declared, self.max_body)]
         is_large = len(body[0].get('body', b'')) > _LARGE
-        async def receive_body() -> Message: return body.pop() if body else await receive()
+        async def receive_body() -> Message:
+            if not body: return await receive()
+            if is_large: await self._wait_for_turn()
+            return body.pop()
         try:
+            if is_large: await self._wait_for_turn()
             check_values(body[0].get('body', b''))
             await self.app(scope, receive_body, send)
         finally:
             if is_large and (self._trim is None or self._trim.done()):
                 self._trim = asyncio.ensure_future(trim_memory())
+
+    async def _wait_for_turn(self) -> None:
+        "Until no other large body is worked on, and the loop has served all others"
+        async with self._turn: await asyncio.sleep(_REST)
+
 
 # %% ../../nbs/49_server.middleware.ipynb #afe58d77
 def middleware_stack(
