@@ -71,7 +71,7 @@ class PrefillAdder:
 
     def try_add(
         self,
-        pending: PendingReq,  # Waiting, or its last chunk has been launched
+        pending: PendingReq,  # Waiting, or its latest chunk has been launched
     ) -> Req | None:          # Its view for this batch; `None` if there is no room
         "Admit a request, or let it go on"
         if self.closed: return None
