@@ -180,7 +180,7 @@ def add_attention(c: Calls, bf16: bool) -> None:
         cached, extend = worlds[i % 4]
         window = (None, 9, 70)[i % 3]
         pool, table, batch, (q, k, v), _ = make_world(cached, extend, (1, 4, 16)[i % 3], kv_heads, family, dim, dtype, window, i % 2 * 2, i)
-        loc, tasks, merges, counts = (torch.from_numpy(o.copy()) for o in CpuAttention(pool, table.page_table)._tasks(batch)[0])
+        loc, tasks, merges, counts = (torch.from_numpy(o.copy()) for o in CpuAttention(pool, table.page_table)._tasks(batch, 2)[0])
         out, parts = torch.zeros_like(q, memory_format=torch.contiguous_format), torch.zeros(int(merges[:, 2].sum()), q.shape[1], dim + 2)
         keys, values = pool.k(1).clone(), pool.v(1).clone()   # each in memory of its own
         c.call('attend', out, q, k, v, keys, values, loc, table.page_table, table.page_table.stride(0), pool.page_size,

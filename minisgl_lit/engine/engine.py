@@ -124,7 +124,7 @@ class Engine:
         assert logits is not None, '`_forward` has filled it, earlier on this stream'
         rows = to_device(asked.sampled, self.device) if asked else None
         as_made = None if rows is None else logits[rows]   # a copy
-        places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
+        places = self._places(batch)
         if batch.logit_edits: apply_logit_edits(logits, batch.logit_edits, places, self.token_pool)
         if mask is not None: apply_mask(logits, mask)
         tokens, finite = sample(logits, batch.sampling, places[1])   # position and seed decide
@@ -136,11 +136,14 @@ class Engine:
         results += reported
 
     # %% ../../nbs/41_engine.engine.ipynb #42b9f088
+    def _places(self, batch: Batch) -> np.ndarray:
+        "Table row and position of the next token of each sampled request, [2, n_sampled]"
+        return np.array([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
+
     @torch.inference_mode()
     def _write_tokens(self, batch: Batch, tokens: torch.Tensor | None) -> None:
         "On the stream: write the tokens that rank 0 has sampled to `token_pool`, in every rank"
-        places = np.stack([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
-        rows, positions = to_device(places, self.device)
+        rows, positions = to_device(self._places(batch), self.device)
         if tokens is None: tokens = torch.empty_like(rows, dtype=torch.int64)
         self.token_pool[rows, positions] = self.group.broadcast(tokens).int()
 
