@@ -35,8 +35,6 @@ class RecordedSteps:
     def capture_all(self) -> None:
         "Record the step; `NotRecordable` if torch computes a part of it"
         self.angles = self.model.angles(self.positions)
-        max_seq_len = self.token_pool.shape[1]
-        self.all_angles = self.model.angles(torch.arange(max_seq_len)).cos_sin
         def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, self.metadata)
         with PlanRecorder(Arena()) as recorder:
             hidden = self.model.hidden(self.input_ids, self.angles, attend)
@@ -59,7 +57,7 @@ class RecordedSteps:
         n = len(batch.rows)
         self.input_ids.numpy()[:n] = self.token_pool[batch.token_rows, batch.positions]
         self.positions.numpy()[:n] = batch.positions
-        self.angles.cos_sin[:n] = self.all_angles[self.positions[:n]]
+        self.angles.cos_sin[:n] = self.model.angles(self.positions[:n]).cos_sin
         self.attention.update(self.metadata, batch)
         self.plan.replay(n, self.metadata.threads)
         return self.result[:n]
