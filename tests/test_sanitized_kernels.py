@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minisgl_lit.attention.cpu import NO_WINDOW, CpuAttention
-from minisgl_lit.attention.cpu_kernels import attention_c
+from minisgl_lit.attention.cpu import tasks_c
 from minisgl_lit.engine.sampler import largest_c
 from minisgl_lit.kernels.compiler import find_compiler, flags, run_compiler
 from minisgl_lit.kernels.linear import linear_c
@@ -21,7 +21,7 @@ from minisgl_lit.models.layers import layers_c
 from test_attention_cpu import make as make_world
 
 # all kernels in one text: each begins with those before it, which may stand there once
-ALL_C = attention_c + layers_c.removeprefix(linear_c).replace(exp_c, '') + largest_c.removeprefix(team_c)
+ALL_C = tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '') + largest_c.removeprefix(team_c)
 NAMES = [*parameters(ALL_C)]
 DRIVER_C = ALL_C + entries(ALL_C) + r"""
 #include <stdio.h>
@@ -109,7 +109,7 @@ class Calls:
 
     def run_here(self):
         "By the kernels as they are compiled for use"
-        libs = [load_kernels(o) for o in (layers_c, attention_c, largest_c)]
+        libs = [load_kernels(o) for o in (layers_c, tasks_c, largest_c)]
         for name, args in self.ops: next(getattr(o, name) for o in libs if hasattr(o, name))(*args)
 
     def run_there(self, program, folder, threads):
@@ -180,7 +180,11 @@ def add_attention(c: Calls, bf16: bool) -> None:
         cached, extend = worlds[i % 4]
         window = (None, 9, 70)[i % 3]
         pool, table, batch, (q, k, v), _ = make_world(cached, extend, (1, 4, 16)[i % 3], kv_heads, family, dim, dtype, window, i % 2 * 2, i)
-        loc, tasks, merges, counts = (torch.from_numpy(o.copy()) for o in CpuAttention(pool, table.page_table)._tasks(batch, 2)[0])
+        m = CpuAttention(pool, table.page_table).prepare(batch)
+        loc, tasks, merges, counts = (o.clone() for o in (m.out_loc, m.tasks, m.merges, m.counts))
+        n, rows, lens = len(batch.rows), *map(torch.from_numpy, (batch.rows.copy(), batch.device_lens.copy()))
+        cut = [torch.zeros(o, dtype=torch.int64) for o in ((n + 8, 8), (n, 3), 3)]
+        c.call('decode_tasks', *cut, rows, torch.arange(n), lens, n, 8, 64, out=cut)
         out, parts = torch.zeros_like(q, memory_format=torch.contiguous_format), torch.zeros(int(merges[:, 2].sum()), q.shape[1], dim + 2)
         keys, values = pool.k(1).clone(), pool.v(1).clone()   # each in memory of its own
         c.call('attend', out, q, k, v, keys, values, loc, table.page_table, table.page_table.stride(0), pool.page_size,
@@ -208,7 +212,7 @@ def calls(panel: int) -> Calls:
 
 def test_all_kernels_are_in_one_text():
     "Each kernel stands in it once, so that the driver has all that chapters compile"
-    assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(attention_c), *parameters(largest_c)})
+    assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(tasks_c), *parameters(largest_c)})
     assert ALL_C.count(team_c) == ALL_C.count(linear_c) == ALL_C.count(exp_c) == 1
 
 @pytest.fixture(scope='module')

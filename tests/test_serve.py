@@ -135,7 +135,7 @@ def test_bad_input_touches_nobody(server):
                 assert error['message'] and '\n' not in error['message']
         for silent in (dict(n=1.0), dict(min_tokens=0.0), dict(priority=0.0), dict(logprobs=False), dict(logit_bias={}), dict(repetition_penalty=1)):
             assert post(server, '/v1/completions', prompt='x', max_tokens=1, **silent).status_code in (200, 400), silent
-        for body in ('{', '[]', 'null', '"x"', '[' * 100_000, '{"prompt": "x", "seed": ' + '9'*5000 + '}'):
+        for body in ('{', '[]', 'null', '"x"', '[' * 40_000, '{"prompt": "x", "seed": ' + '9'*5000 + '}'):
             assert web.post(server.url + '/v1/completions', content=body, headers={'content-type': 'application/json'}).status_code == 400
         assert beside.result().json()['output_ids'] == alone['output_ids']
     until(lambda: idle(server))

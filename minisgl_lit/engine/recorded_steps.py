@@ -37,6 +37,7 @@ class RecordedSteps:
         self.angles = self.model.angles(self.positions)
         def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, self.metadata)
         with PlanRecorder(Arena()) as recorder:
+            self.attention.cut(self.metadata, self.most)
             hidden = self.model.hidden(self.input_ids, self.angles, attend)
             self.result = self.model.logits(hidden)
         self.plan = Plan(recorder)

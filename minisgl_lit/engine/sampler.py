@@ -229,7 +229,7 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # Tokens, int64; whether their logits are finite; [n]
     "The next token of each row, greedy or sampled; it means nothing where logits are NaN or inf"
     best, likeliest = largest(logits)
-    finite = best - best == 0   # no NaN, no infinity; a maximum over NaN is NaN
+    finite = best.isfinite()   # a maximum over NaN is NaN
     if sampling is None: return likeliest, finite
     s, greedy = sampling, (sampling.temperature < _GREEDY_BELOW) | (sampling.top_k == 1)
     if greedy.all(): return likeliest, finite
