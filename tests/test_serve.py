@@ -137,6 +137,8 @@ def test_bad_input_touches_nobody(server):
             assert post(server, '/v1/completions', prompt='x', max_tokens=1, **silent).status_code in (200, 400), silent
         for body in ('{', '[]', 'null', '"x"', '[' * 40_000, '{"prompt": "x", "seed": ' + '9'*5000 + '}'):
             assert web.post(server.url + '/v1/completions', content=body, headers={'content-type': 'application/json'}).status_code == 400
+        deep = web.post(server.url + '/v1/completions', content='[' * 100_000, headers={'content-type': 'application/json'})
+        assert (deep.status_code, deep.json()['error']['code']) == (413, 'too_many_values')
         assert beside.result().json()['output_ids'] == alone['output_ids']
     until(lambda: idle(server))
 

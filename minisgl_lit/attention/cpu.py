@@ -167,7 +167,7 @@ class CpuAttention:
     # %% ../../nbs/32_attention.cpu.ipynb #afc089bc
     def static(
         self,
-        most: int,         # Requests in the largest batch
+        most: int,           # Requests in the largest batch
     ) -> RecordedMetadata:   # For `forward`, once `update` and `cut` have filled it
         "Metadata of decode steps, in tensors that never move"
         threads = torch.get_num_threads()
@@ -175,12 +175,12 @@ class CpuAttention:
         shapes = (most,), (n_parts, 8), (most, 3), (3,), (most,), (most,)
         loc, tasks, merges, counts, rows, lens = (torch.zeros(o, dtype=torch.int64) for o in shapes)
         return RecordedMetadata(loc, tasks, merges, counts, n_parts, threads,
-                              rows, torch.arange(most), lens)
+                                rows, torch.arange(most), lens)
 
     def update(
         self,
         metadata: RecordedMetadata,  # From `static`
-        batch: Batch,              # A decode step
+        batch: Batch,                # A decode step
     ) -> None:
         "Say which requests decode, and how long they are"
         n, m = len(batch.rows), metadata
@@ -190,7 +190,7 @@ class CpuAttention:
     def cut(
         self,
         metadata: RecordedMetadata,  # From `update`
-        rows: int,                 # Requests
+        rows: int,                   # Requests
     ) -> None:
         "Cut their work into tasks, the largest first: a kernel, which a plan can record"
         m, parts = metadata, PARTS_PER_THREAD * metadata.threads

@@ -217,7 +217,7 @@ def keep_little_memory() -> None:
     if mallopt: mallopt(_M_TRIM_THRESHOLD, _LARGE)
 
 # %% ../../nbs/49_server.middleware.ipynb #5fadd534
-_REST = .02   # seconds between large bodies, in which the event loop serves all others
+_REST = 4e-9   # seconds for each byte of a large body, in which the loop serves all others
 
 class BodyLimitMiddleware:
     """Reads each body before the application runs; large ones are handed on one at a time.
@@ -240,23 +240,23 @@ class BodyLimitMiddleware:
         length = _header(scope, b'content-length')
         declared = int(length) if length.isdigit() else 0
         body = [await read_body(receive, declared, self.max_body)]
-        is_large = len(body[0].get('body', b'')) > _LARGE
+        size = len(body[0].get('body', b''))
+        is_large = size > _LARGE
         async def receive_body() -> Message:
             if not body: return await receive()
-            if is_large: await self._wait_for_turn()
+            if is_large: await self._wait_for_turn(size)
             return body.pop()
         try:
-            if is_large: await self._wait_for_turn()
+            if is_large: await self._wait_for_turn(size)
             check_values(body[0].get('body', b''))
             await self.app(scope, receive_body, send)
         finally:
             if is_large and (self._trim is None or self._trim.done()):
                 self._trim = asyncio.ensure_future(trim_memory())
 
-    async def _wait_for_turn(self) -> None:
+    async def _wait_for_turn(self, size: int) -> None:
         "Until no other large body is worked on, and the loop has served all others"
-        async with self._turn: await asyncio.sleep(_REST)
-
+        async with self._turn: await asyncio.sleep(size * _REST)
 
 # %% ../../nbs/49_server.middleware.ipynb #afe58d77
 def middleware_stack(
