@@ -9,7 +9,7 @@ import pytest
 import torch
 import zmq
 
-from minisgl_lit import process
+from minisgl_lit import LLM, process
 from minisgl_lit.config import EngineConfig, ServerConfig
 from minisgl_lit.core.request import SearchedTokens
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
@@ -83,6 +83,14 @@ def plant(libraries, cache):
     (planted := cache/f"{ours.stem.split('-')[0]}-{compiler._checksum(theirs)}.so").write_bytes(theirs.read_bytes())
     planted.chmod(0o700)
     return planted
+
+@needs_compiler
+def test_a_library_is_whole_or_not_there(cache, monkeypatch):
+    "It gets its name last, in one move; who is stopped before leaves nothing that looks like a library"
+    def stopped(*_): raise OSError('no more')
+    monkeypatch.setattr(Path, 'replace', stopped)
+    with pytest.raises(OSError, match='no more'), compiler.library_folder() as folder: compiler.compile_c(ADD, folder)
+    assert not [*cache.rglob('*.so')]
 
 @needs_compiler
 @pytest.mark.parametrize('how', ['folder for all', 'folder is a link', "somebody else's folder", 'file for all', "somebody else's file"])
@@ -185,6 +193,30 @@ print(llm.runtime.ranks.processes[0].pid, flush=True)
 if sys.argv[1] == 'forget': del llm
 time.sleep(100)
 '''
+
+PARENT = '''
+import signal, subprocess, time
+from minisgl_lit.process import start_module
+child = start_module('http.server', '0', '--bind', '127.0.0.1', stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, orphaned=signal.SIGKILL)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(100)
+'''
+
+@linux
+def test_a_module_does_not_outlive_who_started_it():
+    parent = subprocess.Popen([sys.executable, '-c', PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | dict(PYTHONUNBUFFERED='1'))
+    try: child = int(parent.stdout.readline())
+    finally:
+        parent.kill()
+        parent.communicate()
+    assert gone(child)
+
+@linux
+def test_who_is_an_orphan_already_ends():
+    "The parent may have gone before the kernel was asked to watch it"
+    code = 'from minisgl_lit.process import signal_when_orphaned; signal_when_orphaned(2**22 + 1, 9)'
+    assert subprocess.run([sys.executable, '-c', code], cwd=ROOT, timeout=60).returncode == -9
 
 @linux
 @pytest.mark.long
@@ -429,6 +461,13 @@ for _ in range(3):
     best = max(best, n / (time.perf_counter() - start))
 print(best)
 '''
+
+def test_a_model_is_loaded_with_a_look_at_the_cores(monkeypatch):
+    "Chapter 39 shows what is said where they are busy"
+    looked = []
+    monkeypatch.setattr('minisgl_lit.runtime.warn_if_spinning', looked.append)
+    LLM(device='cpu', num_pages=20, max_running_req=2, max_seq_len=64, threads=1).close()
+    assert looked == [1]
 
 @pytest.mark.long
 def test_decoding_beside_two_busy_loops(record_property):

@@ -39,7 +39,8 @@ class Work:
     chars: int = 0         # tokenized
     chars_on_loop: int = 0
     ids_on_loop: int = 0   # decoded
-    messages_on_loop: int = 0   # rendered by a chat template
+    messages: int = 0      # rendered by a chat template
+    messages_on_loop: int = 0
     patterns: list[str] = field(default_factory=list)   # given to `regex`
     grammars: list[str] = field(default_factory=list)   # given to llguidance
     sent: list[UserMsg] = field(default_factory=list)   # to the scheduler
@@ -111,6 +112,7 @@ def server(tokenizer, monkeypatch):
         return compile(pattern if len(pattern) < 200 and pattern.count('{') < 2 else 'never', *args, **more)
     monkeypatch.setattr(regex, 'compile', compiled)
     def rendered(self, messages, *args, render=ChatTemplate.render, **more):
+        work.messages += len(messages)
         work.messages_on_loop += work.on_loop(len(messages))
         return render(self, messages[:10], *args, **more)
     monkeypatch.setattr(ChatTemplate, 'render', rendered)
@@ -152,15 +154,20 @@ def test_a_text_that_cannot_fit_is_not_tokenized(server, name, field):
     refused(sent(server, f'text of 10 MB, {name}'), field)
     assert server.work.chars == 0
 
-@pytest.mark.parametrize('name', ['200 prompts of 9,999 letters', '200 prompts of 9,999 letters, tokenize'])
-def test_many_texts_are_not_tokenized_on_the_event_loop(server, name):
-    sent(server, name)
-    assert server.work.chars_on_loop <= 20_000
+@pytest.mark.parametrize('path', [COMPLETIONS, '/tokenize'])
+def test_many_texts_are_not_tokenized_on_the_event_loop(server, path):
+    "Each is short enough for the model, and short enough for the loop"
+    async def use(web, engine): return await post(web, path, prompt=['x'*250]*200, max_tokens=1)
+    assert server.run(use).status_code == 200 and server.work.chars >= 50_000 and server.work.chars_on_loop == 0
+
+def test_many_messages_are_not_rendered_on_the_event_loop(server):
+    "No more than a call may have"
+    async def use(web, engine): return await post(web, '/tokenize', messages=[dict(role='user', content='x')]*9_000)
+    assert server.run(use).status_code == 200 and server.work.messages == 9_000 and server.work.messages_on_loop == 0
 
 @pytest.mark.parametrize('n', ['15,000', '30,000'])
-def test_many_messages_are_not_rendered_on_the_event_loop(server, n):
-    assert sent(server, f'{n} messages of a letter, tokenize').status_code in (400, 413)
-    assert server.work.messages_on_loop <= 1000
+def test_more_messages_are_refused(server, n):
+    assert sent(server, f'{n} messages of a letter, tokenize').status_code in (400, 413) and server.work.messages == 0
 
 def test_many_tokens_are_not_decoded_on_the_event_loop(server):
     sent(server, '490,000 token ids, detokenize')
@@ -236,6 +243,29 @@ def test_memory_of_large_bodies_is_given_back_once(monkeypatch):
     assert asyncio.run(main()) == [0, 1, 1, 2]
 
 
+def test_large_bodies_rest_by_their_size(monkeypatch):
+    "So that a crowd of smaller ones, each longer than what counts as large, does not hold up the others"
+    rests, sleep = [], asyncio.sleep
+    async def app(scope, receive, send): await receive()
+    async def counted(seconds):
+        rests.append(seconds)
+        await sleep(0)
+    async def main(sizes):
+        limited, scope = middleware.BodyLimitMiddleware(app), {'type': 'http', 'headers': []}
+        async def call(n):
+            async def receive(): return {'type': 'http.request', 'body': bytes(n)}
+            await limited(scope, receive, None)
+        await asyncio.gather(*map(call, sizes))
+    async def trim(): pass
+    monkeypatch.setattr(middleware, 'trim_memory', trim)
+    monkeypatch.setattr(middleware, 'asyncio', SimpleNamespace(**vars(asyncio) | dict(sleep=counted)))
+    asyncio.run(main([300_000]*40))
+    crowd = sum(rests)
+    rests.clear()
+    asyncio.run(main([12_000_000]))
+    assert crowd == pytest.approx(sum(rests)) and 0 < crowd < .2   # as many bytes
+
+
 # ---- names and numbers
 
 @pytest.mark.parametrize('name, field', [('rid of 1 MB', 'rid'), ('extra_key of 1 MB', 'extra_key')])
@@ -247,6 +277,7 @@ def test_a_long_name_is_refused(server, name, field):
 def test_what_can_never_fit_is_not_told_to_try_again(server, name):
     reply = sent(server, name)
     assert reply.status_code == 400 and server.work.sent == [] and server.work.chars_on_loop <= 1000
+    assert 'max_queued_req' in reply.json()['error']['message']   # a limit of the engine's, and not of what the server has open
 
 
 # ---- isolation

@@ -15,6 +15,8 @@ from minisgl_lit.kv_cache.radix import make_prefix_cache
 from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.scheduler.scheduler import Scheduler
 from minisgl_lit.server.api_server import create_app
+from minisgl_lit.server.protocol import NativeSamplingRequest
+from minisgl_lit.server.tokenizing import TextThreads
 from minisgl_lit.testing.toy_engine import ToyEngine
 from minisgl_lit.text.tokenizer import TextStopChecks, Tokenizer
 
@@ -32,6 +34,9 @@ class Counting:
         self.characters += sum(map(len, texts))
         self.threads.add(threading.current_thread())
         return self.backend.encode_batch_fast(texts, **options)
+    def decode(self, ids, *options):
+        assert len(ids) <= 1_000   # the library keeps the interpreter's lock
+        return self.backend.decode(ids, *options)
     def decode_batch(self, lists, *options):
         self.threads.add(threading.current_thread())
         return self.backend.decode_batch(lists, *options)
@@ -126,6 +131,39 @@ def test_short_work_is_not(web, tokenizer):
     assert post(web, PLAIN, prompt=["ab", "c"], max_tokens=1).status_code == 200
     assert tokenizer.backend.threads == {threading.main_thread()}
 
+def test_a_caller_has_one_thread_and_all_have_two():
+    "Nothing ends before it is let go: what has begun by then is all that may work at once"
+    async def life():
+        threads, go, begun = TextThreads(), threading.Event(), []
+        def work(caller): begun.append(caller), go.wait(20)
+        calls = [asyncio.ensure_future(threads.run(o, work, [o])) for o in "aaabbbcc"]
+        while len(begun) < 2: await asyncio.sleep(.001)
+        await asyncio.sleep(.02)
+        first = [*begun]
+        go.set()
+        await asyncio.gather(*calls)
+        return first, begun
+    first, all_ = asyncio.run(asyncio.wait_for(life(), 20))
+    assert sorted(first) == ["a", "b"] and sorted(all_) == [*"aaabbbcc"]
+
+def test_what_is_cancelled_does_not_go_on():
+    async def life():
+        threads, go, begun = TextThreads(), threading.Event(), []
+        def work(i): begun.append(i), go.wait(20)
+        call = asyncio.ensure_future(threads.run("a", work, range(9)))
+        while not begun: await asyncio.sleep(.001)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError): await call
+        go.set()
+        await threads.run("a", begun.append, ["next"])   # when it is the caller's turn again
+        return begun
+    assert asyncio.run(asyncio.wait_for(life(), 20)) == [0, "next"]
+
+def test_an_answer_of_many_tokens_is_refused(web):
+    "Each prompt fits; their ids would be a body of many megabytes, made on the loop"
+    r = post(web, "/tokenize", prompt=["x"*MAX_LEN]*1_311)
+    assert r.status_code == 400 and "prompt may come to at most 524,288 tokens in one call, not 524,400" in r.text
+
 def test_who_hangs_up_leaves_the_queue(engine, tokenizer):
     app, body = create_app(engine, tokenizer), json.dumps({"prompt": ["x"*9_999]*100}).encode()
     messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
@@ -177,6 +215,17 @@ def test_limits_are_said(web, engine, tokenizer, path, field, limit, body):
     error = r.json()["error"]
     assert (r.status_code, error["param"]) == (400, field) and limit in error["message"], error
     assert len(r.content) < 700 and (engine.taken, tokenizer.backend.characters) == (0, 0)
+
+def test_parameters_of_too_many_prompts_are_not_looked_at(web, monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(NativeSamplingRequest, "params", looked_at.append)
+    r = post(web, GENERATE, text=["x"]*10_000, sampling_params=[{}]*10_000)
+    assert r.status_code == 400 and "3 requests (max_queued_req)" in r.text and not looked_at
+
+def test_a_prompt_counts_for_each_answer(web, engine, monkeypatch):
+    monkeypatch.setattr("minisgl_lit.server.api_server._MAX_CALL_TOKENS", 100)
+    r = post(web, PLAIN, prompt="x"*60, n=2)
+    assert r.status_code == 400 and "at most 100 tokens, each counted n times, not 120" in r.text and engine.taken == 0
 
 def test_limits_are_not_passed_by_what_they_allow(web):
     for path, body in [(PLAIN, {"prompt": ["x"]*QUEUED, "stop": ["~"*1000] + ["~"]*63, "extra_key": "k"*256}), (GENERATE, {"text": "x", "rid": "r"*128, "sampling_params": {"max_new_tokens": 1}})]:
@@ -260,7 +309,7 @@ def test_a_failure_later_is_ours(tokenizer):
 # -- chat templates ------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("template", ["{{ 'a'*300000000 }}", "{{ 1/0 }}", "{% if %}", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-                                      "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ nothing.at.all }}", "{{ " + "("*5000])
+                                      "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ nothing.at.all }}", "{{ " + "("*5000, "{# long #}"*150_000])
 def test_a_broken_template_is_the_checkpoints_fault(checkpoint, template):
     tok = Tokenizer(checkpoint(template))
     assert tok.template_problem.startswith("the chat template of this checkpoint cannot be used: ")

@@ -44,7 +44,8 @@ def compiled(monkeypatch):
     return seen
 
 @pytest.mark.parametrize("pattern", [EVIL, "(?:a{65535}){65535}", "(?:(?:(?:a|b){13}){13}){13}", "(?<=(?:a{100}){100})b", "(?:[[:alpha:])]a?){2000}", "(?x)(?:(?:a # )\n){2000}){2000}",
-                                     "(?:a){e<=3}", "(?:abc){i,d,s}", r"\L<words>", "(?R)b", "a(?1)?(b)", "(?P<n>a(?&n)?b)", "(?V1)[[a]--[b]]", "(?:(?:[^]]a{3}){30}){30}"])
+                                     "(?:a){e<=3}", "(?:abc){i,d,s}", r"\L<words>", "(?R)b", "a(?1)?(b)", "(?P<n>a(?&n)?b)", "(?V1)[[a]--[b]]", "(?:(?:[^]]a{3}){30}){30}",
+                                     "[" + "a-c"*30_000 + "]", "("*51 + "a" + ")"*51])
 def test_a_pattern_that_could_be_large_is_not_compiled(pattern, compiled):
     with pytest.raises(RequestError, match="stop_regex must be a regular expression"): TextStopChecks(Letters()).validate(SamplingParams(stop_regex=pattern))
     assert not compiled
@@ -153,6 +154,20 @@ def test_a_step_searches_for_a_millisecond_however_many_ask(monkeypatch):
     assert spent.seconds <= stop.REQUEST_SEARCH_S + stop.CHAR_SEARCH_S * spent.n_chars   # one budget for all 128
     with pytest.raises(RequestError, match="stop_regex='slow' took more than 0.05 s of search time"): slow[-1].take()
     assert all(o.checker.budget.left > .04 for o in quick)
+
+def test_quick_patterns_are_searched_first(monkeypatch):
+    "Twelve requests whose patterns never end could use a whole step; once it is known who is slow, no quick one waits for them"
+    clock, checks, rng = Clock(monkeypatch, slow=9., quick=3e-6), TextStopChecks(Letters()), random.Random(0)
+    def make(pattern, i): return checks.make(PendingReq("r", np.array([1, i]), SamplingParams(stop_regex=pattern), 999))
+    slow, quick = [make("slow", i) for i in range(12)], [make("quick", i) for i in range(8)]
+    for step in range(40):
+        live = slow + quick
+        rng.shuffle(live)
+        for check in live: check.push(0, None, None)
+        checks.search(live)
+        shown = [check.take() for check in quick]
+        assert step < 8 or all(shown), step
+    assert not any(o.error for o in slow) and clock.n > 300   # the slow ones were searched for, too
 
 def test_a_long_answer_does_not_use_up_its_time(monkeypatch):
     clock, steps = Clock(monkeypatch, usual=3e-6), 10_000
@@ -293,6 +308,29 @@ def test_grammars_of_callers_who_have_left_are_not_compiled(compiler):
     assert [o for o in compiler.started if o not in ("a0", "a1")] == ["a50", "b"]
     ask("again", "a7")   # it was cancelled, and can be asked for again
     assert compiler.begin(SamplingParams(regex="a7")).result(10) is compiler
+
+def test_grammars_of_requests_that_waited_too_long_are_not_compiled(compiler, monkeypatch):
+    queue = engine_core.GrammarQueue(scheduler(None, False), compiler.begin)
+    queue.scheduler.make_grammar = compiler
+    for i in range(3): queue.add(UserMsg(str(i), np.array([1]), SamplingParams(regex=f"a{i}")))
+    monkeypatch.setattr(queue, "_timed_out", lambda arrival: True)
+    assert [o.rid for o in queue.ready()] == ["0", "1", "2"]
+    compiler.hold.set()
+    compiler._threads.shutdown()
+    assert "a2" not in compiler.started   # the others may have been running
+
+def test_a_grammar_of_a_request_that_can_never_be_served_is_not_compiled(compiler):
+    queue = engine_core.GrammarQueue(scheduler(None, False), compiler.begin)
+    queue.scheduler.make_grammar = compiler
+    with pytest.raises(RequestError, match="48"): queue.add(UserMsg("long", np.full(60, 1), SamplingParams(regex="a")))
+    assert not compiler.started and not compiler._cache
+
+def test_a_grammar_whose_callers_left_can_be_asked_for_again(compiler):
+    "What was cancelled stands in the cache for a while, and is compiled when somebody wants it after all"
+    asked = [compiler.begin(SamplingParams(regex=f"a{i}")) for i in range(3)]
+    assert asked[2].cancel()
+    compiler.hold.set()
+    assert compiler.begin(SamplingParams(regex="a2")).result(10) is compiler
 
 def test_two_grammars_are_compiled_at_once_and_few_are_kept(compiler):
     asked = [compiler.begin(SamplingParams(regex=f"a{i}")) for i in range(99)]

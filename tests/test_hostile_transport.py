@@ -261,10 +261,11 @@ def test_a_key_on_the_command_line_is_warned_about(monkeypatch, capsys):
     def start(**settings): raise RuntimeError('enough')
     monkeypatch.setattr('minisgl_lit.serve', start)
     monkeypatch.setattr('minisgl_lit.cli.signal', SimpleNamespace(**vars(signal) | dict(signal=lambda *_: None)))
-    for key, said in (('secret', True), (None, False)):
-        serve_command(SimpleNamespace(**({'api_key': key} if key else {})))
-        err = capsys.readouterr().err
-        assert ('MINISGL_LIT_API_KEY' in err) is said and 'secret' not in err
+    for name, variable in (('api_key', 'MINISGL_LIT_API_KEY'), ('admin_key', 'MINISGL_LIT_ADMIN_KEY')):
+        for given, said in (({name: 'secret'}, True), ({}, False)):
+            serve_command(SimpleNamespace(**given))
+            err = capsys.readouterr().err
+            assert (variable in err) is said and 'secret' not in err
 
 def test_the_command_keeps_little_memory(monkeypatch):
     "Before it starts; what that saves, the long test of the corpus measures"
@@ -275,11 +276,24 @@ def test_the_command_keeps_little_memory(monkeypatch):
     monkeypatch.setattr('minisgl_lit.cli.signal', SimpleNamespace(**vars(signal) | dict(signal=lambda *_: None)))
     assert serve_command(SimpleNamespace()) == 1 and called == ['kept']
 
-@pytest.mark.parametrize('host, key, said', [('0.0.0.0', None, True), ('0.0.0.0', 'k', False), ('127.0.0.1', None, False)])
-def test_an_open_door_is_warned_about(host, key, said):
+def test_the_command_takes_its_keys_from_the_environment(monkeypatch):
+    def start(**settings):
+        taken.append((settings['api_key'], settings['admin_key']))
+        raise RuntimeError('enough')
+    taken = []
+    monkeypatch.setattr('minisgl_lit.serve', start)
+    monkeypatch.setattr('minisgl_lit.cli.signal', SimpleNamespace(**vars(signal) | dict(signal=lambda *_: None)))
+    monkeypatch.setenv('MINISGL_LIT_API_KEY', 'callers')
+    monkeypatch.setenv('MINISGL_LIT_ADMIN_KEY', 'operator')
+    serve_command(SimpleNamespace())
+    serve_command(SimpleNamespace(api_keys='a file'))   # in which each caller has a key
+    assert taken == [('callers', 'operator'), (None, 'operator')]
+
+@pytest.mark.parametrize('host, keys, said', [('0.0.0.0', {}, True), ('0.0.0.0', {'api_key': 'k'}, False), ('0.0.0.0', {'api_keys': 'a file'}, False), ('127.0.0.1', {}, False)])
+def test_an_open_door_is_warned_about(host, keys, said):
     lines = []
     with socket.create_server((host, 0)) as listener:
-        server = SimpleNamespace(_listener=listener, _config=ServerConfig(host=host, api_key=key), _log=lines.append)
+        server = SimpleNamespace(_listener=listener, _config=ServerConfig(host=host, **keys), _log=lines.append)
         Server._warn_of_strangers(server)
     assert len(lines) == said
 

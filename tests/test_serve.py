@@ -1,13 +1,16 @@
 "A real server, real sockets, and everything that may end before its time."
-import json, os, random, re, signal, socket, subprocess, sys, time
+import json, os, random, re, shutil, signal, socket, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
 
 from minisgl_lit import serve
+from minisgl_lit.log import LogFile
+from minisgl_lit.models.embedded import embedded_path
 
 SMALL = dict(port=0, num_pages=512, max_running_req=16)
 web = httpx.Client(timeout=60, trust_env=False, headers={'connection': 'close'})   # one for all: to make one takes 40 ms
@@ -56,6 +59,18 @@ def server():
 @pytest.fixture(scope='module')
 def client(server): return openai.OpenAI(base_url=server.url + '/v1', api_key='none', max_retries=0)
 
+
+def test_what_a_server_says_at_its_start(tmp_path, monkeypatch, capsys):
+    "A chat template that cannot be used, callers from elsewhere who need no key; through a queue, so that it never waits for its reader"
+    model = tmp_path/'model'
+    shutil.copytree(embedded_path(), model)
+    for file in model.glob('chat_template*'): file.unlink()
+    settings = json.loads((model/'tokenizer_config.json').read_text())
+    (model/'tokenizer_config.json').write_text(json.dumps(settings | dict(chat_template='{{ 1/0 }}')))
+    monkeypatch.setattr('minisgl_lit.server.serve.ipaddress', SimpleNamespace(ip_address=lambda _: SimpleNamespace(is_loopback=False)))
+    with serve(str(model), **SMALL) as s: assert isinstance(s._log_file, LogFile)
+    said = capsys.readouterr().err
+    assert said.count('the chat template of this checkpoint cannot be used: ') == 1 and said.count('lets other machines in') == 1
 
 def test_chat(client, server):
     ask = dict(model=server.model, messages=HELLO, max_tokens=12, temperature=0)

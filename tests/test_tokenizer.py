@@ -1,16 +1,18 @@
 """Tokenizer files wherever they may lie, and text in pieces for tokens that no model should write."""
+import asyncio
 import json
 
 import numpy as np
 import pytest
 import regex
 import tokenizers
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from minisgl_lit.core.request import FinishReason, PendingReq
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.core.outputs import EngineCoreOutput
+from minisgl_lit.server.sse import OutputQueue
 from minisgl_lit.text.tokenizer import (
     OutputCollector, TextDecoder, Tokenizer, TextStopChecks)
 
@@ -165,18 +167,22 @@ patterns = st.sampled_from([None, "a+b", r"\W\w", "[^a]b", "(?<=a)é", "b(?=a)",
 
 @settings(max_examples=300)
 @given(texts, st.lists(st.text(st.sampled_from("ab é你"), min_size=1, max_size=3), max_size=3), patterns, sizes, st.booleans())
+@example("xab", ["ab"], None, [6, 2], False)   # read when the stop has begun
 def test_scheduler_and_reader_agree(plain, text, stop, pattern, sizes, keep):
-    "The stop check ends the answer at a token, however late it searches; a reader who gets its outputs shows the right text."
+    "The stop check ends the answer at a token, however late it searches; a reader shows the right text, however late it reads its outputs."
     ids, params = list(text.encode()), SamplingParams(stop=stop, stop_regex=pattern, no_stop_trim=keep)
     checks, n, matched = TextStopChecks(plain), 0, None
     told, reader, texts = checks.make(PendingReq("r", np.array([1]), params, max_len=99)), OutputCollector(plain, params), []
+    queue = OutputQueue()
     for k, i in enumerate([*ids, 0]):   # the last is an end token
         told.push(i, None, (FinishReason.STOP, 0) if k == len(ids) else None)
         if sizes[k % len(sizes)] % 2 and k < len(ids): continue   # put off
         checks.search([told])
         if not (new := told.take()): continue
         n, (reason, matched) = n + len(new.token_ids), new.end or (None, None)
-        texts.append(reader.add(EngineCoreOutput("r", new.token_ids, reason, matched, shown=new.shown)).text)
+        if len(new.token_ids) == 1 and not reason and new.shown is None: queue.put_token("r", *new.token_ids)
+        else: queue.put(EngineCoreOutput("r", new.token_ids, reason, matched, shown=new.shown))
+        if reason or sizes[k % len(sizes)] % 3: texts.append(reader.add(*asyncio.run(queue.get())).text)
         if reason: break
     assert reader.output.text == "".join(texts) and reader.output.token_ids == [*ids, 0][:n]
     text_shown, found = stops_plainly(text, stop, pattern, keep)

@@ -66,6 +66,13 @@ INLINE vf vmax(vf a, vf b) {
     vu first = (vu)(a > b);
     return (vf)(first & (vu)a | ~first & (vu)b);
 }
+INLINE float highest(vf v) {
+    float x[W];
+    memcpy(x, &v, sizeof v);
+    UNROLL for (int half = W / 2; half; half /= 2)
+        UNROLL for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
+    return x[0];
+}
 INLINE vf mask_scores(vf v, i64 from, i64 to) {      // keeps `from` to `to - 1`
     if (from <= 0 && to >= W) return v;
     int first = from > 0 ? from : 0, end = to < 0 ? 0 : to < W ? to : W;
@@ -86,7 +93,7 @@ INLINE void online_softmax(float *s, i64 from, i64 to, float scale, float *state
         v[b] = mask_scores(v[b] * scale, from - b * W, to - b * W);
         all = vmax(v[b], all);
     }
-    for (int i = 0; i < W; i++) top = all[i] > top ? all[i] : top;
+    top = highest(all);
     if (top > *row_max) {
         float rescale = expf(*row_max - top);
         for (i64 d = 0; d < dim; d++) state[d] *= rescale;
@@ -310,25 +317,31 @@ INLINE workspace make_workspace(i64 tokens, const attention_args *args, int bf16
 
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #1322651f
 _extend_block_c = _workspace_c + r"""
+static __attribute__((noinline)) void product(const char *x, i64 ld, i64 rows, const char *w,
+                                              i64 words, float *y, i64 apart, int bf16) {
+    if (bf16) multiply(x, ld, rows, w, words, y, apart, 1);
+    else multiply(x, ld, rows, w, words, y, apart, 0);
+}
 INLINE void extend_block(const attention_args *args, const workspace *ws, i64 a, i64 e,
                          i64 pos, i64 p, int bf16) {
     i64 group = args->heads / args->kv_heads, words = bf16 ? BLOCK / 2 : BLOCK;
+    float scale = 1 / sqrtf(args->dim);
     memset(ws->s + a * BLOCK, 0, (e - a) * BLOCK * sizeof(float));
     for (i64 b = 0; b < BLOCK; b += PANEL)
-        multiply(ws->q + a * ws->q_row, ws->q_row, e - a,
-                 (char *)(ws->keys + b * ws->words), ws->words,
-                 ws->s + a * BLOCK + b, BLOCK, bf16);
+        product(ws->q + a * ws->q_row, ws->q_row, e - a,
+                (char *)(ws->keys + b * ws->words), ws->words,
+                ws->s + a * BLOCK + b, BLOCK, bf16);
     for (i64 r = a; r < e; r++) {
         float *s = ws->s + r * BLOCK, *state = ws->state + r * ws->ld;
         i64 end = pos + r / group + 1 - p;      // first position after its own
-        online_softmax(s, end - args->window, end, 1 / sqrtf(args->dim), state, ws->wide);
+        online_softmax(s, end - args->window, end, scale, state, ws->wide);
         if (bf16 && PAIRS)
             for (i64 b = 0; b < BLOCK; b++) put(ws->p + r * ws->p_row, b, s[b], 1);
     }
     for (i64 i = 0; i < ws->wide; i += PANEL)
-        multiply(ws->p + a * ws->p_row, ws->p_row, e - a,
-                 (char *)(ws->values + i * words), words,
-                 ws->state + a * ws->ld + i, ws->ld, bf16);
+        product(ws->p + a * ws->p_row, ws->p_row, e - a,
+                (char *)(ws->values + i * words), words,
+                ws->state + a * ws->ld + i, ws->ld, bf16);
 }
 """
 

@@ -289,7 +289,7 @@ class ForwardMode(Enum):
     PREFILL = 'prefill'  # prompts, or pieces of them
     DECODE = 'decode'    # one token for each request
     MIXED = 'mixed'      # both
-    IDLE = 'idle'        # nothing
+    IDLE = 'idle'        # padding alone
 
 # %% ../../nbs/00b_core.request.ipynb #9331874a
 @dataclass(eq=False)
@@ -328,7 +328,7 @@ class Batch:
     token_rows: np.ndarray   # Table row of each token, [n_tokens]
     positions: np.ndarray    # Place of each token in its sequence, [n_tokens]
     out_loc: np.ndarray      # Slot that each token's keys and values go to, [n_tokens]
-    sampled: np.ndarray      # Which of `reqs` get a next token, as indices, [n_sampled]
+    sampled: np.ndarray      # Which of the `n` get a next token, as indices, [n_sampled]
     sampling: SamplingArrays | None = None  # Settings of the sampled; `None`: all greedy
     logit_edits: LogitEdits | None = None             # Changes to their logits
     logprob_requests: LogprobRequests | None = None   # Which logprobs are reported

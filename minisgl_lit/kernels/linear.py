@@ -59,8 +59,9 @@ enum { PAIRS = 0 };
 INLINE vf mac(vf sum, vu x, vu w, int bf16) {
 #if defined(__AVX512BF16__)
     if (bf16) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
-#elif defined(__FMA__) && !defined(__AVX512F__)
-    asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(w));
+#endif
+#if defined(__FMA__)
+    asm volatile("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
     return sum;
 #endif
     return sum + (vf)x * (vf)w;
@@ -69,14 +70,13 @@ INLINE vf mac(vf sum, vu x, vu w, int bf16) {
 
 # %% ../../nbs/06_kernels.linear.ipynb #ceaa046a
 linear_c += r"""
-INLINE void tile(int R, const char *x, i64 ld, const char *w, i64 words, i64 ahead,
-                 float *y, i64 apart, int bf16) {
+INLINE void tile(int R, const char *x, i64 ld, const char *w, i64 words,
+                 const char *soon, int lines, float *y, i64 apart, int bf16) {
     int halves = bf16 && !PAIRS ? 2 : 1;
     vf sums[ROWS][WIDE];      // y[R, PANEL] += x[R, words] w[words, PANEL]
     UNROLL for (int r = 0; r < R; r++) memcpy(sums[r], y + r * apart, sizeof sums[r]);
     for (i64 k = 0; k < words; k++, w += PANEL * 4) {
-        UNROLL for (int i = 0; i < PANEL * 4; i += 64)
-            __builtin_prefetch(w + ahead + i, 0, 2);
+        for (int i = 0; i < lines; i++, soon += 64) __builtin_prefetch(soon, 0, 2);
         UNROLL for (int h = 0; h < halves; h++) {
             vu weights[WIDE];
             UNROLL for (int j = 0; j < WIDE; j++) {
@@ -98,24 +98,26 @@ INLINE void tile(int R, const char *x, i64 ld, const char *w, i64 words, i64 ahe
 # %% ../../nbs/06_kernels.linear.ipynb #b93b19c5
 linear_c += r"""
 enum { K_BLOCK = 512 };
+enum { LINES = PANEL * 4 / 64 };      // of the cache, for a word of all outputs
 INLINE i64 lesser(i64 a, i64 b) { return a < b ? a : b; }
 INLINE void multiply(const char *x, i64 ld, i64 rows, const char *w, i64 words,
                      float *y, i64 apart, int bf16) {
     i64 blocks = (words + K_BLOCK - 1) / K_BLOCK, size = (words + blocks - 1) / blocks;
-    i64 ahead = rows > ROWS ? size * PANEL * 4 : 2048;
+    i64 tiles = (rows + ROWS - 1) / ROWS, lines = (LINES + tiles - 1) / tiles, R;
     for (i64 k = 0; k < words; k += size) {
-        i64 n = lesser(size, words - k), left = rows, R;
+        i64 n = lesser(size, words - k);
         const char *from = x + k * (bf16 && !PAIRS ? 8 : 4), *block = w + k * PANEL * 4;
         float *to = y;      // [rows, PANEL], `apart` numbers from row to row
-        for (; left > 0; left -= R, from += R * ld, to += R * apart) {
-            i64 tiles = (left + ROWS - 1) / ROWS;
-            R = (left + tiles - 1) / tiles;      // 16 rows are 6, 5 and 5, not 6, 6 and 4
-            if (R == 6) tile(6, from, ld, block, n, ahead, to, apart, bf16);
-            if (R == 5) tile(5, from, ld, block, n, ahead, to, apart, bf16);
-            if (R == 4) tile(4, from, ld, block, n, ahead, to, apart, bf16);
-            if (R == 3) tile(3, from, ld, block, n, ahead, to, apart, bf16);
-            if (R == 2) tile(2, from, ld, block, n, ahead, to, apart, bf16);
-            if (R == 1) tile(1, from, ld, block, n, ahead, to, apart, bf16);
+        for (i64 i = 0, left = rows; i < tiles; i++, left -= R, from += R * ld, to += R * apart) {
+            R = (left + tiles - i - 1) / (tiles - i);      // 16 rows are 6, 5 and 5
+            const char *soon = tiles == 1 ? block + 2048 : i * lines >= LINES ? block
+                             : block + size * PANEL * 4 + i * lines * n * 64;
+            if (R == 6) tile(6, from, ld, block, n, soon, lines, to, apart, bf16);
+            if (R == 5) tile(5, from, ld, block, n, soon, lines, to, apart, bf16);
+            if (R == 4) tile(4, from, ld, block, n, soon, lines, to, apart, bf16);
+            if (R == 3) tile(3, from, ld, block, n, soon, lines, to, apart, bf16);
+            if (R == 2) tile(2, from, ld, block, n, soon, lines, to, apart, bf16);
+            if (R == 1) tile(1, from, ld, block, n, soon, lines, to, apart, bf16);
         }
     }
 }

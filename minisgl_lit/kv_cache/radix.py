@@ -149,8 +149,8 @@ class RadixCache:
     It owns the pages of its nodes. A prefix is a path from the root. A lock counts on each
     node of its path, so below an unlocked node nothing is locked, and while
     `evictable_size > 0` some leaf can be evicted. Each unlocked leaf is on offer in a heap.
-    Its rank there stays true: it changes only while the node is locked, so not on offer, or
-    in `_hide`, which offers it again. A node may lose pages, and never gains any.
+    No rank in the heap is stale: a leaf's changes only while it is locked, hence out of the
+    heap, or in `_hide`, which offers it anew. A node may lose pages, and never gains any.
     """
     def __init__(
         self,

@@ -92,6 +92,7 @@ def _merge(old: EngineCoreOutput, new: EngineCoreOutput) -> EngineCoreOutput:
     "Both in one: the old output with more tokens or, if the new one is the last, that one"
     old.token_ids += new.token_ids
     if new.logprobs: old.logprobs = (old.logprobs or []) + new.logprobs
+    old.shown = new.shown
     if not new.finish_reason: return old
     new.token_ids, new.logprobs = old.token_ids, old.logprobs
     return new
@@ -125,7 +126,9 @@ class OutputQueue:
         token: int,  # A new token, with nothing beside it
     ) -> None:
         "The same for the commonest output; while one waits already, no object is made"
-        if old := self._waiting.get(rid): old.token_ids.append(token)
+        if old := self._waiting.get(rid):
+            old.token_ids.append(token)
+            old.shown = None
         else:
             self._waiting[rid] = EngineCoreOutput(rid, [token])
             self._wake()
