@@ -121,10 +121,18 @@ def test_without_a_compiler(tmp_path):
 @pytest.mark.skipif(hidden, reason='no compiler')
 def test_many_processes_compile_at_once(tmp_path):
     "They start with an empty cache together; all succeed, and one library is left"
-    code = 'import torch; from minisgl_lit.kernels.compiler import load\n' \
-           'f = load("void twice(float *x, int64_t n) { for (int64_t i = 0; i < n; i++) x[i] *= 2; }".replace("void", "#include <stdint.h>\\nvoid", 1))\n' \
-           'x = torch.ones(3); f.twice(x, 3); print(x.tolist())'
+    code = """
+import os, torch
+from minisgl_lit.kernels.compiler import load
+for child in range(4):
+    if os.fork(): continue
+    f, x = load("#include <stdint.h>\\nvoid twice(float *x, int64_t n) { for (int64_t i = 0; i < n; i++) x[i] *= 2; }"), torch.ones(3)
+    f.twice(x, 3)
+    os.write(1, f"{x.tolist()}\\n".encode())
+    os._exit(0)
+for child in range(4): os.wait()
+"""
     env = os.environ | dict(XDG_CACHE_HOME=str(tmp_path))
-    running = [subprocess.Popen([sys.executable, '-c', code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    assert [o.communicate(timeout=120)[0] for o in running] == ['[2.0, 2.0, 2.0]\n'] * 4
+    done = subprocess.run([sys.executable, '-c', code], env=env, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.stdout == '[2.0, 2.0, 2.0]\n' * 4
     assert len(list((tmp_path/'minisgl_lit').iterdir())) == 1

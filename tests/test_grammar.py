@@ -12,6 +12,7 @@ from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import PendingReq
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.runtime import build
+from minisgl_lit.engine import grammar
 from minisgl_lit.engine.grammar import GrammarCompiler, ChoiceGrammar, pack_mask
 from minisgl_lit.models.embedded import embedded_path
 from test_tokenizer import byte_fallback, byte_level
@@ -266,3 +267,14 @@ def test_the_library_is_not_missed_before_it_is_needed():
             "except RequestError as e: print(e.field, '|', e)")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout.startswith("ebnf | ebnf needs llguidance") and "minisgl_lit[structured]" in run.stdout, run.stderr
+
+
+def test_a_single_mask_is_bounded_without_a_clock(monkeypatch):
+    "A mask cannot be interrupted: the parser's items are counted, and a longer text has more of them."
+    monkeypatch.setattr(grammar, "thread_time", lambda: 0.)
+    speaker = SPEAKERS["embedded"]
+    g, [a] = speaker.grammar(ebnf="start: e\ne: e e | e e e | /[a-z ]/\n"), speaker.tok.encode("a", add_special_tokens=False).ids
+    with pytest.raises(RequestError, match="^ebnf=.* cannot be followed: .*Too many items"):
+        for _ in range(100):
+            speaker.mask(g)
+            g.accept(a)

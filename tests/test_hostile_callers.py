@@ -3,6 +3,7 @@
 Work is counted in tokens and steps; nothing is timed.
 """
 import asyncio, json, logging
+from concurrent.futures import Future
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -400,3 +401,17 @@ def test_an_account_without_limits_counts_nothing():
     with pytest.raises(RateLimitError, match="b may have 1 requests"):
         limited = Account("b", requests_per_minute=1)
         for _ in range(2): limited.admit()
+
+def test_a_caller_who_waited_for_a_grammar_is_still_the_same():
+    "Late or aborted, a request that is added at last is its caller's: shares and limits are counted on"
+    s, compiling, caller = server(), Future(), Caller("a", weight=2.)
+    s.make_grammar = lambda pending: None
+    queue = GrammarQueue(s, lambda params: compiling if params.grammars else None)
+    for rid in ("waits", "leaves"): queue.add(UserMsg(rid, np.array([1]), SamplingParams(regex="a"), caller))
+    queue.abort("leaves")
+    compiling.set_result(None)
+    callers = {}
+    for message in queue.ready():
+        handle(message, ControlHandler(Control(s), queue))
+        callers |= {o.rid: o.caller for o in s.alive.values()}
+    assert callers == dict(waits=caller, leaves=caller) and [*s.alive] == ["waits"]

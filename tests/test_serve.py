@@ -274,8 +274,9 @@ try: s.wait()
 except KeyboardInterrupt: s.stop()
 '''
 
-@pytest.mark.parametrize('way', ['file', 'stdin'])
-@pytest.mark.parametrize('end', [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(('way', 'end'), [
+    ('file', signal.SIGINT), ('stdin', signal.SIGKILL),
+    *(pytest.param(*o, marks=pytest.mark.long) for o in (('file', signal.SIGKILL), ('stdin', signal.SIGINT)))])
 def test_in_a_script(tmp_path, way, end):
     "Without a guard, from a file or from stdin; one line on stdout; ended by Ctrl-C or brutally, it leaves nothing"
     (tmp_path/'script.py').write_text(script)
