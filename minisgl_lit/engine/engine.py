@@ -128,7 +128,7 @@ class Engine:
         if batch.logit_edits: apply_logit_edits(logits, batch.logit_edits, places, self.token_pool)
         if mask is not None: apply_mask(logits, mask)
         tokens, finite = sample(logits, batch.sampling, places[1])   # position and seed decide
-        self._write_tokens(batch, tokens)
+        self._write_tokens(places, tokens)
         results += tokens, finite
         if asked is None or as_made is None: return
         reported = logprobs(as_made, tokens[rows], self._width(asked))
@@ -141,9 +141,9 @@ class Engine:
         return np.array([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
 
     @torch.inference_mode()
-    def _write_tokens(self, batch: Batch, tokens: torch.Tensor | None) -> None:
+    def _write_tokens(self, places: np.ndarray, tokens: torch.Tensor | None) -> None:
         "On the stream: write the tokens that rank 0 has sampled to `token_pool`, in every rank"
-        rows, positions = to_device(self._places(batch), self.device)
+        rows, positions = to_device(places, self.device)
         if tokens is None: tokens = torch.empty_like(rows, dtype=torch.int64)
         self.token_pool[rows, positions] = self.group.broadcast(tokens).int()
 
@@ -154,7 +154,7 @@ class Engine:
     ) -> Event:        # When it is done
         "Enqueue what the other ranks of a group do for a batch: everything but the sampling"
         self.stream.submit(partial(self._forward, batch, Launched()))
-        self.stream.submit(partial(self._write_tokens, batch, None))
+        self.stream.submit(partial(self._write_tokens, self._places(batch), None))
         return self.stream.record()
 
 # %% ../../nbs/41_engine.engine.ipynb #70acc645
