@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from minisgl_lit.attention.cpu_kernels import attention_c
 from minisgl_lit.models.layers import layers_c
 from minisgl_lit.kernels.compiler import compile_c, library_folder, load, vectors
+from minisgl_lit.kernels.quantized import grouped_c
 from minisgl_lit.kernels.linear import PackedWeight, linear, linear_c, pack_weight
 
 try:
@@ -18,10 +19,10 @@ needs_compiler = pytest.mark.skipif(no_compiler is not None, reason='needs a C c
 BF16 = torch.bfloat16
 
 @needs_compiler
-@pytest.mark.parametrize('name', ['vectors', 'linear_c', 'layers_c', 'attention_c'])
+@pytest.mark.parametrize('name', ['vectors', 'linear_c', 'layers_c', 'attention_c', 'grouped_c'])
 def test_where_a_compiler_is_every_source_compiles(name):
     "Otherwise torch would serve in its place, and no test would notice"
-    source = dict(vectors=vectors + 'void nothing(void *to) {}', linear_c=linear_c, layers_c=layers_c, attention_c=attention_c)[name]
+    source = dict(vectors=vectors + 'void nothing(void *to) {}', linear_c=linear_c, layers_c=layers_c, attention_c=attention_c, grouped_c=grouped_c)[name]
     with library_folder() as folder: assert compile_c(source, folder).exists() and load(source) is not None
 
 @settings(max_examples=60)

@@ -4,6 +4,7 @@ A driver in C replays a plan that Python has written to a file. Each tensor lies
 written beside it ends the driver; and the results are those of the kernels as they are compiled for use.
 """
 import os, platform, struct, subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,14 @@ from minisgl_lit.attention.cpu import tasks_c
 from minisgl_lit.engine.sampler import largest_c
 from minisgl_lit.kernels.compiler import find_compiler, flags, run_compiler
 from minisgl_lit.kernels.linear import linear_c
+from minisgl_lit.kernels.quantized import grouped_c, panel_order, quantize
 from minisgl_lit.kernels.plan import entries, load_kernels, parameters, team_c
 from minisgl_lit.kernels.vector_math import exp_c
 from minisgl_lit.models.layers import layers_c
 from test_attention_cpu import make as make_world
 
 # all kernels in one text: each begins with those before it, which may stand there once
-ALL_C = tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '') + largest_c.removeprefix(team_c)
+ALL_C = tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '') + largest_c.removeprefix(team_c) + grouped_c.removeprefix(linear_c)
 NAMES = [*parameters(ALL_C)]
 DRIVER_C = ALL_C + entries(ALL_C) + r"""
 #include <stdio.h>
@@ -109,7 +111,7 @@ class Calls:
 
     def run_here(self):
         "By the kernels as they are compiled for use"
-        libs = [load_kernels(o) for o in (layers_c, tasks_c, largest_c)]
+        libs = [load_kernels(o) for o in (layers_c, tasks_c, largest_c, grouped_c)]
         for name, args in self.ops: next(getattr(o, name) for o in libs if hasattr(o, name))(*args)
 
     def run_there(self, program, folder, threads):
@@ -150,6 +152,17 @@ def add_matmuls(c: Calls, rows: int, bf16: bool) -> None:
         wide, narrow = c.some(some, 2 * n, bf16=bf16), c.some(some, n, bf16=bf16)
         x, y = (c.some(rows, hidden, bf16=bf16) for _ in range(2))
         c.call('gated_mlp', y, x, weights[0], biases[0], weights[1], biases[1], wide, narrow, rows, hidden, n, bf16, out=[y])
+
+def add_quantized(c: Calls, rows: int, bf16: bool) -> None:
+    "Both products, with and without minima; scales of two and four bytes"
+    for n_out, n_in, group, bits, minima, wide in ((1, 64, 32, 4, False, False), (70, 192, 64, 8, True, True), (129, 24, 8, 4, True, False)):
+        q = quantize(c.some(n_out, n_in), bits, group, minima)
+        if wide: q = replace(q, scales=q.scales * 1.01)
+        data, stride = panel_order(q, c.panel), (4 * n_in + 8 * n_in // group + 127) // 64 * 64
+        for whole in (False, True):
+            x, y, b = c.some(rows, n_in, bf16=bf16), c.some(rows, n_out, bf16=bf16), c.some(n_out, bf16=bf16) if minima else None
+            form, shared = torch.tensor([bits, group, wide, minima, whole]), torch.zeros(rows * stride, dtype=torch.uint8)
+            c.call('grouped_linear', y, x, data, form, b, shared, rows, n_out, n_in, stride, bf16, out=[y])
 
 def add_layers(c: Calls, rows: int, bf16: bool) -> None:
     "What stands between matmuls; the rows of some inputs lie further apart than they are long"
@@ -197,8 +210,8 @@ def calls(panel: int) -> Calls:
     "Every kernel, with sizes that fit nothing"
     c = Calls(panel)
     for bf16 in (False, True):
-        for rows in (0, 1, 5, 7, 17): add_matmuls(c, rows, bf16), add_layers(c, rows, bf16)
-        add_matmuls(c, 259, bf16)
+        for rows in (0, 1, 5, 7, 17): add_matmuls(c, rows, bf16), add_layers(c, rows, bf16), add_quantized(c, rows, bf16)
+        add_matmuls(c, 259, bf16), add_quantized(c, 259, bf16)
         add_attention(c, bf16)
     for rows in (0, 1, 5, 7, 17):
         for n in (1, 5, 33, 199):
@@ -212,7 +225,7 @@ def calls(panel: int) -> Calls:
 
 def test_all_kernels_are_in_one_text():
     "Each kernel stands in it once, so that the driver has all that chapters compile"
-    assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(tasks_c), *parameters(largest_c)})
+    assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(tasks_c), *parameters(largest_c), *parameters(grouped_c)})
     assert ALL_C.count(team_c) == ALL_C.count(linear_c) == ALL_C.count(exp_c) == 1
 
 @pytest.fixture(scope='module')

@@ -23,7 +23,7 @@ Name = tuple[Namespace, bytes]   # namespace, and bytes of a first page
 
 @dataclass(slots=True, eq=False)
 class Node:
-    "A run of full pages, from where two prefixes diverge to where the next ones do."
+    "A run of full pages in which no prefix that is cached ends or diverges."
     key: np.ndarray          # Tokens, [n_pages * page_size]
     pages: np.ndarray        # Pages with their keys and values, [n_pages]
     name: Name               # Its key in `parent.children`
@@ -149,7 +149,7 @@ class RadixCache:
     It owns the pages of its nodes. A prefix is a path from the root. A lock counts on each
     node of its path, so below an unlocked node nothing is locked, and while
     `evictable_size > 0` some leaf can be evicted. Each unlocked leaf is on offer in a heap.
-    No rank in the heap is stale: a leaf's changes only while it is locked, hence out of the
+    No rank in the heap is stale: that of a leaf changes only while it is locked, hence out of the
     heap, or in `_hide`, which offers it anew. A node may lose pages, and never gains any.
     """
     def __init__(
