@@ -8,11 +8,15 @@ from test_products import no_compiler
 
 flags, package = os.environ.get("TST_FLAGS", "").split(), bool(os.environ.get("TST_PACKAGE"))
 
+# chapters whose stored outputs only a compiler can give; all others are compared without one, too
+SHOW_KERNELS = ["04_kernels.compiler", "04a_kernels.plan", "06_kernels.linear", "06a_kernels.vector_math", "06b_kernels.quantized", "32_attention.cpu",
+                "33_attention.flashinfer", "40_engine.sampler", "42a_engine.recorded_steps", "61_tools.bench"]
+
 @pytest.mark.parametrize("path", notebooks(), ids=lambda p: p.stem)
 def test_notebook(path):
     err, stale, _ = run(path, flags, package=package)
     if err: pytest.fail(err, pytrace=False)
-    if stale and no_compiler: pytest.skip(f"needs a C compiler: cells {stale} show what kernels compute")
+    if stale and no_compiler and path.stem in SHOW_KERNELS: pytest.skip(f"needs a C compiler: cells {stale} show what kernels compute")
     if stale: pytest.fail(f"stored outputs are not those of this code, in cells {stale}: run `make nbs`", pytrace=False)
 
 def test_a_volatile_output_is_compared_without_its_numbers():
