@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from minisgl_lit.kernels.linear import linear, pack_weight
 from minisgl_lit.kernels.quantized import QuantizedWeight, pack_groups, quantize
+from minisgl_lit.models.layers import apply_rope, embed, gated_mlp, inverse_frequencies, qkv_heads, rms_norm, rope_angles, silu_mul
 from test_products import needs_compiler
 
 BF16 = torch.bfloat16
@@ -29,7 +30,7 @@ def test_the_exact_product_is_that_of_the_weights_that_are_meant(shape, form, dt
     x, weight = some(shape, form, seed)
     x, bias, was = x.to(dtype), torch.randn(shape[1]).to(dtype) if constant else None, torch.get_num_threads()
     torch.set_num_threads(threads)
-    try: got, want = pack_groups(weight).multiply(x, bias), linear(x, pack_weight(weight.dequantize().to(dtype)), bias)
+    try: got, want = pack_groups(weight, dtype).multiply(x, bias), linear(x, pack_weight(weight.dequantize().to(dtype)), bias)
     finally: torch.set_num_threads(was)
     assert got.dtype == dtype and torch.equal(got, want)
 
@@ -40,7 +41,7 @@ def test_the_exact_product_is_that_of_the_weights_that_are_meant(shape, form, dt
 def test_whole_numbers_are_within_their_bound_and_the_same_in_any_company(shape, form, dtype, seed, data):
     "Rounded to 8 bits, a number of x is off by at most half of a 127th of the largest of its group"
     x, weight = some(shape, form, seed)
-    x, packed, group = x.to(dtype), pack_groups(weight, rounds_input=True), weight.group
+    x, packed, group = x.to(dtype), pack_groups(weight, dtype, rounds_input=True), weight.group
     got, meant = packed.multiply(x), weight.dequantize().double()
     off = x.double().abs().unflatten(1, (-1, group)).amax(-1, keepdim=True).expand(-1, -1, group).flatten(1) / 254
     want, bound = x.double() @ meant.T, off * 1.001 @ meant.abs().T
@@ -66,9 +67,43 @@ def test_each_weight_is_the_nearest(how, minima, size, seed):
 @needs_compiler
 def test_what_is_not_finite_stays_so():
     "An input with NaN gives NaN, for its row alone"
-    packed = pack_groups(quantize(torch.randn(70, 128)), rounds_input=True)
+    packed = pack_groups(quantize(torch.randn(70, 128)), torch.float32, rounds_input=True)
     for wrong in (torch.nan, torch.inf, -torch.inf):
         x = torch.randn(3, 128)
         x[1, 77] = wrong
         got = packed.multiply(x)
         assert not got[1].isfinite().any() and got[[0, 2]].isfinite().all()
+
+
+@needs_compiler
+@settings(max_examples=30)
+@given(st.integers(1, 300), st.sampled_from([4, 8]), st.booleans(), st.sampled_from([torch.float32, BF16]), st.integers(0, 99))
+def test_fused_layers_compute_what_single_steps_compute(rows, bits, whole, dtype, seed):
+    "The kernels of several steps, with quantized weights, beside one call for each step"
+    g = torch.Generator().manual_seed(seed)
+    def weight(n_out, n_in): return pack_groups(quantize(torch.randn(n_out, n_in, generator=g) * .1, bits, 32), dtype, whole)
+    def vector(n): return torch.randn(n, generator=g).to(dtype)
+    x, gate_up, down = torch.randn(rows, 64, generator=g).to(dtype), weight(192, 64), weight(64, 96)
+    biases = vector(192), vector(64)
+    got, want = gated_mlp(x, gate_up, down, *biases), linear(silu_mul(linear(x, gate_up, biases[0])), down, biases[1])
+    torch.testing.assert_close(got, want, rtol=.02, atol=.02)   # of silu: ours is of the kernel's own exp
+    angles = rope_angles(torch.arange(rows), inverse_frequencies(16, 1e4), x)
+    norms, w = (vector(16), vector(16)), weight(8 * 16, 64)
+    q, k, v = qkv_heads(x, w, None, norms, 1e-6, angles, 2)
+    alone = linear(x, w).view(rows, 8, 16)
+    assert torch.equal(v, alone[:, 6:])
+    a, b = apply_rope(rms_norm(alone[:, :4], norms[0], 1e-6), rms_norm(alone[:, 4:6], norms[1], 1e-6), angles)
+    torch.testing.assert_close(torch.cat([q, k], 1), torch.cat([a, b], 1))
+
+
+@needs_compiler
+def test_an_embedding_is_found_among_panels():
+    "Rows of the weights that are meant, also through `embed`"
+    weight = quantize(torch.randn(150, 96), 8, 32, minima=True)
+    table, ids = pack_groups(weight, torch.float32), torch.tensor([149, 0, 64, 63, 149])
+    assert torch.equal(embed(ids, table), weight.dequantize()[ids]) and torch.equal(table.unpack(), weight.dequantize())
+
+
+def test_dtypes_without_a_kernel_get_plain_weights():
+    weight = quantize(torch.randn(8, 64))
+    assert torch.equal(pack_groups(weight, torch.float16), weight.dequantize().half())

@@ -16,14 +16,14 @@ from minisgl_lit.attention.cpu import tasks_c
 from minisgl_lit.engine.sampler import largest_c
 from minisgl_lit.kernels.compiler import find_compiler, flags, run_compiler
 from minisgl_lit.kernels.linear import linear_c
-from minisgl_lit.kernels.quantized import grouped_c, panel_order, quantize
+from minisgl_lit.kernels.quantized import panel_order, quantize
 from minisgl_lit.kernels.plan import entries, load_kernels, parameters, team_c
 from minisgl_lit.kernels.vector_math import exp_c
 from minisgl_lit.models.layers import layers_c
 from test_attention_cpu import make as make_world
 
 # all kernels in one text: each begins with those before it, which may stand there once
-ALL_C = tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '') + largest_c.removeprefix(team_c) + grouped_c.removeprefix(linear_c)
+ALL_C = tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '') + largest_c.removeprefix(team_c)
 NAMES = [*parameters(ALL_C)]
 DRIVER_C = ALL_C + entries(ALL_C) + r"""
 #include <stdio.h>
@@ -104,6 +104,10 @@ class Calls:
         self.call('pack', data, len(data), n_in * data.itemsize // 4)
         return data
 
+    def shared(self, rows, n_in, group, whole):
+        "Scratch memory of `grouped_linear`, not a byte too much"
+        return torch.zeros(rows * (((n_in if whole else 4 * n_in) + 8 * n_in // group + 127) // 64 * 64), dtype=torch.uint8)
+
     def storages(self):
         "The memory of all tensors, each once"
         tensors = [o for _, args in self.ops for o in args if isinstance(o, torch.Tensor)]
@@ -111,7 +115,7 @@ class Calls:
 
     def run_here(self):
         "By the kernels as they are compiled for use"
-        libs = [load_kernels(o) for o in (layers_c, tasks_c, largest_c, grouped_c)]
+        libs = [load_kernels(o) for o in (layers_c, tasks_c, largest_c)]
         for name, args in self.ops: next(getattr(o, name) for o in libs if hasattr(o, name))(*args)
 
     def run_there(self, program, folder, threads):
@@ -151,18 +155,26 @@ def add_matmuls(c: Calls, rows: int, bf16: bool) -> None:
         biases = [c.some(o, bf16=bf16) if bias else None for o in (2 * n, hidden)]
         wide, narrow = c.some(some, 2 * n, bf16=bf16), c.some(some, n, bf16=bf16)
         x, y = (c.some(rows, hidden, bf16=bf16) for _ in range(2))
-        c.call('gated_mlp', y, x, weights[0], biases[0], weights[1], biases[1], wide, narrow, rows, hidden, n, bf16, out=[y])
+        c.call('gated_mlp', y, x, weights[0], None, biases[0], weights[1], None, biases[1], wide, narrow, None, rows, hidden, n, bf16, out=[y])
 
 def add_quantized(c: Calls, rows: int, bf16: bool) -> None:
     "Both products, with and without minima; scales of two and four bytes"
     for n_out, n_in, group, bits, minima, wide in ((1, 64, 32, 4, False, False), (70, 192, 64, 8, True, True), (129, 24, 8, 4, True, False)):
         q = quantize(c.some(n_out, n_in), bits, group, minima)
         if wide: q = replace(q, scales=q.scales * 1.01)
-        data, stride = panel_order(q, c.panel), (4 * n_in + 8 * n_in // group + 127) // 64 * 64
+        data, ids = panel_order(q, c.panel), torch.randint(0, n_out, (rows,), generator=c.g, dtype=torch.int32)
         for whole in (False, True):
             x, y, b = c.some(rows, n_in, bf16=bf16), c.some(rows, n_out, bf16=bf16), c.some(n_out, bf16=bf16) if minima else None
-            form, shared = torch.tensor([bits, group, wide, minima, whole]), torch.zeros(rows * stride, dtype=torch.uint8)
-            c.call('grouped_linear', y, x, data, form, b, shared, rows, n_out, n_in, stride, bf16, out=[y])
+            form, shared = torch.tensor([bits, group, wide, minima, whole]), c.shared(rows, n_in, group, whole)
+            c.call('grouped_linear', y, x, data, form, b, shared, rows, n_out, n_in, bf16, out=[y])
+            taken = c.some(rows, n_in, bf16=bf16)
+            c.call('grouped_rows', taken, data, form, ids, rows, n_in, bf16, out=[taken])
+    hidden, n, some, group = 24, 40, min(rows, 256), 8
+    for whole in (False, True):
+        weights = [panel_order(quantize(c.some(*shape), 4, group), c.panel) for shape in ((2 * n, hidden), (hidden, n))]
+        form, shared = torch.tensor([4, group, False, False, whole]), c.shared(some, n, group, whole)
+        (x, y), wide, narrow = (c.some(rows, hidden, bf16=bf16) for _ in range(2)), c.some(some, 2 * n, bf16=bf16), c.some(some, n, bf16=bf16)
+        c.call('gated_mlp', y, x, weights[0], form, None, weights[1], form, None, wide, narrow, shared, rows, hidden, n, bf16, out=[y])
 
 def add_layers(c: Calls, rows: int, bf16: bool) -> None:
     "What stands between matmuls; the rows of some inputs lie further apart than they are long"
@@ -182,7 +194,7 @@ def add_layers(c: Calls, rows: int, bf16: bool) -> None:
         w, b = c.packed(heads * dim, n_in, bf16), c.some(heads * dim, bf16=bf16) if more else None
         norms = [c.some(dim, bf16=bf16) if more else None for _ in 'qk']
         qkv, x, angles = c.some(rows, heads, dim, bf16=bf16), c.some(rows, n_in, bf16=bf16), c.some(rows, dim, bf16=bf16)
-        c.call('qkv_heads', qkv, x, w, b, *norms, angles, rows, n_in, n_q, n_kv, dim, 1e-6, bf16, out=[qkv])
+        c.call('qkv_heads', qkv, x, w, None, b, None, *norms, angles, rows, n_in, n_q, n_kv, dim, 1e-6, bf16, out=[qkv])
 
 def add_attention(c: Calls, bf16: bool) -> None:
     "Decode steps, chunks of prompts, both; windows; heads of odd sizes; requests with nothing cached and with several blocks; padding"
@@ -225,7 +237,7 @@ def calls(panel: int) -> Calls:
 
 def test_all_kernels_are_in_one_text():
     "Each kernel stands in it once, so that the driver has all that chapters compile"
-    assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(tasks_c), *parameters(largest_c), *parameters(grouped_c)})
+    assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(tasks_c), *parameters(largest_c)})
     assert ALL_C.count(team_c) == ALL_C.count(linear_c) == ALL_C.count(exp_c) == 1
 
 @pytest.fixture(scope='module')

@@ -12,14 +12,15 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from ..kernels.compiler import warn_once
-from ..models.decoder import ModelConfig, weight_shapes
+from ..models.decoder import ModelConfig
+from ..models.quantization import Quantization, weight_bytes
 
 # %% ../../nbs/39_engine.memory.ipynb #6e2cefc2
 def _groups(
@@ -108,14 +109,18 @@ def check_weights(
     dtype: torch.dtype,  # What its weights will be
     free: int,           # Bytes that may be filled
     ratio: MemoryRatio,  # What `free` comes from
+    quantization: Quantization | None = None,   # What will be compressed; `None`: nothing
 ) -> int:                # Bytes that the weights will take
     "`ValueError` if they do not fit; it says how much is needed, and what would help"
-    needed = sum(map(prod, weight_shapes(model).values())) * dtype.itemsize
+    needed = weight_bytes(model, dtype, quantization)
     if needed <= free: return needed
-    half = ''
-    if dtype.itemsize == 4: half = f"; dtype='bfloat16' would need {gib(needed // 2)}"
-    raise ValueError(f'the weights of this model need {gib(needed)} as {str(dtype)[6:]}, but '
-                     f'only {gib(free)} may be filled, by {ratio}{ratio.hint}{half}')
+    kind, less = str(dtype)[6:] if quantization is None else f'int{quantization.bits}', ''
+    if quantization is None:
+        in_4_bits = weight_bytes(model, dtype, Quantization(bits=4))
+        if dtype.itemsize == 4: less = f"; dtype='bfloat16' would need {gib(needed // 2)}"
+        less += f"; quantization='int4', on a CPU, {gib(in_4_bits)}"
+    raise ValueError(f'the weights of this model need {gib(needed)} as {kind}, but '
+                     f'only {gib(free)} may be filled, by {ratio}{ratio.hint}{less}')
 
 # %% ../../nbs/39_engine.memory.ipynb #4b91b285
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from ..kernels.plan import NotRecordable
 from ..models.decoder import Decoder, ModelConfig, Weights, dtypes, shard_config
 from ..models.embedded import embedded_path
 from ..models.checkpoint import read_config, resolve_model
+from ..models.quantization import Quantization
 from ..models.weights import dummy_weights, load_weights
 from ..kernels.compiler import warn_once
 from ..kernels.linear import pack_weight
@@ -105,6 +106,9 @@ class ResolvedConfig:
         path = embedded_path() if config.model == 'embedded' else resolve_model(config.model)
         model, device = read_config(path), choose_device(config, rank)
         dtype = choose_dtype(config, model.dtype, device)
+        if config.quantization and device.type != 'cpu':
+            raise ValueError(f'quantization={config.quantization!r} is for a CPU; on {device} '
+                             'weights are not compressed while they load')
         longest = choose_max_seq_len(config, model)
         return cls(config, rank, path, model, device, dtype, longest)
 
@@ -117,6 +121,14 @@ class ResolvedConfig:
     def ratio(self) -> MemoryRatio:
         "The share of memory that may be filled"
         return MemoryRatio.of(self.config.memory_ratio, self.device)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        "How weights are compressed while they load; `None`: not at all"
+        c = self.config
+        if c.quantization is None: return None
+        bits = int(c.quantization.removeprefix('int'))
+        return Quantization(bits, c.quantization_group, c.quantization_compute == 'int8')
 
     def free(self) -> int:
         "Bytes that this rank may still fill; ranks on a CPU share its memory"
@@ -136,8 +148,8 @@ class ResolvedConfig:
         "This rank's share of the weights, packed where our kernel reads them"
         config, group = self.config, ProcessGroup(self.rank, self.config.tp)
         make = dummy_weights if config.dummy_weights else partial(load_weights, self.path)
-        plain = make(self.model, self.dtype, self.device, group=group)
-        return {name: pack_weight(plain.pop(name)) for name in list(plain)}
+        pack = self.quantization.pack if self.quantization else lambda name, weight: pack_weight(weight)
+        return make(self.model, self.dtype, self.device, group=group, finish=pack)
 
     # %% ../../nbs/44_engine.worker.ipynb #572bf9d0
     def for_other_ranks(self) -> EngineConfig:
@@ -351,7 +363,8 @@ def make_engine(
     overlap: bool,             # Whether the host goes on while the device computes
 ) -> tuple[Engine, TableManager, MemoryPlan]:
     "The engine of rank 0, the table that it reads, and the memory plan"
-    size = check_weights(resolved.shard, resolved.dtype, resolved.free(), resolved.ratio)
+    size = check_weights(resolved.shard, resolved.dtype, resolved.free(), resolved.ratio,
+                         resolved.quantization)
     decoder, memory, sizes = load_model(resolved, ranks, size)
     table_type = LeaderTable if ranks.size > 1 else TableManager
     table, attention = make_tables(resolved, memory.num_pages, table_type)

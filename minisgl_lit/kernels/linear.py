@@ -201,11 +201,8 @@ class PackedWeight:
     data: torch.Tensor      # All words, panel by panel, [n_panels * panel, n_in]
     shape: tuple[int, int]  # Outputs and inputs, without padding
     panel: int              # Outputs in a panel
-
-    @property
-    def dtype(self) -> torch.dtype:
-        "Of the weights"
-        return self.data.dtype
+    dtype: torch.dtype      # Of the weights
+    form: torch.Tensor | None = None   # How `data` codes them, for a kernel; `None`: not at all
 
     @property
     def words(self) -> torch.Tensor:
@@ -231,6 +228,37 @@ class PackedWeight:
         numbers = self.words.mT.flatten().view(self.dtype)
         return numbers.view(self.data.shape)[:self.shape[0]]
 
+    # %% ../../nbs/06_kernels.linear.ipynb #48c1f598
+    def kernels(
+        self,
+        source: str,      # C, with a kernel that multiplies with such a weight
+        x: torch.Tensor,  # To be multiplied
+    ) -> SimpleNamespace | None:   # `None`: torch shall
+        "The compiled kernels, if they can take both"
+        if x.dim() != 2 or len(x) > max_rows(x.dtype): return None
+        return c_kernels(source, x, self.data)
+
+    def scratch_bytes(
+        self,
+        rows: int,  # Inputs that are multiplied at once
+    ) -> int:
+        "Memory that the kernel needs beside its arguments"
+        return 0
+
+    def multiply(
+        self,
+        x: torch.Tensor,   # [n_tokens, n_in]
+        bias: torch.Tensor | None = None,  # [n_out]
+    ) -> torch.Tensor:     # [n_tokens, n_out]
+        "`x @ weight.T + bias`"
+        lib = self.kernels(linear_c, x)
+        if lib is None: return F.linear(x, self.unpack(), bias)
+        (rows, n_in), n_out = x.shape, self.shape[0]
+        y = x.new_empty(rows, n_out)
+        lib.linear(y, x.contiguous(), self.data, bias, rows, n_out, n_in, x.dtype == torch.bfloat16,
+                   threads=team_size(rows * n_out * n_in, 500_000))
+        return y
+
 # %% ../../nbs/06_kernels.linear.ipynb #7de965ae
 def pack_weight(
     weight: torch.Tensor,            # [n_out, n_in]; overwritten
@@ -243,7 +271,7 @@ def pack_weight(
     (n_out, n_in), panel = weight.shape, int(size)
     data = F.pad(weight, (0, 0, 0, -n_out % panel)) if n_out % panel else weight
     lib.pack(data, len(data), n_in * data.itemsize // WORD_BYTES, threads=team_size(data.numel()))
-    return PackedWeight(data.detach(), (n_out, n_in), panel)
+    return PackedWeight(data.detach(), (n_out, n_in), panel, data.dtype)
 
 # %% ../../nbs/06_kernels.linear.ipynb #8461b33e
 AMX_MAX_ROWS = 64   # a guess: no processor with AMX was measured
@@ -259,21 +287,15 @@ def max_rows(
     "Up to how many rows our kernel is faster than torch"
     return AMX_MAX_ROWS if dtype == torch.bfloat16 and _has_amx() else float('inf')
 
-# %% ../../nbs/06_kernels.linear.ipynb #f33bef86
+# %% ../../nbs/06_kernels.linear.ipynb #48c1f598
 MOST_ROWS = 256   # at a time, as `MOST` in C says
 
+# %% ../../nbs/06_kernels.linear.ipynb #f33bef86
 def linear(
     x: torch.Tensor,       # [n_tokens, n_in]
     weight: torch.Tensor | PackedWeight,  # [n_out, n_in]
     bias: torch.Tensor | None = None,     # [n_out]; `None`: the layer has none
 ) -> torch.Tensor:         # [n_tokens, n_out]
     "`x @ weight.T + bias`"
-    if not isinstance(weight, PackedWeight): return F.linear(x, weight, bias)
-    ours = x.dim() == 2 and x.shape[0] <= max_rows(x.dtype)
-    lib = c_kernels(linear_c, x, weight.data) if ours else None
-    if lib is None: return F.linear(x, weight.unpack(), bias)
-    (rows, n_in), n_out = x.shape, weight.shape[0]
-    y = x.new_empty(rows, n_out)
-    lib.linear(y, x.contiguous(), weight.data, bias, rows, n_out, n_in, x.dtype == torch.bfloat16,
-               threads=team_size(rows * n_out * n_in, 500_000))
-    return y
+    if isinstance(weight, PackedWeight): return weight.multiply(x, bias)
+    return F.linear(x, weight, bias)

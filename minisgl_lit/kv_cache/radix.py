@@ -23,7 +23,7 @@ Name = tuple[Namespace, bytes]   # namespace, and bytes of a first page
 
 @dataclass(slots=True, eq=False)
 class Node:
-    "A run of full pages in which no prefix that is cached ends or diverges."
+    "A run of full pages; prefixes that were inserted or matched part or end only at its end."
     key: np.ndarray          # Tokens, [n_pages * page_size]
     pages: np.ndarray        # Pages with their keys and values, [n_pages]
     name: Name               # Its key in `parent.children`
@@ -149,8 +149,8 @@ class RadixCache:
     It owns the pages of its nodes. A prefix is a path from the root. A lock counts on each
     node of its path, so below an unlocked node nothing is locked, and while
     `evictable_size > 0` some leaf can be evicted. Each unlocked leaf is on offer in a heap.
-    No rank in the heap is stale: that of a leaf changes only while it is locked, hence out of the
-    heap, or in `_hide`, which offers it anew. A node may lose pages, and never gains any.
+    The rank of a leaf changes only while it is locked, when its old entry in the heap no longer
+    counts, or in `_hide`, which makes a new one. A node may lose pages, and never gains any.
     """
     def __init__(
         self,
