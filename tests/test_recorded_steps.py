@@ -19,6 +19,7 @@ from minisgl_lit.engine import worker
 from minisgl_lit.engine.cuda_graph import GraphEngine
 from minisgl_lit.engine.engine import Engine, Launched
 from minisgl_lit.engine.recorded_steps import RecordedSteps
+from minisgl_lit.engine.sampler import largest
 from minisgl_lit.kernels.plan import Arena, NotRecordable, Plan, PlanRecorder, load_kernels, team_c
 from minisgl_lit.runtime import build
 from reference import FAMILIES, VARIANTS, make_checkpoint, prompts
@@ -60,24 +61,26 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def watch(runtime) -> SimpleNamespace:
     "Compute each recorded step layer by layer, too, from the same state; how many steps of each size there were, and which differed"
     engine, pool, steps = runtime.engine, runtime.engine.attention.pool, runtime.engine.steps
-    seen, inner, can_run = SimpleNamespace(replayed=Counter(), others=Counter(), apart=[]), steps.logits, steps.can_run
-    def logits(batch):
+    seen, inner, can_run = SimpleNamespace(replayed=Counter(), others=Counter(), apart=[]), steps.run, steps.can_run
+    @torch.inference_mode()
+    def run(batch, launched):
         slots = torch.from_numpy(batch.out_loc)
         pool.buffer[:, :, slots] = torch.nan   # what a step does not write is noticed
         before = pool.buffer.clone()
-        steps.result.fill_(torch.nan)
-        got, stored = inner(batch).clone(), pool.buffer.clone()
+        steps.logits.fill_(torch.nan)
+        inner(batch, launched)
+        stored = pool.buffer.clone()
         pool.buffer.copy_(before)
-        Engine._forward(engine, batch, launched := Launched())
-        same = torch.equal(bits(got), bits(launched.logits)) and torch.equal(bits(stored), bits(pool.buffer))
-        if not same or not got.isfinite().all(): seen.apart.append(batch.device_lens.tolist())
+        Engine._forward(engine, batch, other := Launched())
+        same = torch.equal(bits(launched.logits), bits(other.logits)) and torch.equal(bits(stored), bits(pool.buffer))
+        same &= all(map(torch.equal, launched.largest, largest(other.logits)))
+        if not same or not launched.logits.isfinite().all(): seen.apart.append(batch.device_lens.tolist())
         seen.replayed[len(batch.rows)] += 1
-        return got
     def watched(batch):
         fits = can_run(batch)
         if batch.mode is ForwardMode.DECODE and not fits: seen.others[len(batch.rows)] += 1
         return fits
-    steps.logits, steps.can_run = logits, watched
+    steps.run, steps.can_run = run, watched
     return seen
 
 def serve(runtime, vocab_size=190, params=lambda i: dict(temperature=0)):
@@ -182,7 +185,7 @@ def test_a_plan_outlives_all_that_it_was_made_from(tmp_path, monkeypatch):
     runtime = start(tmp_path, monkeypatch, dtype='bfloat16')
     serve(runtime)
     steps, gone = runtime.engine.steps, weakref.ref(runtime.engine.model)
-    plan, result = steps.plan, steps.result
+    plan, result = steps.plan, steps.logits
     result.fill_(torch.nan)
     plan.replay(1, 1)   # the last step again
     right = result[0].clone()

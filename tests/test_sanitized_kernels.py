@@ -227,9 +227,9 @@ def calls(panel: int) -> Calls:
         add_attention(c, bf16)
     for rows in (0, 1, 5, 7, 17):
         for n in (1, 5, 33, 199):
-            x, tops, ids = c.some(rows, n), c.some(rows), torch.zeros(rows, dtype=torch.int64)
+            x, ids, finite = c.some(rows, n), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool)
             if rows > 5: x[0, n // 2], x[1], x[2, -1], x[3] = torch.nan, -torch.inf, torch.inf, 1.
-            c.call('largest', tops, ids, x, rows, n, out=[tops, ids])
+            c.call('largest', ids, finite, x, rows, n, out=[ids, finite])
         x, y = c.some(rows, 13, bf16=True), c.some(rows, 13)
         c.call('widen', y, x, rows, 13, out=[y])
     assert {name for name, _ in c.ops} == {*NAMES}

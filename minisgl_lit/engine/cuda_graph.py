@@ -150,12 +150,14 @@ class CudaGraphs:
         step.replay()
         return step.hidden[:n]
 
-    def logits(
+    @torch.inference_mode()
+    def run(
         self,
-        batch: Batch,     # One that it `can_run`
-    ) -> torch.Tensor:    # float32, [n, vocab_size]
+        batch: Batch,        # One that it `can_run`
+        launched: Launched,  # Gets the logits; they stand until the next call
+    ) -> None:
         "Logits of the next token of each request; `lm_head` is not recorded"
-        return self.model.logits(self.hidden(batch))
+        launched.logits = self.model.logits(self.hidden(batch))
 
     def _places(self, batch: Batch) -> torch.Tensor:
         "Row, position and slot of each token, on the device"
@@ -174,10 +176,11 @@ class DecodeSteps(Protocol):
     ) -> bool:
         "Whether there is a recording for it"
         ...
-    def logits(
+    def run(
         self,
-        batch: Batch,     # One that it `can_run`
-    ) -> torch.Tensor:    # float32, [n, vocab_size], until the next call
+        batch: Batch,        # One that it `can_run`
+        launched: Launched,  # To be filled; what it gets stands until the next call
+    ) -> None:
         "Logits of the next token of each request"
         ...
 
@@ -197,7 +200,6 @@ class GraphEngine(Engine):
         stream.submit(capture)
         stream.synchronize()
 
-    @torch.inference_mode()
     def _forward(self, batch: Batch, launched: Launched) -> None:
         if not self.steps.can_run(batch): return super()._forward(batch, launched)
-        launched.logits = self.steps.logits(batch)
+        self.steps.run(batch, launched)

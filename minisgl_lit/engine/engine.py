@@ -25,6 +25,7 @@ from ..models.decoder import Decoder
 class Launched:
     "What `forward` leaves for `sample`, filled on the stream."
     logits: torch.Tensor | None = None   # Of the sampled, float32, [n_sampled, vocab_size]
+    largest: tuple[torch.Tensor, torch.Tensor] | None = None   # Of `logits`, if computed already
     prompts: list[torch.Tensor] = field(default_factory=list)   # `logprobs` of the prompts
 
 # %% ../../nbs/41_engine.engine.ipynb #b1b3118e
@@ -76,14 +77,14 @@ class Engine:
     # %% ../../nbs/41_engine.engine.ipynb #8d81752a
     def _host_arrays(self, batch: Batch) -> list[torch.Tensor]:
         "Where the results of a batch will be copied to; pinned memory for a GPU"
-        def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == 'cuda')
+        def empty(dtype: type, *shape: int) -> torch.Tensor:
+            array = torch.from_numpy(np.empty(shape, dtype))
+            return array.pin_memory() if self.device.type == 'cuda' else array
         n = len(batch.sampled)
-        arrays = [empty(torch.int64, n), empty(torch.bool, n)]
+        arrays = [empty(np.int64, n), empty(np.bool_, n)]
         if asked := batch.logprob_requests:
             n, width = len(asked.sampled) + len(asked.tokens), self._width(asked)
-            arrays += [empty(torch.float32, n), empty(torch.int64, n, width),
-                       empty(torch.float32, n, width)]
+            arrays += [empty(np.float32, n), empty(np.int64, n, width), empty(np.float32, n, width)]
         return arrays
 
     # %% ../../nbs/41_engine.engine.ipynb #5111f739
@@ -127,7 +128,8 @@ class Engine:
         places = self._places(batch)
         if batch.logit_edits: apply_logit_edits(logits, batch.logit_edits, places, self.token_pool)
         if mask is not None: apply_mask(logits, mask)
-        tokens, finite = sample(logits, batch.sampling, places[1])   # position and seed decide
+        known = None if batch.logit_edits or mask is not None else launched.largest
+        tokens, finite = sample(logits, batch.sampling, places[1], known)   # position, seed decide
         self._write_tokens(places, tokens)
         results += tokens, finite
         if asked is None or as_made is None: return
@@ -140,12 +142,12 @@ class Engine:
         "Table row and position of the next token of each sampled request, [2, n_sampled]"
         return np.array([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
 
-    @torch.inference_mode()
     def _write_tokens(self, places: np.ndarray, tokens: torch.Tensor | None) -> None:
         "On the stream: write the tokens that rank 0 has sampled to `token_pool`, in every rank"
-        rows, positions = to_device(places, self.device)
-        if tokens is None: tokens = torch.empty_like(rows, dtype=torch.int64)
-        self.token_pool[rows, positions] = self.group.broadcast(tokens).int()
+        if tokens is None: tokens = torch.empty(places.shape[1], dtype=torch.int64, device=self.device)
+        tokens = self.group.broadcast(tokens)
+        if tokens.is_cpu: self.token_pool.numpy()[*places] = tokens.numpy()   # torch takes far longer
+        else: self.token_pool[*to_device(places, self.device)] = tokens.int()
 
     # %% ../../nbs/41_engine.engine.ipynb #d03efe24
     def follow(

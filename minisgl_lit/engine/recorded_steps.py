@@ -6,12 +6,16 @@
 __all__ = ['RecordedSteps']
 
 # %% ../../nbs/42a_engine.recorded_steps.ipynb #c5fda681
+import numpy as np
 import torch
 
 from ..attention.cpu import CpuAttention
 from ..core.request import Batch, ForwardMode
+from .engine import Launched
+from .sampler import largest
 from ..kernels.plan import Arena, Plan, PlanRecorder
 from ..models.decoder import Decoder
+from ..models.layers import RotaryAngles, embed
 
 # %% ../../nbs/42a_engine.recorded_steps.ipynb #08b1c3a2
 class RecordedSteps:
@@ -28,19 +32,22 @@ class RecordedSteps:
     ):
         self.model, self.attention, self.token_pool = model, attention, token_pool.numpy()
         self.most, self.metadata = most, attention.static(most)
-        self.input_ids = torch.zeros(most, dtype=torch.int32)
-        self.positions = torch.zeros(most, dtype=torch.int64)
+        self.input_ids, self.positions = (np.zeros(most, dtype=np.int32) for _ in range(2))
+        self.angles = model.norm.new_empty(token_pool.shape[1], model.config.head_dim)
+        self.n_angles = 0   # positions whose angles are in this table
 
     @torch.inference_mode()
     def capture_all(self) -> None:
         "Record the step; `NotRecordable` if torch computes a part of it"
-        self.angles = self.model.angles(self.positions)
         def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, self.metadata)
         with PlanRecorder(Arena()) as recorder:
             self.attention.cut(self.metadata, self.most)
-            hidden = self.model.hidden(self.input_ids, self.angles, attend)
-            self.result = self.model.logits(hidden)
+            angles = RotaryAngles(embed(torch.from_numpy(self.positions), self.angles))
+            hidden = self.model.hidden(torch.from_numpy(self.input_ids), angles, attend)
+            self.logits = self.model.logits(hidden)
+            tokens, finite = largest(self.logits)
         self.plan = Plan(recorder)
+        self.results = [(self.logits[:n], (tokens[:n], finite[:n])) for n in range(self.most + 1)]
 
     def can_run(
         self,
@@ -50,15 +57,24 @@ class RecordedSteps:
         if batch.mode is not ForwardMode.DECODE: return False
         return len(batch.sampled) == len(batch.rows) <= self.most
 
-    def logits(
+    def run(
         self,
-        batch: Batch,     # One that it `can_run`
-    ) -> torch.Tensor:    # float32, [n, vocab_size], until the next call
+        batch: Batch,        # One that it `can_run`
+        launched: Launched,  # To be filled; what it gets stands until the next call
+    ) -> None:
         "Logits of the next token of each request: copy what has changed, replay"
-        n = len(batch.rows)
-        self.input_ids.numpy()[:n] = self.token_pool[batch.token_rows, batch.positions]
-        self.positions.numpy()[:n] = batch.positions
-        self.angles.cos_sin[:n] = self.model.angles(self.positions[:n]).cos_sin
+        n, positions = len(batch.rows), batch.positions
+        if (last := int(positions.max())) >= self.n_angles: self._add_angles(last)
+        self.input_ids[:n] = self.token_pool[batch.token_rows, positions]
+        self.positions[:n] = positions
         self.attention.update(self.metadata, batch)
         self.plan.replay(n, self.metadata.threads)
-        return self.result[:n]
+        launched.logits, launched.largest = self.results[n]
+
+    @torch.inference_mode()
+    def _add_angles(self, last: int) -> None:
+        "Continue the table of angles, so that it has those of position `last`"
+        end = min(max(last + 1, 2 * self.n_angles, 512), len(self.angles))
+        new = torch.arange(self.n_angles, end)
+        self.angles[self.n_angles:end] = self.model.angles(new).cos_sin
+        self.n_angles = end

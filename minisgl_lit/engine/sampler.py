@@ -158,7 +158,7 @@ def logprobs(
 
 # %% ../../nbs/40_engine.sampler.ipynb #879dd3db
 largest_c = team_c + r"""
-void largest(float *tops, i64 *ids, const float *x, i64 rows, i64 n, team *t) {
+void largest(i64 *ids, char *finite, const float *x, i64 rows, i64 n, team *t) {
     for (EACH(r, rows)) {
         vf most = (vf){0} - INFINITY;
         vu at = {0}, here, nans = {0};
@@ -183,21 +183,23 @@ void largest(float *tops, i64 *ids, const float *x, i64 rows, i64 n, team *t) {
             if (v > top) top = v, id = i;
             nan |= v != v;
         }
-        tops[r] = nan ? NAN : top, ids[r] = id;
+        ids[r] = id, finite[r] = !nan && fabsf(top) < INFINITY;
     }
 }
 """
 
 def largest(
     logits: torch.Tensor,  # float32, [n, vocab_size]
-) -> tuple[torch.Tensor, torch.Tensor]:   # Logits and tokens, [n]
-    "The largest logit of each row and where it stands first; NaN if there is one, anywhere"
+) -> tuple[torch.Tensor, torch.Tensor]:   # int64 and bool, [n]
+    "Where the largest logit of each row stands first, and whether it is finite and none is NaN"
     (rows, n), on_cpu = logits.shape, logits.is_cpu and logits.is_contiguous()
     lib = load_kernels(largest_c) if on_cpu and logits.dtype == torch.float32 else None
-    if lib is None: return logits.max(-1)
-    tops, ids = logits.new_empty(rows), logits.new_empty(rows, dtype=torch.int64)
-    lib.largest(tops, ids, logits, rows, n, threads=min(rows, team_size(logits.numel())))
-    return tops, ids
+    if lib is None:
+        top, ids = logits.max(-1)   # a maximum over NaN is NaN
+        return ids, top.isfinite()
+    ids, finite = (logits.new_empty(rows, dtype=o) for o in (torch.int64, torch.bool))
+    lib.largest(ids, finite, logits, rows, n, threads=min(rows, team_size(logits.numel())))
+    return ids, finite
 
 # %% ../../nbs/40_engine.sampler.ipynb #04c3a906
 def sample_random(
@@ -226,10 +228,10 @@ def sample(
     logits: torch.Tensor,             # float32, [n, vocab_size]; -inf: never
     sampling: SamplingArrays | None,  # Sampling parameters of each row; `None`: all greedy
     positions: np.ndarray,            # Position of the token to sample in its sequence, [n]
+    known: tuple[torch.Tensor, torch.Tensor] | None = None,   # `largest`, if it has been computed
 ) -> tuple[torch.Tensor, torch.Tensor]:  # Tokens, int64; whether their logits are finite; [n]
     "The next token of each row, greedy or sampled; it means nothing where logits are NaN or inf"
-    best, likeliest = largest(logits)
-    finite = best.isfinite()   # a maximum over NaN is NaN
+    likeliest, finite = known or largest(logits)
     if sampling is None: return likeliest, finite
     s, greedy = sampling, (sampling.temperature < _GREEDY_BELOW) | (sampling.top_k == 1)
     if greedy.all(): return likeliest, finite

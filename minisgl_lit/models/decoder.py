@@ -150,9 +150,10 @@ class DynamicRope(Rope):
         "For each token those of a text that ends with it, [n_tokens, head_dim / 2]"
         old, head_dim = self.max_position_embeddings, 2 * len(freqs)
         length = (positions[:, None] + 1).clamp(min=old)
-        stretch = self.factor * length / old - (self.factor - 1)
+        stretch = self.factor * length.double() / old - (self.factor - 1)
         theta = self.rope_theta * stretch ** (head_dim / (head_dim - 2))
-        return theta ** (-torch.arange(0, head_dim, 2, device=freqs.device) / head_dim)
+        powers = theta ** (-torch.arange(0, head_dim, 2, device=freqs.device) / head_dim)
+        return powers.float()   # rounded, the bits are the same for one token and for many
 
 ropes: dict[str, type[Rope]] = dict(
     default=Rope, linear=LinearRope, llama3=Llama3Rope, yarn=YarnRope, dynamic=DynamicRope)
