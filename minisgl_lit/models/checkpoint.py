@@ -28,6 +28,10 @@ def resolve_model(
     "Find a checkpoint: a folder as it is; a hub name, downloaded or found in the cache"
     path = Path(name).expanduser()
     if path.is_dir(): return path
+    if path.suffix == '.gguf':
+        raise ValueError(f'model={str(name)!r}: GGUF files are not served; give the checkpoint '
+                         'that it was made from; '
+                         "quantization='int4' compresses that while it loads")
     if path.exists():
         raise ValueError(f'model={str(name)!r} is a file; give the folder that it lies in')
     if not re.fullmatch(r'[\w-][\w.-]*(/[\w-][\w.-]*)?', str(name)):
@@ -143,9 +147,11 @@ def check_supported(
                          f'known are {", ".join(families)}')
     if (act := raw.get('hidden_act', 'silu')) != 'silu':
         raise ValueError(f"hidden_act={act!r} of config.json is not served; only 'silu' is")
-    if raw.get('quantization_config'):
-        raise ValueError('quantization_config of config.json is not served; '
-                         'give a checkpoint in float32, bfloat16 or float16')
+    if found := read_optional(raw, 'quantization_config', dict):
+        method = found.get('quant_method')
+        raise ValueError(f'quant_method={method!r} of config.json is not served; '
+                         'give a checkpoint in float32, bfloat16 or float16; '
+                         "quantization='int4' compresses that while it loads")
 
 # %% ../../nbs/38_models.checkpoint.ipynb #caf359b8
 DEFAULT_CONTEXT = 2048   # tokens, as in a Llama

@@ -113,6 +113,11 @@ def list_files(
     "The safetensors files: one, or the shards that an index names"
     if (path/'model.safetensors').exists(): return [path/'model.safetensors']
     index = path/'model.safetensors.index.json'
+    if not index.exists() and list(path.glob('pytorch_model*.bin')):
+        raise ValueError(
+            f'{path} has its weights in pickles, which are programs, and not run here; '
+            'transformers turns them into safetensors: '
+            'AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)')
     if not index.exists():
         raise ValueError(f'{path} holds no weights: neither model.safetensors nor {index.name}')
     files = [path/o for o in shard_names(index)]

@@ -422,7 +422,7 @@ def part_of(
     "The part that a kernel belongs to"
     name, head = op.kernel.name, model.head
     address = (head.data if isinstance(head, PackedWeight) else head).data_ptr()
-    if name in ('packed_rows', 'take_rows'): return 'embedding'
+    if name in ('packed_rows', 'take_rows', 'grouped_rows'): return 'embedding'
     return f'{name} (head)' if address in op.words[2:] else name
 
 # %% ../../nbs/57_tools.roofline.ipynb #3ab8492a
