@@ -451,8 +451,9 @@ void grouped_rows(void *y, const char *w, const void *form, const int32_t *ids,
         }
     }
 }
-static void product(void *y, const void *x, const void *w, const void *form, const void *bias,
-                    char *shared, i64 rows, i64 n_out, i64 n_in, i64 bf16, team *t) {
+static void multiply_packed(void *y, const void *x, const void *w, const void *form,
+                            const void *bias, char *shared,
+                            i64 rows, i64 n_out, i64 n_in, i64 bf16, team *t) {
     if (form) grouped_linear(y, x, w, form, bias, shared, rows, n_out, n_in, bf16, t);
     else linear(y, x, w, bias, rows, n_out, n_in, bf16, t);
 }

@@ -210,8 +210,8 @@ void gated_mlp(void *y, const void *x,
     i64 pieces = (n + PIECE - 1) / PIECE;
     for (i64 from = 0, some; from < rows; from += some) {
         some = lesser(rows - from, MOST);
-        product(wide, at(x, from * hidden, bf16), gate_up, gate_up_form, gate_up_bias, shared,
-                some, 2 * n, hidden, bf16, t);
+        multiply_packed(wide, at(x, from * hidden, bf16), gate_up, gate_up_form, gate_up_bias,
+                        shared, some, 2 * n, hidden, bf16, t);
         barrier(t);
         for (EACH(i, some * pieces)) {
             i64 r = i / pieces, first = i % pieces * PIECE, end = lesser(first + PIECE, n);
@@ -221,8 +221,8 @@ void gated_mlp(void *y, const void *x,
             else silu_mul(to, both, n, first, end, 0);
         }
         barrier(t);
-        product((void *)at(y, from * hidden, bf16), narrow, down, down_form, down_bias, shared,
-                some, hidden, n, bf16, t);
+        multiply_packed((void *)at(y, from * hidden, bf16), narrow, down, down_form, down_bias,
+                        shared, some, hidden, n, bf16, t);
         barrier(t);      // `shared` is used again
     }
 }
@@ -376,7 +376,7 @@ void qkv_heads(void *qkv, const void *x, const void *w, const void *form, const 
                i64 rows, i64 n_in, i64 n_q, i64 n_kv, i64 dim,
                float eps, i64 bf16, team *t) {
     i64 all = n_q + 2 * n_kv;
-    product(qkv, x, w, form, bias, shared, rows, all * dim, n_in, bf16, t);
+    multiply_packed(qkv, x, w, form, bias, shared, rows, all * dim, n_in, bf16, t);
     barrier(t);
     for (EACH(i, rows * (n_q + n_kv))) {
         i64 r = i / (n_q + n_kv), h = i % (n_q + n_kv);
