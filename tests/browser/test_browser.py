@@ -12,7 +12,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from minisgl_lit import serve
 
-ENGINE = dict(port=0, num_pages=512, max_running_req=16, log_interval=0)
+ENGINE = dict(port=0, num_pages=512, max_running_req=16, log_interval=0,
+              attention="torch")   # slow enough to be watched and stopped: with its own kernels the longest answer takes a second
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--no-proxy-server", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--disable-extensions", "--disable-default-apps", "--disable-dev-shm-usage", "--window-size=1280,820"]
 
@@ -56,6 +57,13 @@ class Page:
         "What the last answer says so far"
         return self.js("[...document.querySelectorAll('.assistant .said')].at(-1)?.textContent ?? ''")
 
+    def keep(self, **what):
+        "From now on note what these expressions say, all at once, each time the page changes"
+        self.driver.execute_script("""window.kept = []; const $ = id => document.getElementById(id).textContent
+            const last = () => [...document.querySelectorAll('.assistant .said')].at(-1)?.textContent ?? ''
+            new MutationObserver(() => kept.push({%s})).observe(document.body, {childList: true, characterData: true, subtree: true})
+            """ % ", ".join(f"{name}: {code}" for name, code in what.items()))
+
     def quiet(self, *expected):
         "The console has nothing to complain about since the page was opened, but this"
         assert not [m for o in self.driver.get_log("browser") if o["level"] != "DEBUG" and not any(e in (m := o["message"]) for e in expected)]
@@ -77,10 +85,10 @@ def test_an_answer_grows(page):
     "Keys alone: the field has the focus, Enter sends; the text comes in pieces, and in the end what it took"
     page.type("Count", Keys.SHIFT, Keys.ENTER)   # a line break, and nothing is sent
     assert page.js("document.activeElement.id") == "text" and not page.all(".turn")
+    page.keep(text="last()")
     ask(page, Keys.NULL, "from 3 to 9", tokens=150)
-    seen = []
-    page.until(lambda: seen.append(page.last()) or page.all(".bill"))
-    pieces = [o for o in dict.fromkeys(seen) if o]
+    page.until(lambda: page.all(".bill"))
+    pieces = [o for o in dict.fromkeys(o["text"] for o in page.js("kept")) if o]
     assert len(pieces) > 1 and all(b.startswith(a) for a, b in zip(pieces, pieces[1:]))
     assert page.all(".user .said")[0].text == "Count\nfrom 3 to 9"
     assert "150 tokens" in page.all(".bill")[0].text and "token limit" in page.all(".bill")[0].text
@@ -134,9 +142,10 @@ def test_stop(page, server, how):
 def test_the_live_view_moves(page, server):
     "Its numbers are the scheduler's, and it draws what happens"
     blank = page.picture()
+    page.keep(running="$('running')", rate="$('rate')", held="$('held')", brief="$('brief')")
     ask(page, "Hello", tokens=400)
-    page.until(lambda: page.number("running") == 1 and page.number("rate") > 0 and page.number("held") > 0)
-    assert "1 running" in page("brief").text
+    page.until(lambda: any(o["running"] == "1" and o["rate"] != "0" and o["held"] != "0" for o in page.js("kept")))
+    assert all(o["brief"] == "1 running" for o in page.js("kept") if o["running"] == "1")
     page.until(lambda: page.picture() != blank)
     page.until(lambda: page.all(".bill"))
     page.until(lambda: page.number("running") == page.number("held") == 0)
