@@ -1,11 +1,17 @@
 """Quantized weights: the kernel against the definition over random shapes, the same bits in any company, and what the definition promises."""
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.kernels.linear import linear, pack_weight
 from minisgl_lit.kernels.quantized import QuantizedWeight, pack_groups, quantize
+from minisgl_lit.models.checkpoint import read_config
+from minisgl_lit.models.decoder import Decoder
 from minisgl_lit.models.layers import apply_rope, embed, gated_mlp, inverse_frequencies, qkv_heads, rms_norm, rope_angles, silu_mul
+from minisgl_lit.models.quantization import Quantization
+from minisgl_lit.models.weights import load_weights
+from reference import make_checkpoint
 from test_products import needs_compiler
 
 BF16 = torch.bfloat16
@@ -107,3 +113,19 @@ def test_an_embedding_is_found_among_panels():
 def test_dtypes_without_a_kernel_get_plain_weights():
     weight = quantize(torch.randn(8, 64))
     assert torch.equal(pack_groups(weight, torch.float16), weight.dequantize().half())
+
+
+@needs_compiler
+@pytest.mark.parametrize('name', ['Qwen3', 'Qwen2', 'Qwen3Moe'])
+def test_a_quantized_model_is_the_one_that_is_meant(name, tmp_path):
+    "Exact products: the logits of every family have the bits of the same model with the dequantized weights"
+    make_checkpoint(name, tmp_path)
+    config, how = read_config(tmp_path), Quantization(4, 64, rounds_input=False)
+    def meant(name, weight):
+        bits = how.of(name, tuple(weight.shape))
+        return pack_weight(quantize(weight, *bits).dequantize() if bits else weight)
+    def attend(q, k, v, layer): return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    ids = torch.arange(9)
+    with torch.inference_mode():
+        got, want = (Decoder(config, load_weights(tmp_path, config, torch.float32, finish=o)).forward(ids, ids, attend, ids) for o in (how.pack, meant))
+    assert torch.equal(got, want)

@@ -74,7 +74,7 @@ class RecordedSteps:
     @torch.inference_mode()
     def _add_angles(self, last: int) -> None:
         "Continue the table of angles, so that it has those of position `last`"
-        end = min(max(last + 1, 2 * self.n_angles, 512), len(self.angles))
+        end = min(max(last + 1, self.n_angles + 1024), len(self.angles))
         new = torch.arange(self.n_angles, end)
         self.angles[self.n_angles:end] = self.model.angles(new).cos_sin
         self.n_angles = end
