@@ -59,6 +59,7 @@ def shared():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     shutil.copytree(embedded_path(), tmp_path/"my-model")
+    shutil.copy(root/"tests"/"data"/"embedded-Q4_K_M.gguf", tmp_path/"my-model.gguf")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     return tmp_path
@@ -84,6 +85,7 @@ class Page:
 
     def start(self, command):
         "A server that serves the rest of the page; its line"
+        self.end()
         self.server = subprocess.Popen("exec env " + command + " --port 0", shell=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         line = self.server.stdout.readline()
         self.url = line.split()[-1]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.kernels.linear import linear, pack_weight
-from minisgl_lit.kernels.quantized import QuantizedWeight, pack_groups, quantize
+from minisgl_lit.kernels.quantized import QuantizedWeight, join_rows, pack_groups, quantize
 from minisgl_lit.models.checkpoint import read_config
 from minisgl_lit.models.decoder import Decoder
 from minisgl_lit.models.layers import apply_rope, embed, gated_mlp, inverse_frequencies, qkv_heads, rms_norm, rope_angles, silu_mul
@@ -57,6 +57,34 @@ def test_whole_numbers_are_within_their_bound_and_the_same_in_any_company(shape,
         a = data.draw(st.integers(0, len(x) - 1))
         b = data.draw(st.integers(a + 1, len(x)))
         assert torch.equal(packed.multiply(x[a:b]), got[a:b])
+
+
+parts = st.lists(st.tuples(st.integers(1, 150), st.sampled_from([8, 16, 24, 48]), forms), min_size=2, max_size=4)   # outputs, group
+
+@needs_compiler
+@settings(max_examples=60)
+@given(parts, st.integers(0, 99), st.integers(1, 3), st.sampled_from([torch.float32, BF16]), st.booleans(), st.integers(1, 3), st.integers(0, 99))
+def test_parts_of_a_weight_are_as_if_they_were_alone(parts, rows, half_groups, dtype, rounds_input, threads, seed):
+    "Of any forms; and single rows are found in them"
+    n_in, was = 48 * half_groups, torch.get_num_threads()
+    alone = [pack_groups(some((0, n, group, n_in // group), form, seed + i)[1], dtype, rounds_input) for i, (n, group, form) in enumerate(parts)]
+    whole, x = join_rows(alone), torch.randn(rows, n_in).to(dtype)
+    bias = torch.randn(whole.shape[0]).to(dtype)
+    torch.set_num_threads(threads)
+    try: got, want = whole.multiply(x, bias), torch.cat([o.multiply(x, b) for o, b in zip(alone, bias.split([o.shape[0] for o in alone]))], 1)
+    finally: torch.set_num_threads(was)
+    assert torch.equal(got, want) and torch.equal(whole.unpack(), torch.cat([o.unpack() for o in alone]))
+    ids = torch.randint(0, whole.shape[0], (20,))
+    assert torch.equal(whole.rows(ids), whole.unpack()[ids])
+
+
+@given(st.integers(1, 30), st.sampled_from([(8, 6), (32, 2)]), st.booleans(), st.data())
+def test_a_part_of_a_weight_is_that_of_the_weights_that_are_meant(n_out, groups, minima, data):
+    (group, n), weight = groups, some((0, n_out, *groups), (4, minima, False), 0)[1]
+    rows, columns = (slice(*data.draw(st.lists(st.integers(0, o), min_size=2, max_size=2, unique=True).map(sorted))) for o in (n_out, group * n))
+    got = weight.part(rows, columns)
+    if got is None: assert columns.start % group or columns.stop % group
+    else: assert torch.equal(got.dequantize(), weight.dequantize()[rows, columns])
 
 
 @given(st.sampled_from([(4, 32), (4, 64), (8, 64), (8, 128)]), st.booleans(), st.floats(1e-3, 1e3), st.integers(0, 99))

@@ -157,24 +157,33 @@ def add_matmuls(c: Calls, rows: int, bf16: bool) -> None:
         x, y = (c.some(rows, hidden, bf16=bf16) for _ in range(2))
         c.call('gated_mlp', y, x, weights[0], None, biases[0], weights[1], None, biases[1], wide, narrow, None, rows, hidden, n, bf16, out=[y])
 
+def forms(*parts: tuple[int, ...]) -> torch.Tensor:
+    "The form of a weight with these parts"
+    return torch.tensor([*parts, [0] * len(parts[0])])
+
 def add_quantized(c: Calls, rows: int, bf16: bool) -> None:
     "Both products, with and without minima; scales of two and four bytes"
     for n_out, n_in, group, bits, minima, wide in ((1, 64, 32, 4, False, False), (70, 192, 64, 8, True, True), (129, 24, 8, 4, True, False)):
         q = quantize(c.some(n_out, n_in), bits, group, minima)
         if wide: q = replace(q, scales=q.scales * 1.01)
-        data, ids = panel_order(q, c.panel), torch.randint(0, n_out, (rows,), generator=c.g, dtype=torch.int32)
+        parts = [q, quantize(c.some(5, n_in), 12 - bits, 8)]   # a second one, of another form
+        packed = [panel_order(o, c.panel).flatten() for o in parts]
+        data, all_out = torch.cat(packed), n_out + 5
+        ids = torch.randint(0, all_out, (rows,), generator=c.g, dtype=torch.int32)
         for whole in (False, True):
-            x, y, b = c.some(rows, n_in, bf16=bf16), c.some(rows, n_out, bf16=bf16), c.some(n_out, bf16=bf16) if minima else None
-            form, shared = torch.tensor([bits, group, wide, minima, whole]), c.shared(rows, n_in, group, whole)
-            c.call('grouped_linear', y, x, data, form, b, shared, rows, n_out, n_in, bf16, out=[y])
+            x, y, b = c.some(rows, n_in, bf16=bf16), c.some(rows, all_out, bf16=bf16), c.some(all_out, bf16=bf16) if minima else None
+            form = forms((n_out, len(packed[0]), bits, group, wide, minima, whole), (5, len(packed[1]), 12 - bits, 8, False, False, whole))
+            shared = c.shared(rows, n_in, 8, whole)
+            c.call('grouped_linear', y, x, data, form, b, shared, rows, all_out, n_in, bf16, out=[y])
             taken = c.some(rows, n_in, bf16=bf16)
             c.call('grouped_rows', taken, data, form, ids, rows, n_in, bf16, out=[taken])
     hidden, n, some, group = 24, 40, min(rows, 256), 8
     for whole in (False, True):
         weights = [panel_order(quantize(c.some(*shape), 4, group), c.panel) for shape in ((2 * n, hidden), (hidden, n))]
-        form, shared = torch.tensor([4, group, False, False, whole]), c.shared(some, n, group, whole)
+        up, down = (forms((n_out, w.nbytes, 4, group, False, False, whole)) for n_out, w in zip((2 * n, hidden), weights))
+        shared = c.shared(some, n, group, whole)
         (x, y), wide, narrow = (c.some(rows, hidden, bf16=bf16) for _ in range(2)), c.some(some, 2 * n, bf16=bf16), c.some(some, n, bf16=bf16)
-        c.call('gated_mlp', y, x, weights[0], form, None, weights[1], form, None, wide, narrow, shared, rows, hidden, n, bf16, out=[y])
+        c.call('gated_mlp', y, x, weights[0], up, None, weights[1], down, None, wide, narrow, shared, rows, hidden, n, bf16, out=[y])
 
 def add_layers(c: Calls, rows: int, bf16: bool) -> None:
     "What stands between matmuls; the rows of some inputs lie further apart than they are long"

@@ -110,12 +110,14 @@ def check_weights(
     free: int,           # Bytes that may be filled
     ratio: MemoryRatio,  # What `free` comes from
     quantization: Quantization | None = None,   # What will be compressed; `None`: nothing
+    stored: int | None = None,  # Bytes, if the checkpoint is compressed itself
 ) -> int:                # Bytes that the weights will take
     "`ValueError` if they do not fit; it says how much is needed, and what would help"
-    needed = weight_bytes(model, dtype, quantization)
+    needed = stored or weight_bytes(model, dtype, quantization)
     if needed <= free: return needed
     kind, less = str(dtype)[6:] if quantization is None else f'int{quantization.bits}', ''
-    if quantization is None:
+    if stored: kind = f'the file has them and {kind}'
+    elif quantization is None:
         in_4_bits = weight_bytes(model, dtype, Quantization(bits=4))
         if dtype.itemsize == 4: less = f"; dtype='bfloat16' would need {gib(needed // 2)}"
         less += f"; quantization='int4', on a CPU, {gib(in_4_bits)}"

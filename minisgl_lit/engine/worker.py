@@ -47,8 +47,8 @@ from ..kernels.plan import NotRecordable
 from ..models.decoder import Decoder, ModelConfig, Weights, dtypes, shard_config
 from ..models.embedded import embedded_path
 from ..models.checkpoint import read_config, resolve_model
-from ..models.quantization import Quantization
-from ..models.weights import dummy_weights, load_weights
+from ..models.quantization import Quantization, pack_parts, stored_bytes
+from ..models.weights import dummy_weights, load_weights, open_checkpoint
 from ..kernels.compiler import warn_once
 from ..kernels.linear import pack_weight
 
@@ -130,6 +130,18 @@ class ResolvedConfig:
         bits = int(c.quantization.removeprefix('int'))
         return Quantization(bits, c.quantization_group, c.quantization_compute == 'int8')
 
+    def stored_bytes(self) -> int | None:
+        "Bytes of a rank's weights, if the checkpoint is compressed itself; `ValueError` if twice"
+        c = self.config
+        if c.dummy_weights: return None
+        tensors = open_checkpoint(self.path, self.model.tie_word_embeddings).tensors
+        if not any(o.packed_bytes for o in tensors.values()): return None
+        if c.quantization:
+            raise ValueError(f'quantization={c.quantization!r}: the weights of this checkpoint are '
+                             'compressed already')
+        kernel = self.device.type == 'cpu' and self.dtype in (torch.float32, torch.bfloat16)
+        return stored_bytes(tensors, self.dtype, kernel) // c.tp
+
     def free(self) -> int:
         "Bytes that this rank may still fill; ranks on a CPU share its memory"
         free = free_memory(self.device, self.ratio.value)
@@ -147,7 +159,10 @@ class ResolvedConfig:
     def weights(self) -> Weights:
         "This rank's share of the weights, packed where our kernel reads them"
         config, group = self.config, ProcessGroup(self.rank, self.config.tp)
-        make = dummy_weights if config.dummy_weights else partial(load_weights, self.path)
+        rounds_input, on_cpu = config.quantization_compute == 'int8', self.device.type == 'cpu'
+        join = partial(pack_parts, dtype=self.dtype, rounds_input=rounds_input) if on_cpu else None
+        make = partial(load_weights, self.path, join=join)
+        if config.dummy_weights: make = dummy_weights
         pack = self.quantization.pack if self.quantization else lambda name, weight: pack_weight(weight)
         return make(self.model, self.dtype, self.device, group=group, finish=pack)
 
@@ -364,7 +379,7 @@ def make_engine(
 ) -> tuple[Engine, TableManager, MemoryPlan]:
     "The engine of rank 0, the table that it reads, and the memory plan"
     size = check_weights(resolved.shard, resolved.dtype, resolved.free(), resolved.ratio,
-                         resolved.quantization)
+                         resolved.quantization, resolved.stored_bytes())
     decoder, memory, sizes = load_model(resolved, ranks, size)
     table_type = LeaderTable if ranks.size > 1 else TableManager
     table, attention = make_tables(resolved, memory.num_pages, table_type)

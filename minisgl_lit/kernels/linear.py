@@ -100,6 +100,9 @@ linear_c += r"""
 enum { K_BLOCK = 512 };
 enum { LINES = PANEL * 4 / 64 };      // of the cache, for a word of all outputs
 INLINE i64 lesser(i64 a, i64 b) { return a < b ? a : b; }
+#define FIXED_ROWS(tile, R, ...)  /* so that its sums stay in registers */ \
+    R == 6 ? tile(6, __VA_ARGS__) : R == 5 ? tile(5, __VA_ARGS__) : R == 4 ? tile(4, __VA_ARGS__) \
+  : R == 3 ? tile(3, __VA_ARGS__) : R == 2 ? tile(2, __VA_ARGS__) : tile(1, __VA_ARGS__)
 INLINE void multiply(const char *x, i64 ld, i64 rows, const char *w, i64 words,
                      float *y, i64 apart, int bf16) {
     i64 blocks = (words + K_BLOCK - 1) / K_BLOCK, size = (words + blocks - 1) / blocks;
@@ -112,12 +115,7 @@ INLINE void multiply(const char *x, i64 ld, i64 rows, const char *w, i64 words,
             R = (left + tiles - i - 1) / (tiles - i);      // 16 rows are 6, 5 and 5
             const char *soon = tiles == 1 ? block + 2048 : i * lines >= LINES ? block
                              : block + size * PANEL * 4 + i * lines * n * 64;
-            if (R == 6) tile(6, from, ld, block, n, soon, lines, to, apart, bf16);
-            if (R == 5) tile(5, from, ld, block, n, soon, lines, to, apart, bf16);
-            if (R == 4) tile(4, from, ld, block, n, soon, lines, to, apart, bf16);
-            if (R == 3) tile(3, from, ld, block, n, soon, lines, to, apart, bf16);
-            if (R == 2) tile(2, from, ld, block, n, soon, lines, to, apart, bf16);
-            if (R == 1) tile(1, from, ld, block, n, soon, lines, to, apart, bf16);
+            FIXED_ROWS(tile, R, from, ld, block, n, soon, lines, to, apart, bf16);
         }
     }
 }

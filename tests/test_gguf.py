@@ -1,0 +1,179 @@
+"""GGUF files, written by llama.cpp's own quantizer (`tests/data/make_gguf.py`): the same weights as the format's own package makes of them, the
+same tokens as `transformers`, whoever shares the batch; and files that are damaged, cut off or of another kind."""
+import json, shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl_lit import LLM, SamplingParams
+from minisgl_lit.device import ProcessGroup
+from minisgl_lit.models.checkpoint import read_config
+from minisgl_lit.models.decoder import shard_config, weight_shapes
+from minisgl_lit.models.embedded import embedded_path
+from minisgl_lit.models.gguf import block_formats, gguf_folder, read_blocks, read_index, read_tensor
+from minisgl_lit.models.quantization import pack_parts
+from minisgl_lit.models.weights import load_weights
+from reference import MAX_NEW, prompts
+from test_products import needs_compiler
+
+DATA = Path(__file__).parent/'data'
+FILES = sorted(DATA.glob('*.gguf'))
+files = pytest.mark.parametrize('file', FILES, ids=lambda o: o.stem)
+GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    "The folder of a file"
+    cache = tmp_path_factory.mktemp('gguf')
+    return lambda file: gguf_folder(file, cache)
+
+
+@given(st.sampled_from(sorted(block_formats)), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_blocks_are_the_weights_of_the_package(kind, rows, blocks, seed):
+    "Of any bytes, to the last bit; scales that are not finite apart"
+    form = block_formats[kind]
+    data = np.random.default_rng(seed).integers(0, 256, (rows, blocks * form.nbytes), dtype=np.uint8)
+    with np.errstate(invalid='ignore', over='ignore'): want = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+    q = read_blocks(kind, torch.from_numpy(data))
+    got, finite = q.dequantize().numpy(), np.isfinite(want)
+    assert (q.bits, q.group, q.minima is not None) == (form.bits, form.group, form.minima) and int(q.codes.max()) < 2**q.bits
+    assert got.shape == want.shape and np.array_equal(got[finite], want[finite])
+
+
+def theirs(file, folder):
+    "The same file in transformers, which widens it; its config is ours, since theirs leaves out the size of a head"
+    from transformers import AutoConfig, AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(folder(file))
+    return AutoModelForCausalLM.from_pretrained(str(DATA), gguf_file=file.name, config=config, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def answers(model, asked):
+    "Greedy ones, each prompt alone"
+    def answer(prompt):
+        ids = torch.tensor([prompt])
+        return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW, do_sample=False, pad_token_id=0)[0, len(prompt):].tolist()
+    return [answer(o) for o in asked]
+
+
+@files
+def test_the_same_tokens_as_transformers(file, folder):
+    "With exact products; chunks, batches, pages and cache hits change nothing"
+    asked = prompts(90)
+    want = answers(theirs(file, folder), asked)
+    for more in (dict(), dict(page_size=4, chunked_prefill_size=16, max_running_req=3)):
+        with LLM(folder(file), dtype='float32', quantization_compute='exact', num_pages=512, **more) as llm:
+            assert [o.token_ids for o in llm.generate(asked, GREEDY)] == want
+
+
+@files
+@needs_compiler
+def test_whole_numbers_are_near(file, folder):
+    "The default: inputs rounded to 8 bits. Each row is as if it were alone, and few tokens change"
+    asked = prompts(90)
+    def told(**more):
+        with LLM(folder(file), dtype='float32', num_pages=512, **more) as llm: return [o.token_ids for o in llm.generate(asked, GREEDY)]
+    near = told()
+    assert near == told(max_running_req=1, chunked_prefill_size=16)
+    exact = told(quantization_compute='exact')
+    assert sum(a[0] == b[0] for a, b in zip(near, exact)) >= len(asked) - 1
+
+
+@files
+def test_shards_are_parts_of_the_whole(file, folder):
+    "Rows are shared among ranks in whatever bits they have; columns where no group is cut, and widened where one is"
+    config = read_config(folder(file))
+    whole = load_weights(folder(file), config, torch.float32)
+    def plain(weight): return weight if isinstance(weight, torch.Tensor) else weight.unpack()
+    def join(parts): return pack_parts(parts, torch.float32, False)
+    for rank in range(2):
+        group = ProcessGroup(rank, 2)
+        packed = load_weights(folder(file), config, torch.float32, group=group, join=join)
+        widened = load_weights(folder(file), config, torch.float32, group=group)
+        assert {k: tuple(v.shape) for k, v in packed.items()} == weight_shapes(shard_config(config, 2))
+        assert all(torch.equal(plain(packed[k]), widened[k]) for k in packed)
+    assert whole.keys() == packed.keys()
+
+
+def test_the_config_is_that_of_the_model(folder):
+    "The embedded model's, but for what a file cannot say"
+    ours, meant = read_config(folder(DATA/'embedded-Q4_K_M.gguf')), read_config(embedded_path())
+    assert [k for k in vars(meant) if getattr(ours, k) != getattr(meant, k)] == ['eos_token_ids', 'generation']
+
+
+def test_it_talks(folder):
+    "With its vocabulary and chat template, as the model that it was made from"
+    messages = [dict(role='user', content='Count from 3 to 9')]
+    with LLM(DATA/'embedded-Q4_K_M.gguf', num_pages=256) as llm, LLM('embedded', num_pages=256) as origin:
+        got, want = (o.chat(messages, SamplingParams(max_tokens=40, temperature=0)) for o in (llm, origin))
+        assert got.text == want.text == '3, 4, 5, 6, 7, 8, 9' and got.finish_reason == 'stop'
+        text = 'What is a page?  Ünïcödé <think>'
+        assert llm.tokenizer.encode(text).tolist() == origin.tokenizer.encode(text).tolist()
+
+
+def test_a_vocabulary_without_its_tokenizer_json(tmp_path):
+    "It is made from tokens and merges; nothing but how numbers and spaces are split may differ"
+    from minisgl_lit.text.tokenizer import Tokenizer
+    name, whole = b'tokenizer.huggingface.json', (DATA/'embedded-Q4_K_M.gguf').read_bytes()
+    assert name in whole
+    (tmp_path/'m.gguf').write_bytes(whole.replace(name, b'tokenizer.huggingface.gone'))
+    made, meant = Tokenizer(gguf_folder(tmp_path/'m.gguf', tmp_path/'cache')), Tokenizer(embedded_path())
+    for text in ('Hello', 'What is a page?', '<|im_start|>user'):
+        assert made.encode(text).tolist() == meant.encode(text).tolist()
+        assert made.decode(made.encode(text).tolist(), False) == text
+    assert made.chat_template is not None
+
+
+def refused(sentence, **settings):
+    with pytest.raises(ValueError, match=sentence): LLM(**settings)
+
+def test_refusals(tmp_path, monkeypatch):
+    "In a sentence, before anything is loaded"
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
+    small = DATA/'qwen2-Q4_0.gguf'
+    refused('the weights of this checkpoint are compressed already', model=small, quantization='int4')
+    refused('there is no such file; one on the hub is named hf:owner/model/file.gguf', model=tmp_path/'no.gguf')
+    whole = small.read_bytes()
+    (tmp_path/'cut.gguf').write_bytes(whole[:len(whole) // 2])
+    refused('damaged or incomplete', model=tmp_path/'cut.gguf')
+    (tmp_path/'cut.gguf').write_bytes(b'no model at all')
+    refused('damaged or incomplete', model=tmp_path/'cut.gguf')
+    shutil.copy(small, tmp_path/'m-00001-of-00002.gguf')
+    refused('m-00002-of-00002.gguf is missing', model=tmp_path/'m-00001-of-00002.gguf')
+    (tmp_path/'cache/minisgl_lit').chmod(0o777)
+    refused('XDG_CACHE_HOME names another', model=small)
+
+
+def test_a_file_that_changes_is_read_anew(tmp_path):
+    "Its folder goes by size and time"
+    file, cache = tmp_path/'m.gguf', tmp_path/'cache'
+    shutil.copy(DATA/'qwen2-Q4_0.gguf', file)
+    first = gguf_folder(file, cache)
+    assert gguf_folder(file, cache) == first and len([*cache.iterdir()]) == 1
+    shutil.copy(DATA/'qwen3-Q5_1.gguf', file)
+    second = gguf_folder(file, cache)
+    assert second != first and json.loads((second/'config.json').read_text())['model_type'] == 'qwen3'
+
+
+def test_a_type_without_a_kernel_is_widened(tmp_path, capfd):
+    "And a line says so"
+    reader, out = gguf.GGUFReader(DATA/'qwen2-Q4_0.gguf'), gguf.GGUFWriter(tmp_path/'m.gguf', 'qwen2')
+    for name, field in reader.fields.items():
+        if not name.startswith('GGUF.') and name != 'general.architecture': out.add_key_value(name, field.contents(), field.types[0])
+    iq4 = gguf.GGMLQuantizationType.IQ4_NL   # 18 bytes for 32 weights, as Q4_0 has: other weights from the same bytes
+    for o in reader.tensors: out.add_tensor(o.name, o.data, raw_dtype=iq4 if o.tensor_type.name == 'Q4_0' else o.tensor_type)
+    out.write_header_to_file(), out.write_kv_data_to_file(), out.write_tensors_to_file()
+    out.close()
+    folder = gguf_folder(tmp_path/'m.gguf', tmp_path/'cache')
+    name = 'model.layers.0.self_attn.o_proj.weight'
+    tensor = read_index(folder)[name]
+    assert tensor.kind == 'IQ4_NL'
+    def join(parts): return pack_parts(parts, torch.float32, False)
+    weights = load_weights(folder, read_config(folder), torch.float32, join=join)
+    assert torch.equal(weights[name], read_tensor(tensor)) and 'IQ4_NL: widened to float32' in capfd.readouterr().err
