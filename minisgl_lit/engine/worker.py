@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -110,7 +110,9 @@ class ResolvedConfig:
             raise ValueError(f'quantization={config.quantization!r} is for a CPU; on {device} '
                              'weights are not compressed while they load')
         longest = choose_max_seq_len(config, model)
-        return cls(config, rank, path, model, device, dtype, longest)
+        found = cls(config, rank, path, model, device, dtype, longest)
+        no_kernel = config.dtype == 'auto' and device.type == 'cpu' and dtype == torch.float16
+        return replace(found, dtype=torch.bfloat16) if no_kernel and found.stored_bytes() else found
 
     @property
     def shard(self) -> ModelConfig:

@@ -21,6 +21,7 @@ from ..kernels.compiler import cache_folder
 from .decoder import DenseMlp, Mlp, ModelConfig, Rope, dtypes, ropes
 from .gguf import gguf_folder, split_files
 from .moe import MoeMlp
+from .packed_files import methods
 from .weights import read_json, shard_names
 
 # %% ../../nbs/38_models.checkpoint.ipynb #a082e708
@@ -169,10 +170,10 @@ def check_supported(
     if (act := raw.get('hidden_act', 'silu')) != 'silu':
         raise ValueError(f"hidden_act={act!r} of config.json is not served; only 'silu' is")
     if found := read_optional(raw, 'quantization_config', dict):
-        method = found.get('quant_method')
+        if (method := found.get('quant_method')) in methods: return
         raise ValueError(f'quant_method={method!r} of config.json is not served; '
-                         'give a checkpoint in float32, bfloat16 or float16; '
-                         "quantization='int4' compresses that while it loads")
+                         f'known are {", ".join(methods)}; or give a checkpoint in float32, '
+                         "bfloat16 or float16: quantization='int4' compresses that while it loads")
 
 # %% ../../nbs/38_models.checkpoint.ipynb #caf359b8
 DEFAULT_CONTEXT = 2048   # tokens, as in a Llama

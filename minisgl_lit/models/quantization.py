@@ -16,7 +16,6 @@ from ..kernels.linear import PackedWeight, pack_weight
 from ..kernels.quantized import (
     QuantizedWeight, join_rows, pack_groups, quantize_and_pack)
 from .decoder import ModelConfig, weight_shapes
-from .gguf import block_formats
 from .weights import TensorInfo
 
 # %% ../../nbs/36b_models.quantization.ipynb #4590351b
@@ -86,7 +85,8 @@ def stored_bytes(
 ) -> int:
     "Bytes that the weights will take, scales and minima as float32"
     def nbytes(info: TensorInfo) -> int:
-        n, form = prod(info.shape), block_formats.get(info.dtype)
-        if form is None or not packed: return n * dtype.itemsize
-        return n * form.bits // 8 + n // form.group * 4 * (1 + form.minima)
+        n = prod(info.shape)
+        if info.groups is None or not packed: return n * dtype.itemsize
+        bits, group, minima = info.groups
+        return n * bits // 8 + n // group * 4 * (1 + minima)
     return sum(map(nbytes, tensors.values()))

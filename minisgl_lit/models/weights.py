@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['MAPPED_BYTES', 'Finish', 'Join', 'QUIET_BYTES', 'Placement', 'shard_slices', 'tensor_placements', 'read_json',
            'open_file', 'shard_names', 'list_files', 'TensorInfo', 'read_headers', 'check_tensors', 'read_batches',
-           'targets', 'fill', 'SafetensorsFiles', 'GgufFiles', 'open_checkpoint', 'keep', 'Assembly', 'load_weights',
-           'dummy_weights']
+           'targets', 'fill', 'SafetensorsFiles', 'GgufFiles', 'PackedFiles', 'open_checkpoint', 'keep', 'Assembly',
+           'load_weights', 'dummy_weights']
 
 # %% ../../nbs/36_models.weights.ipynb #6c420658
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,7 +29,8 @@ from .decoder import (
 from ..kernels.compiler import large_pages, warn_once
 from ..kernels.linear import PackedWeight
 from ..kernels.quantized import QuantizedWeight
-from .gguf import INDEX, block_formats, read_index, read_tensor
+from .gguf import INDEX, GgufTensor, block_formats, read_index, read_tensor
+from .packed_files import layer_form, methods
 
 # %% ../../nbs/36_models.weights.ipynb #422c9b4c
 class Placement(NamedTuple):
@@ -138,7 +140,8 @@ class TensorInfo(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str   # As the file names it, such as 'BF16'
-    packed_bytes: int = 0   # In the file, if it is of a type of `block_formats` or the like
+    packed_bytes: int = 0   # In the file, if it is quantized
+    groups: tuple[int, int, bool] | None = None   # `bits`, `group`, `minima` of `QuantizedWeight`
 
     @property
     def nbytes(self) -> int:
@@ -229,6 +232,11 @@ def fill(
     raise ValueError(f'tensor {name} of the checkpoint holds {what}')
 
 # %% ../../nbs/36_models.weights.ipynb #99436a59
+def _tensor_bytes(info: TensorInfo) -> int:
+    "Bytes of a tensor of any type, such as 'I32' or 'F8_E4M3'"
+    bits = re.search(r'\d+', info.dtype)
+    return math.prod(info.shape) * (int(bits[0]) if bits else 8) // 8
+
 class SafetensorsFiles:
     "A checkpoint in safetensors files."
     def __init__(
@@ -251,20 +259,73 @@ class GgufFiles:
         path: Path,   # The folder, see `gguf_folder`
     ):
         self._index = read_index(path)
-        packed = {name: 0 if o.kind in _bytes else o.nbytes for name, o in self._index.items()}
-        self.tensors = {name: TensorInfo(Path(o.file), o.shape, o.kind, packed[name])
-                        for name, o in self._index.items()}
+        def describe(found: GgufTensor) -> TensorInfo:
+            kind, form = found.kind, block_formats.get(found.kind)
+            return TensorInfo(Path(found.file), found.shape, kind,
+                              0 if kind in _bytes else found.nbytes,
+                              form and (form.bits, form.group, form.minima))
+        self.tensors = {name: describe(o) for name, o in self._index.items()}
 
     def read(self) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
         "All tensors, in the order of the file"
         for name, tensor in self._index.items(): yield name, read_tensor(tensor)
+
+class PackedFiles(SafetensorsFiles):
+    "A checkpoint in safetensors files whose layers are quantized."
+    def __init__(
+        self,
+        path: Path,   # Its folder
+        tied: bool,   # See `read_headers`
+        settings: Mapping[str, object],   # `quantization_config` of its `config.json`
+    ):
+        super().__init__(path, tied)
+        self._settings, self._method = settings, methods[str(settings['quant_method'])]
+        self._files, self._layers = self.tensors, defaultdict[str, dict[str, str]](dict)
+        layers = {name.rpartition('.')[0] for name in self.tensors
+                  if name.rpartition('.')[2] in self._method.marks}
+        self.tensors = dict[str, TensorInfo]()
+        for name, info in self._files.items():
+            layer, _, part = name.rpartition('.')
+            if layer in layers and part != 'bias': self._layers[f'{layer}.weight'][part] = name
+            else: self.tensors[name] = info
+        for name, parts in self._layers.items(): self.tensors[name] = self._describe(parts)
+
+    def _describe(self, parts: Mapping[str, str]) -> TensorInfo:
+        "A layer as one tensor"
+        infos = {part: self._files[name] for part, name in parts.items()}
+        sizes = {part: (info.shape, info.dtype) for part, info in infos.items()}
+        try: shape, groups = layer_form(sizes, self._settings)
+        except KeyError as e:
+            raise ValueError(f'a layer of the checkpoint has only {", ".join(parts.values())}; '
+                             f'{e} is missing') from None
+        nbytes = sum(_tensor_bytes(o) for o in infos.values())
+        return TensorInfo([*infos.values()][0].file, shape, str(self._settings['quant_method']),
+                          nbytes, groups)
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+        "All tensors, layer by layer"
+        files = dict[Path, safe_open]()
+        def get(name: str) -> torch.Tensor:
+            file = self._files[name].file
+            if file not in files: files[file] = open_file(file)
+            return files[file].get_tensor(name)
+        for name in self.tensors:
+            parts = self._layers.get(name)
+            if parts is None:
+                yield name, get(name)
+                continue
+            layer = {part: get(full) for part, full in parts.items()}
+            yield name, self._method.read(layer, self._settings)
 
 def open_checkpoint(
     path: Path,   # A folder
     tied: bool,   # Whether the embedding table is the head as well
 ) -> SafetensorsFiles | GgufFiles:
     "What its tensors are, and how to read them"
-    return GgufFiles(path) if (path/INDEX).exists() else SafetensorsFiles(path, tied)
+    if (path/INDEX).exists(): return GgufFiles(path)
+    config = path/'config.json'
+    settings = read_json(config).get('quantization_config') if config.exists() else None
+    return PackedFiles(path, tied, settings) if settings else SafetensorsFiles(path, tied)
 
 # %% ../../nbs/36_models.weights.ipynb #e9abf604
 Finish = Callable[[str, torch.Tensor], torch.Tensor | PackedWeight]   # of (name, weight)
@@ -375,8 +436,7 @@ def load_weights(
         for name, tensor in checkpoint.read():
             made.add(name, tensor, fill)
             bar.update(found[name].nbytes)
-    kinds = sorted({o.dtype for o in found.values()} - _bytes.keys())
-    if join: kinds = [o for o in kinds if o not in block_formats]
+    kinds = sorted({o.dtype for o in found.values() if o.packed_bytes and not (join and o.groups)})
     if kinds and not group.rank:
         warn_once(f'{", ".join(kinds)}: widened to {str(dtype)[6:]}, since there is no kernel for '
                   f'{"it" if len(kinds) == 1 else "them"} here')

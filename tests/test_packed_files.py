@@ -1,0 +1,151 @@
+"""Checkpoints in the layouts of GPTQ, AWQ, compressed-tensors and FP8, packed here by their published layouts: the same tokens as `transformers`
+on the weights that are meant, and refusals."""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minisgl_lit import LLM, SamplingParams
+from minisgl_lit.config import EngineConfig
+from minisgl_lit.engine.worker import ResolvedConfig
+from minisgl_lit.models.checkpoint import read_config
+from minisgl_lit.models.weights import open_checkpoint
+from reference import MAX_NEW, generate, make_checkpoint, prompts
+
+GROUP = 16   # divides all that a layer takes in
+GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0)
+
+
+def words(codes: torch.Tensor, order=range(8)) -> torch.Tensor:
+    "Eight codes of 4 bits to a word, the lowest bits first: [..., 8 * n] to [..., n]"
+    eight = codes.to(torch.int64).unflatten(-1, (-1, 8))[..., list(order)]
+    numbers = (eight << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(numbers >= 2**31, numbers - 2**32, numbers).int().contiguous()
+
+def rounded(weight: torch.Tensor, symmetric: bool):
+    "Codes, scales, zero points, and the weights that are meant"
+    groups = weight.unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1), groups.amax(-1)
+    if symmetric: high = groups.abs().amax(-1); low = -high
+    scales = ((high - low) / 15).half()
+    zeros = torch.full(scales.shape, 8) if symmetric else (-low / scales.float()).round().clamp(0, 15).int()
+    codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).int()
+    return codes.flatten(1), scales, zeros, ((codes - zeros[..., None]) * scales.float()[..., None]).flatten(1)
+
+def gptq(weight, more):
+    codes, scales, zeros, meant = rounded(weight, more.get('sym', False))
+    layer = dict(qweight=words(codes).T, qzeros=words((zeros - 1 & 15).T), scales=scales.T, g_idx=torch.arange(weight.shape[1]).int() // GROUP)
+    if more.get('desc_act'):   # the order in which inputs were rounded: their groups are mixed
+        order = torch.randperm(weight.shape[1])
+        codes, scales, zeros, meant = rounded(weight[:, order], False)
+        back = order.argsort()
+        layer = dict(qweight=words(codes[:, back]).T, qzeros=words((zeros - 1 & 15).T), scales=scales.T, g_idx=(back // GROUP).int())
+        meant = meant[:, back]
+    return layer, meant
+
+def awq(weight, more):
+    codes, scales, zeros, meant = rounded(weight, False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return dict(qweight=words(codes.T, order), qzeros=words(zeros.T, order), scales=scales.T), meant
+
+def compressed(weight, more):
+    codes, scales, zeros, meant = rounded(weight, more['symmetric'])
+    layer = dict(weight_packed=words(codes), weight_scale=scales, weight_shape=torch.tensor(weight.shape))
+    return layer if more['symmetric'] else layer | dict(weight_zero_point=words(zeros.T).T), meant
+
+def int8(weight, more):
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scales).round().to(torch.int8)
+    return dict(weight=codes, weight_scale=scales), codes.float() * scales
+
+def fp8(weight, more):
+    scale = torch.rand(-(-weight.shape[0] // 32), -(-weight.shape[1] // 32)) * .01 + .01
+    wide = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)[:weight.shape[0], :weight.shape[1]]
+    eight = (weight / wide).to(torch.float8_e4m3fn)
+    return dict(weight=eight, weight_scale_inv=scale), eight.float() * wide
+
+def groups(bits, **more): return dict(config_groups=dict(group_0=dict(targets=['Linear'], weights=dict(num_bits=bits))), **more)
+KINDS = {
+    'gptq': (gptq, dict(quant_method='gptq', bits=4, group_size=GROUP, desc_act=False, sym=False)),
+    'gptq, symmetric': (gptq, dict(quant_method='gptq', bits=4, group_size=GROUP, sym=True)),
+    'gptq, act-order': (gptq, dict(quant_method='gptq', bits=4, group_size=GROUP, desc_act=True)),
+    'awq': (awq, dict(quant_method='awq', bits=4, group_size=GROUP, zero_point=True, version='gemm')),
+    'compressed-tensors': (compressed, dict(quant_method='compressed-tensors', format='pack-quantized', symmetric=True) | groups(4)),
+    'compressed-tensors, zero points': (compressed, dict(quant_method='compressed-tensors', format='pack-quantized', symmetric=False) | groups(4)),
+    'compressed-tensors, int8': (int8, dict(quant_method='compressed-tensors', format='int-quantized') | groups(8)),
+    'fp8': (fp8, dict(quant_method='fp8', weight_block_size=[32, 32]))}
+
+def make(family: str, kind: str, folder: Path) -> tuple[Path, Path]:
+    "A quantized checkpoint, and the same with the weights that are meant"
+    torch.manual_seed(1)
+    plain, packed = folder/'plain', folder/'packed'
+    make_checkpoint(family, plain)
+    pack, settings = KINDS[kind]
+    dense, layers = {}, {}
+    for file in plain.glob('*.safetensors'):
+        for name, o in load_file(file).items():
+            if not name.endswith('_proj.weight'): dense[name] = layers[name] = o
+            else:
+                parts, dense[name] = pack(o, settings)
+                layers |= {f'{name.removesuffix("weight")}{k}': v.contiguous() for k, v in parts.items()}
+        file.unlink()
+    (plain/'model.safetensors.index.json').unlink()
+    packed.mkdir()
+    save_file(dense, plain/'model.safetensors', metadata=dict(format='pt'))
+    save_file(layers, packed/'model.safetensors', metadata=dict(format='pt'))
+    config = json.loads((plain/'config.json').read_text())
+    (packed/'config.json').write_text(json.dumps(config | dict(quantization_config=settings)))
+    return packed, plain
+
+
+@pytest.mark.parametrize('family, kind', [*((o, 'gptq') for o in ('Llama', 'Qwen2', 'Qwen3')), *(('Qwen3', o) for o in list(KINDS)[1:])])
+def test_the_same_tokens_as_transformers(family, kind, tmp_path, capfd):
+    "On the weights that are meant, with exact products"
+    packed, plain = make(family, kind, tmp_path)
+    asked = prompts()
+    with LLM(packed, dtype='float32', quantization_compute='exact', num_pages=512, max_running_req=5) as llm:
+        got = [o.token_ids for o in llm.generate(asked, GREEDY)]
+    assert got == [generate(plain, o) for o in asked]
+    assert ('widened to float32' in capfd.readouterr().err) == (kind in ('gptq, act-order', 'fp8'))
+
+
+def refused(sentence, **settings):
+    with pytest.raises(ValueError, match=sentence): LLM(**settings)
+
+def test_refusals(tmp_path):
+    packed, _ = make('Qwen3', 'gptq', tmp_path)
+    refused('the weights of this checkpoint are compressed already', model=packed, quantization='int8')
+    config = json.loads((packed/'config.json').read_text())
+    def change(**more): (packed/'config.json').write_text(json.dumps(config | dict(quantization_config=config['quantization_config'] | more)))
+    change(bits=3)
+    refused('bits=3 of quantization_config is not served; known are 4, 8', model=packed)
+    change(quant_method='bitsandbytes')
+    refused("quant_method='bitsandbytes' of config.json is not served; known are gptq, awq, fp8, compressed-tensors", model=packed)
+    change()
+    tensors = load_file(packed/'model.safetensors')
+    save_file({k: v for k, v in tensors.items() if not k.endswith('0.self_attn.q_proj.scales')}, packed/'model.safetensors')
+    refused(r'a layer of the checkpoint has only .*\.qweight.*; \'scales\' is missing', model=packed)
+
+
+def test_what_is_needed_is_known_before(tmp_path):
+    "The form of each layer, as it will be read"
+    packed, plain = make('Qwen3', 'awq', tmp_path)
+    tied = read_config(packed).tie_word_embeddings
+    checkpoint, meant = open_checkpoint(packed, tied), open_checkpoint(plain, tied)
+    assert {k: o.shape for k, o in checkpoint.tensors.items()} == {k: o.shape for k, o in meant.tensors.items()}
+    for name, tensor in checkpoint.read():
+        info = checkpoint.tensors[name]
+        if info.groups: assert (tensor.bits, tensor.group) == info.groups[:2] and tuple(tensor.codes.shape) == info.shape
+
+
+def test_float16_would_have_no_kernel(tmp_path):
+    "So a quantized checkpoint of float16 computes in bfloat16 on a CPU, if nobody says otherwise"
+    packed, plain = make('Qwen3', 'awq', tmp_path)
+    config = json.loads((packed/'config.json').read_text())
+    (packed/'config.json').write_text(json.dumps(config | dict(dtype='float16')))
+    def chosen(**settings): return ResolvedConfig.of(EngineConfig(model=str(packed), **settings)).dtype
+    assert (chosen(), chosen(dtype='float16')) == (torch.bfloat16, torch.float16)
+    (plain/'config.json').write_text(json.dumps(json.loads((plain/'config.json').read_text()) | dict(dtype='float16')))
+    assert ResolvedConfig.of(EngineConfig(model=str(plain))).dtype == torch.float16
