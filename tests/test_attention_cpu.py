@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.core.request import Batch, ForwardMode
-from minisgl_lit.kv_cache.pool import KVPool
+from minisgl_lit.kv_cache.pool import KVPool, round_rows, widen_rows
 from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.attention.torch import TorchAttention
 from minisgl_lit.attention.cpu import CpuAttention, cpu_attention
@@ -27,18 +27,19 @@ def worlds(draw, longest=300, most=6):
     return dict(
         cached=[length(0) for _ in range(n)], extend=[1 if draw(decode) else length(1) for _ in range(n)],
         page_size=draw(st.integers(1, 64)), num_kv_heads=draw(st.integers(1, 3)), family=draw(st.integers(1, 8)),
-        dim=draw(st.sampled_from([1, 4, 8, 16, 20, 64, 80, 128])), dtype=draw(st.sampled_from([torch.float32, BF16])),
+        dim=draw(st.sampled_from([1, 4, 8, 16, 20, 64, 80, 128])), dtype=draw(st.sampled_from([torch.float32, BF16])), rounded=draw(st.booleans()),
         window=draw(st.one_of(st.none(), st.integers(1, 400))), padding=draw(st.integers(0, 3)),
         threads=draw(st.integers(1, 3)), seed=draw(st.integers(0, 99)))
 
-def make(cached, extend, page_size, num_kv_heads, family, dim, dtype, window, padding, seed, **_):
+def make(cached, extend, page_size, num_kv_heads, family, dim, dtype, window, padding, seed, rounded=False, **_):
     "Pages shuffled, NaN in every slot that is nobody's cached token; batch, queries and what the reference says in float32"
     g = torch.Generator().manual_seed(seed)
     def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
     n, lens = len(cached), np.add(cached, extend)
     max_pages = 1 - (-lens.max() // page_size)   # one more than anybody needs, with a stranger's page in it
-    pool = KVPool(2, n * max_pages, page_size, num_kv_heads, dim, dtype)
-    pool.buffer.fill_(torch.nan)
+    rounded &= dim % 4 == 0
+    pool = KVPool(2, n * max_pages, page_size, num_kv_heads, dim, torch.int8 if rounded else dtype)
+    pool.buffer.fill_(-1 if rounded else torch.nan)   # four bytes of -1 are NaN
     table = TableManager(n, max_pages * page_size, page_size, pool.dummy_page)
     table.write(*np.indices((n, max_pages)).reshape(2, -1), torch.randperm(n * max_pages, generator=g).numpy())
     for i, c in enumerate(cached):
@@ -50,9 +51,11 @@ def make(cached, extend, page_size, num_kv_heads, family, dim, dtype, window, pa
     heads = num_kv_heads * family
     qkv = some(len(positions), heads + 2 * num_kv_heads, dim).split([heads, num_kv_heads, num_kv_heads], dim=1)
     exact = KVPool(2, pool.num_pages, page_size, num_kv_heads, dim, torch.float32)
-    exact.buffer.copy_(pool.buffer)
+    exact.buffer.copy_(widen_rows(pool.buffer) if rounded else pool.buffer)
     reference = TorchAttention(exact, table.page_table, [None, window])
-    expected = reference.forward(*(o.float() for o in qkv), 1, reference.prepare(batch))
+    q, *new = (o.float() for o in qkv)
+    if rounded: new = [widen_rows(round_rows(o)) for o in new]
+    expected = reference.forward(q, *new, 1, reference.prepare(batch))
     return pool, table, batch, qkv, expected[:int(sum(extend))]
 
 def check(**world):
@@ -68,6 +71,7 @@ def check(**world):
     torch.testing.assert_close(got[:len(expected)].float(), expected, rtol=eps, atol=eps)
     for stored, new in ((pool.k(1), qkv[1]), (pool.v(1), qkv[2])):   # the dummy slot may hold any of those written there
         n = len(expected)
+        if stored.dtype == torch.int8: new = round_rows(new)   # to the last bit
         assert torch.equal(stored[torch.from_numpy(batch.out_loc[:n])], new[:n])
 
 @settings(max_examples=40)

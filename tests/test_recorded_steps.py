@@ -56,7 +56,7 @@ def start(path, monkeypatch, most=6, **more):
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     "Its bits: a NaN equals itself, and 0 does not equal -0"
-    return x.view({4: torch.int32, 2: torch.int16}[x.itemsize])
+    return x.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[x.itemsize])
 
 def watch(runtime) -> SimpleNamespace:
     "Compute each recorded step layer by layer, too, from the same state; how many steps of each size there were, and which differed"
@@ -65,7 +65,7 @@ def watch(runtime) -> SimpleNamespace:
     @torch.inference_mode()
     def run(batch, launched):
         slots = torch.from_numpy(batch.out_loc)
-        pool.buffer[:, :, slots] = torch.nan   # what a step does not write is noticed
+        pool.buffer[:, :, slots] = torch.nan if pool.buffer.is_floating_point() else -1   # what a step does not write is noticed
         before = pool.buffer.clone()
         steps.logits.fill_(torch.nan)
         inner(batch, launched)

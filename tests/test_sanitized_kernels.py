@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl_lit.attention.cpu import NO_WINDOW, CpuAttention
+from minisgl_lit.attention.cpu import NO_WINDOW, CpuAttention, stored_as
 from minisgl_lit.attention.cpu import tasks_c
 from minisgl_lit.engine.sampler import largest_c
 from minisgl_lit.kernels.compiler import find_compiler, flags, run_compiler
 from minisgl_lit.kernels.linear import linear_c
-from minisgl_lit.kernels.quantized import panel_order, quantize
+from minisgl_lit.kernels.quantized import bytes_c, panel_order, quantize
 from minisgl_lit.kernels.plan import entries, load_kernels, parameters, team_c
 from minisgl_lit.kernels.vector_math import exp_c
 from minisgl_lit.models.layers import layers_c
 from test_attention_cpu import make as make_world
 
 # all kernels in one text: each begins with those before it, which may stand there once
-ALL_C = tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '') + largest_c.removeprefix(team_c)
+ALL_C = tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '').replace(bytes_c, '') + largest_c.removeprefix(team_c)
 NAMES = [*parameters(ALL_C)]
 DRIVER_C = ALL_C + entries(ALL_C) + r"""
 #include <stdio.h>
@@ -213,7 +213,7 @@ def add_attention(c: Calls, bf16: bool) -> None:
     for i, (kv_heads, family, dim) in enumerate(shapes * 2):
         cached, extend = worlds[i % 4]
         window = (None, 9, 70)[i % 3]
-        pool, table, batch, (q, k, v), _ = make_world(cached, extend, (1, 4, 16)[i % 3], kv_heads, family, dim, dtype, window, i % 2 * 2, i)
+        pool, table, batch, (q, k, v), _ = make_world(cached, extend, (1, 4, 16)[i % 3], kv_heads, family, dim, dtype, window, i % 2 * 2, i, rounded=i >= len(shapes))
         m = CpuAttention(pool, table.page_table).prepare(batch)
         loc, tasks, merges, counts = (o.clone() for o in (m.out_loc, m.tasks, m.merges, m.counts))
         n, rows, lens = len(batch.rows), *map(torch.from_numpy, (batch.rows.copy(), batch.device_lens.copy()))
@@ -223,9 +223,9 @@ def add_attention(c: Calls, bf16: bool) -> None:
         keys, values = pool.k(1).clone(), pool.v(1).clone()   # each in memory of its own
         c.call('attend', out, q, k, v, keys, values, loc, table.page_table, table.page_table.stride(0), pool.page_size,
                len(q), q.shape[1], kv_heads, dim, q.stride(0), k.stride(0), v.stride(0), window or NO_WINDOW,
-               tasks, parts, merges, counts, bf16, out=[out[:sum(extend)]])
+               tasks, parts, merges, counts, bf16, stored_as.index(keys.dtype), out=[out[:sum(extend)]])
     c.call('attend', out, q, k, v, keys, values, loc, table.page_table, table.page_table.stride(0), pool.page_size,
-           0, q.shape[1], kv_heads, dim, q.stride(0), k.stride(0), v.stride(0), NO_WINDOW, tasks, parts, merges, torch.zeros_like(counts), bf16)
+           0, q.shape[1], kv_heads, dim, q.stride(0), k.stride(0), v.stride(0), NO_WINDOW, tasks, parts, merges, torch.zeros_like(counts), bf16, stored_as.index(keys.dtype))
 
 def calls(panel: int) -> Calls:
     "Every kernel, with sizes that fit nothing"
@@ -247,7 +247,7 @@ def calls(panel: int) -> Calls:
 def test_all_kernels_are_in_one_text():
     "Each kernel stands in it once, so that the driver has all that chapters compile"
     assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(tasks_c), *parameters(largest_c)})
-    assert ALL_C.count(team_c) == ALL_C.count(linear_c) == ALL_C.count(exp_c) == 1
+    assert ALL_C.count(team_c) == ALL_C.count(linear_c) == ALL_C.count(exp_c) == ALL_C.count(bytes_c) == 1
 
 @pytest.fixture(scope='module')
 def sanitizers(tmp_path_factory):

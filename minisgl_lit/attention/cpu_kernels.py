@@ -8,22 +8,39 @@ __all__ = ['BLOCK', 'attention_c']
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #142cf819
 from ..kernels.vector_math import exp_c
 from ..kernels.linear import linear_c
+from ..kernels.quantized import bytes_c
 
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #12642ddf
-_dots_c = linear_c + r"""
-INLINE vu operand(const char *k, int i, int bf16) {
-    if (!bf16 || PAIRS) return raw(k + i * 4 * W);
+_dots_c = linear_c + bytes_c + r"""
+enum { BYTES = 2 };      // keys and values are float32 (0), bfloat16 (1), or 8 bits and a scale
+typedef int8_t vb __attribute__((vector_size(W)));
+INLINE i64 row_bytes(i64 dim, int kv) { return kv == BYTES ? dim + 4 : dim * (kv ? 2 : 4); }
+INLINE float row_scale(const char *row, i64 dim, int kv) {
+    float scale = 1;
+    if (kv == BYTES) memcpy(&scale, row + dim, 4);
+    return scale;
+}
+INLINE float number_of(const char *row, i64 i, int kv) {
+    return kv == BYTES ? ((const int8_t *)row)[i] : get(row, i, kv);
+}
+INLINE vu operand(const char *k, int i, int kv) {
+    if (kv == BYTES) {
+        vb v;
+        memcpy(&v, k + i * W, sizeof v);
+        return (vu)__builtin_convertvector(v, vf);
+    }
+    if (!kv || PAIRS) return raw(k + i * 4 * W);
     vu v = raw(k + i / 2 * 4 * W);
     return i % 2 ? v & 0xffff0000u : v << 16;
 }
-INLINE void widen_query(char *to, const char *q, i64 n, int bf16) {
+INLINE void widen_query(char *to, const char *q, i64 n, int bf16, int kv) {
     i64 i = 0, S = 2 * W;
-    if (!bf16 || PAIRS) { memcpy(to, q, n * (bf16 ? 2 : 4)); return; }
-    for (; i + S <= n; i += S) for (int h = 0; h < 2; h++) {
+    if (kv != BYTES && (!bf16 || PAIRS)) { memcpy(to, q, n * (bf16 ? 2 : 4)); return; }
+    for (; kv != BYTES && i + S <= n; i += S) for (int h = 0; h < 2; h++) {
         vu v = operand(q + i * 2, h, 1);
         memcpy(to + (i + h * W) * 4, &v, sizeof v);
     }
-    for (; i < n; i++) put(to, i, get(q, i, 1), 0);
+    for (; i < n; i++) put(to, i, get(q, i, bf16), 0);
 }
 """
 
@@ -34,26 +51,27 @@ enum { COLS = 2 };
 #else
 enum { COLS = 4 };
 #endif
-INLINE void dots(int R, int N, const char **q, const char **k, i64 n, int bf16,
+INLINE void dots(int R, int N, const char **q, const char **k, i64 n, int kv,
                  float *out, i64 ld) {
-    int whole = bf16 && PAIRS, each = whole ? 2 * W : W, bytes = each * (bf16 ? 2 : 4);
-    i64 i = 0, end = bf16 && !PAIRS ? n / (2 * W) * 2 : n / each;
+    int whole = kv == 1 && PAIRS, each = whole ? 2 * W : W;
+    i64 bytes = kv == BYTES ? W : each * (kv ? 2 : 4);
+    i64 i = 0, end = kv == 1 && !PAIRS ? n / (2 * W) * 2 : n / each;
     vf sums[4][4];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int j = 0; j < N; j++) sums[r][j] = (vf){0};
     for (; i + 2 <= end; i += 2) UNROLL for (int u = 0; u < 2; u++) {
         vu key[4];
-        UNROLL for (int j = 0; j < N; j++) key[j] = operand(k[j] + i * bytes, u, bf16);
+        UNROLL for (int j = 0; j < N; j++) key[j] = operand(k[j] + i * bytes, u, kv);
         UNROLL for (int r = 0; r < R; r++) {
             vu query = raw(q[r] + (i + u) * 4 * W);
             UNROLL for (int j = 0; j < N; j++)
-                sums[r][j] = mac(sums[r][j], query, key[j], bf16);
+                sums[r][j] = mac(sums[r][j], query, key[j], whole);
         }
     }
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < N; j++) {
         float s = sum(sums[r][j]);
-        for (i64 d = i * each; d < n; d++) s += get(q[r], d, whole) * get(k[j], d, bf16);
-        out[r * ld + j] = s;
+        for (i64 d = i * each; d < n; d++) s += get(q[r], d, whole) * number_of(k[j], d, kv);
+        out[r * ld + j] = s * row_scale(k[j], n, kv);
     }
 }
 """
@@ -112,49 +130,50 @@ INLINE void online_softmax(float *s, i64 from, i64 to, float scale, float *state
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #a103b8c0
 _tile_c = _softmax_c + r"""
 INLINE void weighted_sum_tile(int R, int N, float *out, i64 ld, const float *p,
-                              const char **v, i64 dim, int bf16) {
-    i64 S = chunk(bf16), d = 0, bytes = sizeof(vf);
+                              const char **v, i64 dim, int kv) {
+    int halves = kv == 1;
+    i64 S = chunk(halves), d = 0, bytes = sizeof(vf);
     float w[2][4];
     vf lo[2], hi[2];
     UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int b = 0; b < N; b++) w[r][b] = p[r * BLOCK + b];
+        UNROLL for (int b = 0; b < N; b++)
+            w[r][b] = p[r * BLOCK + b] * row_scale(v[b], dim, kv);
     for (; d + S <= dim; d += S) {
         UNROLL for (int r = 0; r < R; r++) {
             memcpy(&lo[r], out + r * ld + d, bytes);
-            if (bf16) memcpy(&hi[r], out + r * ld + d + W, bytes);
+            if (halves) memcpy(&hi[r], out + r * ld + d + W, bytes);
         }
         UNROLL for (int b = 0; b < N; b++) {
-            vu x = raw(at(v[b], d, bf16));
-            UNROLL for (int r = 0; r < R; r++) lo[r] += w[r][b] * (bf16 ? even(x) : (vf)x);
-            UNROLL for (int r = 0; r < R; r++) if (bf16) hi[r] += w[r][b] * odd(x);
+            vu x = kv == BYTES ? operand(v[b] + d, 0, kv) : raw(at(v[b], d, kv));
+            UNROLL for (int r = 0; r < R; r++) lo[r] += w[r][b] * (halves ? even(x) : (vf)x);
+            UNROLL for (int r = 0; r < R; r++) if (halves) hi[r] += w[r][b] * odd(x);
         }
         UNROLL for (int r = 0; r < R; r++) {
             memcpy(out + r * ld + d, &lo[r], bytes);
-            if (bf16) memcpy(out + r * ld + d + W, &hi[r], bytes);
+            if (halves) memcpy(out + r * ld + d + W, &hi[r], bytes);
         }
     }
     for (; d < dim; d++) for (int r = 0; r < R; r++) for (int b = 0; b < N; b++)
-        out[r * ld + d] += w[r][b] * get(v[b], d, bf16);
+        out[r * ld + d] += w[r][b] * number_of(v[b], d, kv);
 }
 """
 
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #111f686d
 _scores_c = _tile_c + r"""
-INLINE const char *fetch(const char *now, const char *later, i64 first, i64 dim, int bf16) {
-    i64 bytes = dim * (bf16 ? 2 : 4);
-    for (i64 c = 0; c < bytes; c += 64)
-        __builtin_prefetch(at(later, first, bf16) + c, 0, 2);
-    return at(now, first, bf16);
+INLINE const char *fetch(const char *now, const char *later, i64 first, i64 bytes) {
+    for (i64 c = 0; c < bytes; c += 64) __builtin_prefetch(later + first + c, 0, 2);
+    return now + first;
 }
 INLINE void scores(int N, const char **q, i64 rows, i64 heads, const char **k,
-                   const char **later, i64 dim, float *s, int bf16) {
+                   const char **later, i64 dim, float *s, int kv) {
+    i64 row = row_bytes(dim, kv);
     for (i64 h = 0, r = 0; h < heads; h++) {
         const char *key[4];
-        for (int b = 0; b < N; b++) key[b] = fetch(k[b], later[b], h * dim, dim, bf16);
+        for (int b = 0; b < N; b++) key[b] = fetch(k[b], later[b], h * row, row);
         i64 end = r + rows;
-        for (; r + 4 <= end; r += 4) dots(4, N, q + r, key, dim, bf16, s + r * BLOCK, BLOCK);
-        for (; r + 2 <= end; r += 2) dots(2, N, q + r, key, dim, bf16, s + r * BLOCK, BLOCK);
-        for (; r < end; r++) dots(1, N, q + r, key, dim, bf16, s + r * BLOCK, BLOCK);
+        for (; r + 4 <= end; r += 4) dots(4, N, q + r, key, dim, kv, s + r * BLOCK, BLOCK);
+        for (; r + 2 <= end; r += 2) dots(2, N, q + r, key, dim, kv, s + r * BLOCK, BLOCK);
+        for (; r < end; r++) dots(1, N, q + r, key, dim, kv, s + r * BLOCK, BLOCK);
     }
 }
 """
@@ -162,15 +181,16 @@ INLINE void scores(int N, const char **q, i64 rows, i64 heads, const char **k,
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #3fd96b5f
 _weighted_sum_c = _scores_c + r"""
 INLINE void weighted_sum(int N, const char **v, const char **later, i64 rows, i64 heads,
-                         const float *p, i64 dim, float *state, int bf16) {
+                         const float *p, i64 dim, float *state, int kv) {
+    i64 row = row_bytes(dim, kv);
     for (i64 h = 0, r = 0, ld = dim + 2; h < heads; h++) {
         const char *value[4];
-        for (int b = 0; b < N; b++) value[b] = fetch(v[b], later[b], h * dim, dim, bf16);
+        for (int b = 0; b < N; b++) value[b] = fetch(v[b], later[b], h * row, row);
         i64 end = r + rows;
         for (; r + 2 <= end; r += 2)
-            weighted_sum_tile(2, N, state + r * ld, ld, p + r * BLOCK, value, dim, bf16);
+            weighted_sum_tile(2, N, state + r * ld, ld, p + r * BLOCK, value, dim, kv);
         for (; r < end; r++)
-            weighted_sum_tile(1, N, state + r * ld, ld, p + r * BLOCK, value, dim, bf16);
+            weighted_sum_tile(1, N, state + r * ld, ld, p + r * BLOCK, value, dim, kv);
     }
 }
 """
@@ -182,15 +202,17 @@ typedef struct {
     i64 heads, kv_heads, dim, page_size, max_pages, q_stride, k_stride, v_stride, window;
     const void *q, *keys, *values;
     const int32_t *table;
+    int bf16, kv;
 } attention_args;
 INLINE void look_up_pages(const task *t, const attention_args *args, i64 p,
-                          const char **k, const char **v, const char *none, int bf16) {
+                          const char **k, const char **v, const char *none, int kv) {
+    const char *keys = args->keys, *values = args->values;
     for (i64 b = 0; b < BLOCK; b++) k[b] = v[b] = none;
     for (i64 b = 0; b < BLOCK && p + b < t->hi; b++) {
         i64 page = args->table[t->row * args->max_pages + (p + b) / args->page_size];
         i64 slot = page * args->page_size + (p + b) % args->page_size;
-        k[b] = at(args->keys, (slot * args->kv_heads + t->head) * args->dim, bf16);
-        v[b] = at(args->values, (slot * args->kv_heads + t->head) * args->dim, bf16);
+        i64 row = (slot * args->kv_heads + t->head) * row_bytes(args->dim, kv);
+        k[b] = keys + row, v[b] = values + row;
     }
 }
 """
@@ -199,25 +221,25 @@ INLINE void look_up_pages(const task *t, const attention_args *args, i64 p,
 _decode_block_c = _task_c + r"""
 INLINE void decode_block(const attention_args *args, const char **q, i64 n,
                          const char **keys, const char **values, const char **later,
-                         float *s, float *state, int bf16) {
-    i64 heads = args->heads, kv = args->kv_heads, group = heads / kv, dim = args->dim, b = 0;
+                         float *s, float *state, int kv) {
+    i64 heads = args->heads, shared = args->kv_heads, group = heads / shared, dim = args->dim, b = 0;
     for (; b + COLS <= n; b += COLS)
-        scores(COLS, q, group, kv, keys + b, values + b, dim, s + b, bf16);
+        scores(COLS, q, group, shared, keys + b, values + b, dim, s + b, kv);
     for (; b < n; b++)
-        scores(1, q, group, kv, keys + b, values + b, dim, s + b, bf16);
+        scores(1, q, group, shared, keys + b, values + b, dim, s + b, kv);
     for (i64 h = 0; h < heads; h++)
         online_softmax(s + h * BLOCK, 0, n, 1 / sqrtf(dim), state + h * (dim + 2), dim);
     for (b = 0; b + 4 <= n; b += 4)
-        weighted_sum(4, values + b, later + b, group, kv, s + b, dim, state, bf16);
+        weighted_sum(4, values + b, later + b, group, shared, s + b, dim, state, kv);
     for (; b < n; b++)
-        weighted_sum(1, values + b, later + b, group, kv, s + b, dim, state, bf16);
+        weighted_sum(1, values + b, later + b, group, shared, s + b, dim, state, kv);
 }
 """
 
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #e192cfa0
 _decode_c = _decode_block_c + r"""
-INLINE void decode(const task *t, const attention_args *args, float *state, int bf16) {
-    i64 heads = args->heads, dim = args->dim, ld = dim + 2;
+INLINE void decode(const task *t, const attention_args *args, float *state, int kv) {
+    i64 heads = args->heads, dim = args->dim, ld = dim + 2, all = args->kv_heads * row_bytes(dim, kv);
     i64 lo = t->lo > t->pos - args->window + 1 ? t->lo : t->pos - args->window + 1;
     i64 q_bytes = (dim * 4 + 63) / 64 * 64;      // from one widened query to the next
     const char **q = malloc(heads * (sizeof(char *) + BLOCK * sizeof(float)));
@@ -225,18 +247,18 @@ INLINE void decode(const task *t, const attention_args *args, float *state, int 
     char *queries = aligned_alloc(64, heads * q_bytes);
     for (i64 h = 0; h < heads; h++) {
         q[h] = queries + h * q_bytes;
-        const char *from = at(args->q, t->token * args->q_stride + h * dim, bf16);
-        widen_query(queries + h * q_bytes, from, dim, bf16);
+        const char *from = at(args->q, t->token * args->q_stride + h * dim, args->bf16);
+        widen_query(queries + h * q_bytes, from, dim, args->bf16, kv);
         memset(state + h * ld, 0, ld * sizeof(float));
         state[h * ld + dim] = -1e30f;      // below any score
     }
     const char *k[2][BLOCK], *v[2][BLOCK];      // of this block and of the next
-    look_up_pages(t, args, lo, k[0], v[0], args->keys, bf16);
-    for (i64 b = 0; b < BLOCK; b++) fetch(k[0][b], k[0][b], 0, args->kv_heads * dim, bf16);
+    look_up_pages(t, args, lo, k[0], v[0], args->keys, kv);
+    for (i64 b = 0; b < BLOCK; b++) fetch(k[0][b], k[0][b], 0, all);
     for (i64 p = lo, i = 0; p < t->hi; p += BLOCK, i ^= 1) {
         i64 n = lesser(BLOCK, t->hi - p);
-        look_up_pages(t, args, p + n, k[i ^ 1], v[i ^ 1], args->keys, bf16);
-        decode_block(args, q, n, k[i], v[i], k[i ^ 1], s, state, bf16);
+        look_up_pages(t, args, p + n, k[i ^ 1], v[i ^ 1], args->keys, kv);
+        decode_block(args, q, n, k[i], v[i], k[i ^ 1], s, state, kv);
     }
     free(queries);
     free(q);
@@ -245,7 +267,7 @@ INLINE void decode(const task *t, const attention_args *args, float *state, int 
 
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #69048a6c
 _merge_parts_c = _decode_c + r"""
-INLINE void merge_parts(void *out, float *parts, i64 n, i64 stride, i64 dim, int bf16) {
+INLINE void merge_parts(void *out, float *parts, i64 n, i64 stride, i64 dim, int bf16, int kv) {
     float top = -1e30f, row_sum = 0;
     for (i64 i = 0; i < n; i++) {
         float part_max = parts[i * stride + dim];
@@ -256,8 +278,8 @@ INLINE void merge_parts(void *out, float *parts, i64 n, i64 stride, i64 dim, int
         row_sum += rescale * part[dim + 1];
         for (i64 d = 0; d < dim; d++) parts[d] = (i ? parts[d] : 0) + rescale * part[d];
     }
-    i64 S = chunk(bf16), d = 0;
-    for (; bf16 && d + S <= dim; d += S) for (i64 i = 0; i < S; i++)
+    i64 S = chunk(1), d = 0;
+    for (; kv == 1 && d + S <= dim; d += S) for (i64 i = 0; i < S; i++)
         put(out, d + i, parts[d + i / 2 + i % 2 * W] / row_sum, bf16);
     for (; d < dim; d++) put(out, d, parts[d] / row_sum, bf16);
 }
@@ -265,6 +287,13 @@ INLINE void merge_parts(void *out, float *parts, i64 n, i64 stride, i64 dim, int
 
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #436f8b98
 _pack_c = _merge_parts_c + r"""
+INLINE void widen_rows(const char **rows, char *to, i64 dim, int bf16) {
+    for (i64 b = 0; b < BLOCK; b++, to += dim * (bf16 ? 2 : 4)) {
+        float scale = row_scale(rows[b], dim, BYTES);
+        for (i64 i = 0; i < dim; i++) put(to, i, number_of(rows[b], i, BYTES) * scale, bf16);
+        rows[b] = to;
+    }
+}
 INLINE void pack_keys(uint32_t *to, const char **k, i64 dim, int bf16) {
     i64 words = bf16 ? (dim + 1) / 2 : dim, whole = bf16 ? dim / 2 : dim;
     for (i64 b = 0; b < BLOCK; b++) {
@@ -292,6 +321,7 @@ typedef struct {
     i64 rows, words, ld, q_row, p_row;
     i64 wide;                   // numbers of a value, rounded up to panels
     char *q, *p, *none;         // queries; weights, maybe in place of scores; a row of zeros
+    char *wide_rows;            // of a block, if they are stored in 8 bits
     float *s, *state;           // scores; sums
     uint32_t *keys, *values;    // panels
 } workspace;
@@ -305,10 +335,11 @@ INLINE workspace make_workspace(i64 tokens, const attention_args *args, int bf16
     int pairs = bf16 && PAIRS, widened = bf16 && !PAIRS;
     ws.wide = (args->dim + PANEL - 1) / PANEL * PANEL, ws.ld = ws.wide + W;
     ws.q_row = (ws.words * (widened ? 8 : 4) + 63) / 64 * 64, ws.p_row = BLOCK * (pairs ? 2 : 4);
-    ws.s = zeroed(4 * (ws.rows * (BLOCK + ws.ld) + BLOCK * (ws.words + ws.wide) + args->dim));
+    ws.s = zeroed(4 * (ws.rows * (BLOCK + ws.ld) + BLOCK * (ws.words + ws.wide) + (BLOCK + 2) * args->dim));
     ws.state = ws.s + ws.rows * BLOCK;
     ws.keys = (uint32_t *)(ws.state + ws.rows * ws.ld), ws.values = ws.keys + BLOCK * ws.words;
     ws.none = (char *)(ws.values + BLOCK * ws.wide);
+    ws.wide_rows = ws.none + 8 * args->dim;
     ws.q = zeroed(ws.rows * (ws.q_row + ws.p_row));
     ws.p = pairs ? ws.q + ws.rows * ws.q_row : (char *)ws.s;
     return ws;
@@ -361,8 +392,10 @@ INLINE void extend(const task *t, const attention_args *args, const workspace *w
     }
     for (i64 p = first > 0 ? first : 0; p < t->hi; p += BLOCK) {
         const char *k[BLOCK], *v[BLOCK];
-        look_up_pages(t, args, p, k, v, ws->none, bf16);
+        look_up_pages(t, args, p, k, v, ws->none, args->kv);
+        if (args->kv == BYTES) widen_rows(k, ws->wide_rows, dim, bf16);
         pack_keys(ws->keys, k, dim, bf16);
+        if (args->kv == BYTES) widen_rows(v, ws->wide_rows, dim, bf16);
         pack_values(ws->values, v, dim, bf16);
         i64 a = p > t->pos ? p - t->pos : 0, e = lesser(t->n, p + BLOCK - first);
         if (a < e) extend_block(args, ws, a * group, e * group, t->pos, p, bf16);
@@ -379,36 +412,47 @@ INLINE void extend(const task *t, const attention_args *args, const workspace *w
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #08368ec5
 _run_task_c = _extend_c + r"""
 static void run_task(const task *t, const attention_args *args, const workspace *ws,
-                     void *out, float *parts, int bf16) {
+                     void *out, float *parts) {
     if (t->part < 0) {
-        if (bf16) extend(t, args, ws, out, 1); else extend(t, args, ws, out, 0);
+        if (args->bf16) extend(t, args, ws, out, 1); else extend(t, args, ws, out, 0);
         return;
     }
     float *state = parts + t->part * args->heads * (args->dim + 2);
-    if (bf16) decode(t, args, state, 1); else decode(t, args, state, 0);
+    if (args->kv == BYTES) decode(t, args, state, BYTES);
+    else if (args->kv) decode(t, args, state, 1);
+    else decode(t, args, state, 0);
 }
 """
 
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #f7eb0a9d
 attention_c = _run_task_c + r"""
+static void store_row(void *cache, i64 slot, const char *from, const attention_args *args) {
+    i64 dim = args->dim, row = row_bytes(dim, args->kv), n = args->kv_heads;
+    char *to = (char *)cache + slot * n * row;
+    if (args->kv != BYTES) { memcpy(to, from, n * row); return; }
+    for (i64 h = 0; h < n; h++, to += row) {
+        const char *head = at(from, h * dim, args->bf16);
+        float scale = round_to_bytes((int8_t *)to, head, dim, args->bf16);
+        memcpy(to + dim, &scale, 4);
+    }
+}
 void attend(void *out, const void *q, const void *k, const void *v, void *keys,
             void *values, const i64 *out_loc, const int32_t *table, i64 max_pages, i64 page_size,
             i64 rows, i64 heads, i64 kv_heads, i64 dim, i64 q_stride, i64 k_stride, i64 v_stride,
             i64 window, const task *tasks, float *parts, const i64 *merges, const i64 *counts,
-            i64 bf16, team *t) {
+            i64 bf16, i64 kv, team *t) {
     attention_args args = { heads, kv_heads, dim, page_size, max_pages,
-                            q_stride, k_stride, v_stride, window, q, keys, values, table };
-    i64 slot = kv_heads * dim, bytes = slot * (bf16 ? 2 : 4), part_size = heads * (dim + 2);
+                            q_stride, k_stride, v_stride, window, q, keys, values, table, bf16, kv };
+    i64 part_size = heads * (dim + 2);
     i64 n_tasks = counts[0], n_merges = counts[1], most = counts[2];      // of tokens in a task
     for (EACH(r, rows)) {
-        i64 to = out_loc[r] * slot;
-        memcpy((void *)at(keys, to, bf16), at(k, r * k_stride, bf16), bytes);
-        memcpy((void *)at(values, to, bf16), at(v, r * v_stride, bf16), bytes);
+        store_row(keys, out_loc[r], at(k, r * k_stride, bf16), &args);
+        store_row(values, out_loc[r], at(v, r * v_stride, bf16), &args);
     }
     barrier(t);
     workspace ws = {0};
     if (most) ws = make_workspace(most, &args, bf16);
-    for (i64 i; (i = take(t)) < n_tasks;) run_task(tasks + i, &args, &ws, out, parts, bf16);
+    for (i64 i; (i = take(t)) < n_tasks;) run_task(tasks + i, &args, &ws, out, parts);
     free(ws.q);
     free(ws.s);
     barrier(t);
@@ -416,7 +460,7 @@ void attend(void *out, const void *q, const void *k, const void *v, void *keys,
         const i64 *m = merges + i / heads * 3;   // token, first part, parts
         i64 head = i % heads;
         void *to = (void *)at(out, (m[0] * heads + head) * dim, bf16);
-        merge_parts(to, parts + m[1] * part_size + head * (dim + 2), m[2], part_size, dim, bf16);
+        merge_parts(to, parts + m[1] * part_size + head * (dim + 2), m[2], part_size, dim, bf16, kv);
     }
 }
 """

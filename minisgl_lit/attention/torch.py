@@ -194,7 +194,8 @@ class TorchAttention:
         keys, values, out = self.pool.k(layer), self.pool.v(layer), torch.empty_like(q)
         window = self.windows.get(layer)
         for g in metadata.groups:
-            out[g.tokens] = attend(q[g.tokens], keys[g.slots], values[g.slots], g.masks[window])
+            k, v = (self.pool.read(o[g.slots], q.dtype) for o in (keys, values))
+            out[g.tokens] = attend(q[g.tokens], k, v, g.masks[window])
         return out
 
 # %% ../../nbs/31_attention.torch.ipynb #3683e4bc

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HUB', 'families', 'MAX_LAYERS', 'MAX_SIZE', 'DEFAULT_CONTEXT', 'DEFAULT_WINDOW', 'DEFAULT_WINDOW_LAYERS',
-           'resolve_model', 'Family', 'read_optional', 'read_field', 'read_count', 'check_supported', 'read_rope',
-           'read_windows', 'read_mlps', 'read_shape', 'read_config']
+           'resolve_config', 'resolve_model', 'Family', 'read_optional', 'read_field', 'read_count', 'check_supported',
+           'read_rope', 'read_windows', 'read_mlps', 'read_shape', 'read_config']
 
 # %% ../../nbs/38_models.checkpoint.ipynb #bfe2b435
 import re
@@ -47,10 +47,18 @@ def _resolve_gguf(name: str) -> Path:
     if not path.exists(): raise ValueError(f'model={name!r}: {on_hub[1]} has no such file')
     return gguf_folder(path, cache/'gguf')
 
-def resolve_model(
+def _from_hub(name: str, patterns: list[str]) -> Path:
+    "The folder of some files of a model on the hub, downloaded or found in the cache"
+    from huggingface_hub import snapshot_download
+    try: return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as e:   # the network library's errors come through as they are
+        raise ValueError(f'model={name!r} is no folder here, '
+                         f'and the hub did not give it: {_reason(e)}') from None
+
+def resolve_config(
     name: str | Path,  # A folder, a GGUF file, or a name on the Hugging Face hub
-) -> Path:             # Its folder
-    "Find a checkpoint: a folder as it is; what is on the hub, downloaded or found in the cache"
+) -> Path:             # A folder with its `config.json`
+    "Find what says what a checkpoint is; of safetensors on the hub, nothing large is downloaded"
     path = Path(name).expanduser()
     if path.is_dir(): return path
     if path.suffix == '.gguf': return _resolve_gguf(str(name))
@@ -58,16 +66,18 @@ def resolve_model(
         raise ValueError(f'model={str(name)!r} is a file; give the folder that it lies in')
     if not re.fullmatch(r'[\w-][\w.-]*(/[\w-][\w.-]*)?', str(name)):
         raise ValueError(f'model={str(name)!r}: there is no such folder')
-    from huggingface_hub import snapshot_download
-    try:
-        small = ['*.json', '*.jinja', '*.model', '*.txt']
-        path = Path(snapshot_download(str(name), allow_patterns=small))
-        index = path/'model.safetensors.index.json'
-        weights = shard_names(index) if index.exists() else ['model.safetensors']
-        return Path(snapshot_download(str(name), allow_patterns=weights))
-    except Exception as e:   # the network library's errors come through as they are
-        raise ValueError(f'model={str(name)!r} is no folder here, '
-                         f'and the hub did not give it: {_reason(e)}') from None
+    return _from_hub(str(name), ['*.json', '*.jinja', '*.model', '*.txt'])
+
+def resolve_model(
+    name: str | Path,  # A folder, a GGUF file, or a name on the Hugging Face hub
+) -> Path:             # Its folder
+    "Find a checkpoint: a folder as it is; what is on the hub, downloaded or found in the cache"
+    path, given = resolve_config(name), Path(name).expanduser()
+    if given.is_dir() or given.suffix == '.gguf': return path
+    index = path/'model.safetensors.index.json'
+    try: weights = shard_names(index) if index.exists() else ['model.safetensors']
+    except ValueError as e: raise ValueError(f'model={str(name)!r}: {e}') from None
+    return _from_hub(str(name), weights)
 
 # %% ../../nbs/38_models.checkpoint.ipynb #fb83494c
 def _reason(e: Exception) -> str:

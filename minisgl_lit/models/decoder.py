@@ -382,6 +382,22 @@ class Decoder:
         rows = embed(own * known, self.embedding)
         return self.group.all_reduce(rows.masked_fill(~known[:, None], 0))
 
+    # %% ../../nbs/34_models.decoder.ipynb #5a1c7e20
+    def layer(
+        self,
+        i: int,            # Number of the layer
+        x: torch.Tensor,   # The residual stream, [n_tokens, hidden_size]; overwritten
+        more: torch.Tensor | None,  # What is not added to it yet; overwritten; `None`: nothing
+        angles: RotaryAngles,  # Of the positions of these tokens
+        attend: Attend,    # Attention of this batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:   # Both, for the next layer
+        "One layer: attention, then the MLP, each of what is normalised"
+        w, eps, all_reduce = self.layers[i], self.config.rms_norm_eps, self.group.all_reduce
+        normed, x = add_norm(x, more, _norm(w, 'input_layernorm.weight'), eps)
+        more = all_reduce(self.attention(i, normed, angles, attend))
+        normed, x = add_norm(x, more, _norm(w, 'post_attention_layernorm.weight'), eps)
+        return x, all_reduce(self.mlps[i].forward(normed, w))
+
     # %% ../../nbs/34_models.decoder.ipynb #161920e0
     def hidden(
         self,
@@ -390,13 +406,8 @@ class Decoder:
         attend: Attend,            # Attention of this batch: (q, k, v, layer) to the shape of q
     ) -> torch.Tensor:             # [n_tokens, hidden_size]
         "The hidden states after the last layer, normalised"
-        x, eps = self._embed(input_ids), self.config.rms_norm_eps
-        all_reduce, more = self.group.all_reduce, None   # what is not added to `x` yet
-        for i, (w, mlp) in enumerate(zip(self.layers, self.mlps)):
-            normed, x = add_norm(x, more, _norm(w, 'input_layernorm.weight'), eps)
-            more = all_reduce(self.attention(i, normed, angles, attend))
-            normed, x = add_norm(x, more, _norm(w, 'post_attention_layernorm.weight'), eps)
-            more = all_reduce(mlp.forward(normed, w))
+        x, eps, more = self._embed(input_ids), self.config.rms_norm_eps, None
+        for i in range(len(self.layers)): x, more = self.layer(i, x, more, angles, attend)
         return add_norm(x, more, self.norm, eps)[0]
 
     # %% ../../nbs/34_models.decoder.ipynb #ac0a8b0c

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Finding', 'table', 'said', 'processor', 'host', 'gpus', 'find_nvcc', 'find_header', 'flashinfer', 'verdict',
-           'examine']
+           'examine', 'fits', 'what_fits']
 
 # %% ../../nbs/62b_tools.doctor.ipynb #97688629
 import fnmatch
@@ -19,9 +19,15 @@ from pathlib import Path
 
 import torch
 
-from ..engine.memory import available_cores, available_memory, gib
+from ..engine.memory import (
+    MemoryRatio, available_cores, available_memory, free_memory, gib)
 from ..kernels.compiler import find_compiler, run_compiler
 from ..kernels.flashinfer_reference import compiled_modules, set_environment
+from ..kv_cache.pool import page_bytes
+from ..models.checkpoint import HUB, read_config, resolve_config
+from ..models.decoder import ModelConfig
+from ..models.embedded import embedded_path
+from ..models.quantization import Quantization, weight_bytes
 
 # %% ../../nbs/62b_tools.doctor.ipynb #5f8e21f5
 @dataclass(frozen=True)
@@ -149,3 +155,32 @@ def examine() -> list[Finding]:
     found = [*host(), *gpus()]
     if torch.cuda.device_count(): found += flashinfer()
     return [*found, verdict(found)]
+
+# %% ../../nbs/62b_tools.doctor.ipynb #f48e4066
+def fits(
+    config: ModelConfig,   # Of the model
+    free: int,             # Bytes that may be filled
+) -> list[Finding]:
+    "Weights in 16, 8 and 4 bits, and the context that fits beside them"
+    def context(weights: int, dtype: torch.dtype) -> str:
+        token = page_bytes(config.num_layers, 1, config.num_kv_heads, config.head_dim, dtype)
+        return f'{max(free - weights, 0) // token:,}'
+    found = [Finding('may be filled', gib(free))]
+    for name, how in {'16 bits': None, 'int8': Quantization(8), 'int4': Quantization(4)}.items():
+        weights = weight_bytes(config, torch.bfloat16, how)
+        beside = f'{context(weights, torch.bfloat16)} tokens of context beside them'
+        if config.head_dim % 4 == 0: beside += f', {context(weights, torch.int8)} in 8 bits'
+        found.append(Finding(f'weights {name}', f'{gib(weights)}; ' + (
+            beside if weights < free else 'they do not fit')))
+    return found
+
+def what_fits(
+    model: str,   # A folder, a name on the hub, or 'embedded'
+) -> list[Finding]:
+    "The same for a model that need not be downloaded; `ValueError` if it is not served"
+    if model.startswith(HUB): raise ValueError(f'{model}: what it is stands in the file; download it first')
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    path = embedded_path() if model == 'embedded' else resolve_config(model)
+    config, ratio = read_config(path), MemoryRatio.of('auto', device)
+    return [Finding('model', f'{model}, {config.architecture}, {config.num_layers} layers'),
+            *fits(config, free_memory(device, ratio.value))]
