@@ -222,7 +222,8 @@ _decode_block_c = _task_c + r"""
 INLINE void decode_block(const attention_args *args, const char **q, i64 n,
                          const char **keys, const char **values, const char **later,
                          float *s, float *state, int kv) {
-    i64 heads = args->heads, shared = args->kv_heads, group = heads / shared, dim = args->dim, b = 0;
+    i64 heads = args->heads, shared = args->kv_heads, group = heads / shared;
+    i64 dim = args->dim, b = 0;
     for (; b + COLS <= n; b += COLS)
         scores(COLS, q, group, shared, keys + b, values + b, dim, s + b, kv);
     for (; b < n; b++)
@@ -239,7 +240,8 @@ INLINE void decode_block(const attention_args *args, const char **q, i64 n,
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #e192cfa0
 _decode_c = _decode_block_c + r"""
 INLINE void decode(const task *t, const attention_args *args, float *state, int kv) {
-    i64 heads = args->heads, dim = args->dim, ld = dim + 2, all = args->kv_heads * row_bytes(dim, kv);
+    i64 heads = args->heads, dim = args->dim, ld = dim + 2;
+    i64 all = args->kv_heads * row_bytes(dim, kv);      // keys of a token
     i64 lo = t->lo > t->pos - args->window + 1 ? t->lo : t->pos - args->window + 1;
     i64 q_bytes = (dim * 4 + 63) / 64 * 64;      // from one widened query to the next
     const char **q = malloc(heads * (sizeof(char *) + BLOCK * sizeof(float)));
@@ -335,7 +337,8 @@ INLINE workspace make_workspace(i64 tokens, const attention_args *args, int bf16
     int pairs = bf16 && PAIRS, widened = bf16 && !PAIRS;
     ws.wide = (args->dim + PANEL - 1) / PANEL * PANEL, ws.ld = ws.wide + W;
     ws.q_row = (ws.words * (widened ? 8 : 4) + 63) / 64 * 64, ws.p_row = BLOCK * (pairs ? 2 : 4);
-    ws.s = zeroed(4 * (ws.rows * (BLOCK + ws.ld) + BLOCK * (ws.words + ws.wide) + (BLOCK + 2) * args->dim));
+    i64 panels = BLOCK * (ws.words + ws.wide), plain = (BLOCK + 2) * args->dim;
+    ws.s = zeroed(4 * (ws.rows * (BLOCK + ws.ld) + panels + plain));
     ws.state = ws.s + ws.rows * BLOCK;
     ws.keys = (uint32_t *)(ws.state + ws.rows * ws.ld), ws.values = ws.keys + BLOCK * ws.words;
     ws.none = (char *)(ws.values + BLOCK * ws.wide);
@@ -442,7 +445,8 @@ void attend(void *out, const void *q, const void *k, const void *v, void *keys,
             i64 window, const task *tasks, float *parts, const i64 *merges, const i64 *counts,
             i64 bf16, i64 kv, team *t) {
     attention_args args = { heads, kv_heads, dim, page_size, max_pages,
-                            q_stride, k_stride, v_stride, window, q, keys, values, table, bf16, kv };
+                            q_stride, k_stride, v_stride, window, q, keys, values, table,
+                            bf16, kv };
     i64 part_size = heads * (dim + 2);
     i64 n_tasks = counts[0], n_merges = counts[1], most = counts[2];      // of tokens in a task
     for (EACH(r, rows)) {
@@ -460,7 +464,8 @@ void attend(void *out, const void *q, const void *k, const void *v, void *keys,
         const i64 *m = merges + i / heads * 3;   // token, first part, parts
         i64 head = i % heads;
         void *to = (void *)at(out, (m[0] * heads + head) * dim, bf16);
-        merge_parts(to, parts + m[1] * part_size + head * (dim + 2), m[2], part_size, dim, bf16, kv);
+        float *first = parts + m[1] * part_size + head * (dim + 2);
+        merge_parts(to, first, m[2], part_size, dim, bf16, kv);
     }
 }
 """

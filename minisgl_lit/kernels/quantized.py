@@ -328,7 +328,6 @@ static void to_bytes(const bytes *x, i64 r, const void *from, i64 group, int bf1
     for (i64 g = 0; g < x->groups; g++, to += group) {
         int32_t all = 0;
         scales[g] = round_to_bytes(to, at(from, g * group, bf16), group, bf16);
-        _Pragma("omp simd reduction(+:all)")
         for (i64 i = 0; i < group; i++) all += to[i];
         sums[g] = all;
     }
@@ -472,9 +471,8 @@ void grouped_rows(void *y, const char *w, const void *form, const int32_t *ids,
         const char *part = w;
         i64 row = ids[r], to = r * n_in;
         for (; row >= m->n_out; row -= m->n_out, part += m->size, m++);
-        i64 groups = n_in / m->group, size = group_bytes(m), per = 32 / m->bits;
+        i64 groups = n_in / m->group, size = group_bytes(m), per = 32 / m->bits, lane = row % PANEL;
         const char *group = part + row / PANEL * groups * size;
-        i64 lane = row % PANEL;
         for (i64 g = 0; g < groups; g++, group += size) {
             const char *scales = group + group_words(m) * PANEL * 4;
             const char *minima = scales + PANEL * (m->wide ? 4 : 2);

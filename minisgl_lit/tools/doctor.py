@@ -178,7 +178,8 @@ def what_fits(
     model: str,   # A folder, a name on the hub, or 'embedded'
 ) -> list[Finding]:
     "The same for a model that need not be downloaded; `ValueError` if it is not served"
-    if model.startswith(HUB): raise ValueError(f'{model}: what it is stands in the file; download it first')
+    if model.startswith(HUB):
+        raise ValueError(f'{model}: what it is stands in the file; download it first')
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     path = embedded_path() if model == 'embedded' else resolve_config(model)
     config, ratio = read_config(path), MemoryRatio.of('auto', device)

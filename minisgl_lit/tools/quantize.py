@@ -90,7 +90,7 @@ class Watched(PackedWeight):
         self.seen.addmm_(x.float().T, x.float())
         return F.linear(x, self.data, bias)
 
-# %% ../../nbs/62c_tools.quantize.ipynb #ba474037
+# %% ../../nbs/62c_tools.quantize.ipynb #79843693
 def causal(
     q: torch.Tensor,     # Queries of a whole text, [n_tokens, num_heads, head_dim]
     k: torch.Tensor,     # Its keys, [n_tokens, num_kv_heads, head_dim]
@@ -125,10 +125,12 @@ def calibrate(
         return causal(q, k, v, windows.get(layer))
     def through(i: int, state: State) -> State:
         x, more, angles = state
-        x, more = decoder.layer(i, x.clone(), None if more is None else more.clone(), angles, attend)
+        copied = None if more is None else more.clone()      # a layer overwrites its input
+        x, more = decoder.layer(i, x.clone(), copied, angles, attend)
         return x, more, angles
-    states: list[State] = [(embed(ids, decoder.embedding), None, decoder.angles(torch.arange(len(ids))))
-                           for ids in texts]
+    def start(ids: torch.Tensor) -> State:
+        return embed(ids, decoder.embedding), None, decoder.angles(torch.arange(len(ids)))
+    states = [start(ids) for ids in texts]
     for i in range(config.num_layers):
         layer = decoder.layers[i]
         watched = {name: Watched.of(o) for name, o in layer.items()
@@ -140,7 +142,7 @@ def calibrate(
         rounded = {name: o.dequantize().to(config.dtype) for name, o in found.items()}
         decoder.layers[i] = {**layer, **rounded}
         states = [through(i, state) for state in states]
-        for name, o in found.items(): yield f'model.layers.{i}.{name}', o
+        for name, weight in found.items(): yield f'model.layers.{i}.{name}', weight
 
 # %% ../../nbs/62c_tools.quantize.ipynb #b39fc5d8
 def packed_tensors(
@@ -169,7 +171,7 @@ def stated(
                 quantization_status='compressed', config_groups=dict(group_0=whole),
                 ignore=list(ignore), kv_cache_scheme=None, global_compression_ratio=None)
 
-# %% ../../nbs/62c_tools.quantize.ipynb #c803ac02
+# %% ../../nbs/62c_tools.quantize.ipynb #9b211d36
 FILE_BYTES = 4 << 30   # of a file, about
 
 class Writer:
@@ -178,7 +180,8 @@ class Writer:
         self,
         path: Path,   # Exists
     ):
-        self.path, self.map, self.tensors, self.nbytes = path, dict[str, str](), dict[str, torch.Tensor](), 0
+        self.path, self.nbytes, self.map = path, 0, dict[str, str]()
+        self.tensors = dict[str, torch.Tensor]()
 
     def add(
         self,
@@ -210,7 +213,8 @@ def read_texts(
 ) -> list[torch.Tensor]:   # Token ids
     "Examples for `calibrate`; `ValueError` says which line is none"
     try: lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as e: raise ValueError(f'--calibrate {file}: {e}') from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f'--calibrate {file}: {e}') from None
     found = list[torch.Tensor]()
     for i, line in enumerate(lines, 1):
         if not line.strip(): continue
@@ -224,7 +228,7 @@ def read_texts(
     if not found: raise ValueError(f'{file} has no text')
     return found
 
-# %% ../../nbs/62c_tools.quantize.ipynb #3fb11543
+# %% ../../nbs/62c_tools.quantize.ipynb #3e730ef6
 LONGEST = 2048   # tokens of an example
 
 def quantize_checkpoint(
@@ -237,21 +241,24 @@ def quantize_checkpoint(
     "Write a compressed checkpoint; `ValueError` in one sentence if that cannot be had"
     path = embedded_path() if model == 'embedded' else resolve_model(model)
     config = read_config(path)
-    checkpoint, places = open_checkpoint(path, config.tie_word_embeddings), tensor_placements(config)
-    found, how = checkpoint.tensors, Quantization(bits, group)
-    if any(o.packed_bytes for o in found.values()): raise ValueError(f'{model} is compressed already')
+    checkpoint = open_checkpoint(path, config.tie_word_embeddings)
+    found, places, how = checkpoint.tensors, tensor_placements(config), Quantization(bits, group)
+    if any(o.packed_bytes for o in found.values()):
+        raise ValueError(f'{model} is compressed already')
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f'{out} exists, and is not an empty folder')
     chosen = {name for name, o in found.items()
               if name.split('.')[-2].endswith('_proj') and how.of(name, o.shape)}
     for name in chosen:
         if found[name].shape[1] % group:
-            raise ValueError(f'--group {group} does not divide the {found[name].shape[1]} inputs of {name}')
+            raise ValueError(f'--group {group} does not divide the {found[name].shape[1]} inputs '
+                             f'of {name}')
     better = dict[str, QuantizedWeight]()
     if texts is not None:
         examples = read_texts(texts, Tokenizer(path), min(LONGEST, config.max_position_embeddings))
         whole = calibrate(path, config, examples, bits, group)
-        better = dict(tqdm(whole, total=4 * config.num_layers, unit=' matrices', desc='calibrating'))
+        n = 4 * config.num_layers   # matrices, fused
+        better = dict(tqdm(whole, total=n, unit=' matrices', desc='calibrating'))
     def compressed(name: str, tensor: torch.Tensor) -> QuantizedWeight:
         if not better: return quantize(tensor, bits, group)
         place = places[name]
