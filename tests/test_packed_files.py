@@ -1,5 +1,5 @@
-"""Checkpoints in the layouts of GPTQ, AWQ, compressed-tensors and FP8, packed here by their published layouts: the same tokens as `transformers`
-on the weights that are meant, and refusals."""
+"""Checkpoints in the layouts of GPTQ, AWQ, compressed-tensors and FP8, packed here by their published layouts, and by the package
+compressed-tensors itself: the same tokens as `transformers` on the weights that are meant, and refusals."""
 import json
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from minisgl_lit.config import EngineConfig
 from minisgl_lit.engine.worker import ResolvedConfig
 from minisgl_lit.models.checkpoint import read_config
 from minisgl_lit.models.weights import open_checkpoint
-from reference import MAX_NEW, generate, make_checkpoint, prompts
+from reference import MAX_NEW, generate, load, make_checkpoint, prompts
 
 GROUP = 16   # divides all that a layer takes in
 GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0)
@@ -109,6 +109,59 @@ def test_the_same_tokens_as_transformers(family, kind, tmp_path, capfd):
         got = [o.token_ids for o in llm.generate(asked, GREEDY)]
     assert got == [generate(plain, o) for o in asked]
     assert ('widened to float32' in capfd.readouterr().err) == (kind in ('gptq, act-order', 'fp8'))
+
+
+THEIRS = {   # arguments of `QuantizationArgs`, and whether weights are widened here
+    '4 bits': (dict(num_bits=4, strategy='group', group_size=GROUP), False),
+    '4 bits, zero points': (dict(num_bits=4, strategy='group', group_size=GROUP, symmetric=False), False),
+    '8 bits': (dict(num_bits=8, strategy='channel'), False),
+    'FP8': (dict(num_bits=8, type='float', strategy='channel'), True),
+    'FP8, blocks': (dict(num_bits=8, type='float', strategy='block', block_structure=[16, 16]), True)}
+
+def least_and_most(weight: torch.Tensor, args) -> tuple[torch.Tensor, torch.Tensor]:
+    "Of all numbers that share a scale"
+    if args.strategy == 'channel': return weight.aminmax(dim=1, keepdim=True)
+    if args.strategy == 'group': return weight.unflatten(1, (-1, GROUP)).aminmax(dim=-1)
+    blocks = weight.unflatten(1, (-1, 16)).unflatten(0, (-1, 16))
+    return blocks.amin((1, 3)), blocks.amax((1, 3))
+
+def make_by_others(kind: str, folder: Path) -> tuple[Path, Path]:
+    "The same by the package compressed-tensors, which llm-compressor and `transformers` write and read with"
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, apply_quantization_config
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+    plain, packed = folder/'plain', folder/'packed'
+    make_checkpoint('Qwen3', plain)
+    model, meant = load(plain), load_weights(plain)
+    scheme = QuantizationScheme(targets=['Linear'], weights=QuantizationArgs(**THEIRS[kind][0]))
+    apply_quantization_config(model, QuantizationConfig(config_groups=dict(group_0=scheme), ignore=['lm_head']))
+    for name, module in model.named_modules():
+        if not hasattr(module, 'quantization_scheme'): continue
+        args, weight = module.quantization_scheme.weights, module.weight.data
+        module.weight_scale.data, zeros = calculate_qparams(*least_and_most(weight, args), args)
+        if hasattr(module, 'weight_zero_point'): module.weight_zero_point.data = zeros
+        meant[f'{name}.weight'] = fake_quantize(weight, module.weight_scale, zeros, args).detach()
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(packed)
+    compressor.update_config(packed)
+    for file in [*plain.glob('*.safetensors*')]: file.unlink()
+    save_file({name: o.contiguous() for name, o in meant.items()}, plain/'model.safetensors', metadata=dict(format='pt'))
+    return packed, plain
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    return {name: o for file in path.glob('*.safetensors') for name, o in load_file(file).items()}
+
+@pytest.mark.parametrize('kind', THEIRS)
+def test_what_others_wrote(kind, tmp_path, capfd):
+    "The same tokens as `transformers` on the weights that compressed-tensors means"
+    packed, plain = make_by_others(kind, tmp_path)
+    load.cache_clear()   # that model is compressed now
+    with LLM(packed, dtype='float32', quantization_compute='exact', num_pages=512) as llm:
+        got = [o.token_ids for o in llm.generate(prompts(), GREEDY)]
+    assert got == [generate(plain, o) for o in prompts()]
+    assert ('widened to float32' in capfd.readouterr().err) == THEIRS[kind][1]
 
 
 def refused(sentence, **settings):
