@@ -10,12 +10,18 @@ from safetensors.torch import load_file, save_file
 from minisgl_lit import LLM, SamplingParams
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.engine.worker import ResolvedConfig
+from minisgl_lit.kernels.compiler import warn_once
 from minisgl_lit.models.checkpoint import read_config
 from minisgl_lit.models.weights import open_checkpoint
 from reference import MAX_NEW, generate, load, make_checkpoint, prompts
 
 GROUP = 16   # divides all that a layer takes in
 GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0)
+
+@pytest.fixture(autouse=True)
+def forget_what_was_said():
+    "A process says a line once, and several cases wait for the same line"
+    warn_once.cache_clear()
 
 
 def words(codes: torch.Tensor, order=range(8)) -> torch.Tensor:
