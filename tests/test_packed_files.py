@@ -121,6 +121,8 @@ THEIRS = {   # arguments of `QuantizationArgs`, and whether weights are widened 
     '4 bits': (dict(num_bits=4, strategy='group', group_size=GROUP), False),
     '4 bits, zero points': (dict(num_bits=4, strategy='group', group_size=GROUP, symmetric=False), False),
     '8 bits': (dict(num_bits=8, strategy='channel'), False),
+    '8 bits, zero points': (dict(num_bits=8, strategy='group', group_size=GROUP, symmetric=False), False),
+    '8 bits, of inputs too': (dict(num_bits=8, strategy='channel'), False),
     'FP8': (dict(num_bits=8, type='float', strategy='channel'), True),
     'FP8, blocks': (dict(num_bits=8, type='float', strategy='block', block_structure=[16, 16]), True)}
 
@@ -140,7 +142,8 @@ def make_by_others(kind: str, folder: Path) -> tuple[Path, Path]:
     plain, packed = folder/'plain', folder/'packed'
     make_checkpoint('Qwen3', plain)
     model, meant = load(plain), load_weights(plain)
-    scheme = QuantizationScheme(targets=['Linear'], weights=QuantizationArgs(**THEIRS[kind][0]))
+    inputs = QuantizationArgs(num_bits=8, strategy='token', dynamic=True) if 'inputs' in kind else None
+    scheme = QuantizationScheme(targets=['Linear'], weights=QuantizationArgs(**THEIRS[kind][0]), input_activations=inputs)
     apply_quantization_config(model, QuantizationConfig(config_groups=dict(group_0=scheme), ignore=['lm_head']))
     for name, module in model.named_modules():
         if not hasattr(module, 'quantization_scheme'): continue

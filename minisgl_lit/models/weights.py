@@ -30,7 +30,7 @@ from ..kernels.compiler import large_pages, warn_once
 from ..kernels.linear import PackedWeight
 from ..kernels.quantized import QuantizedWeight
 from .gguf import INDEX, GgufTensor, block_formats, read_index, read_tensor
-from .packed_files import layer_form, methods
+from .packed_files import SMALL, layer_form, methods
 
 # %% ../../nbs/36_models.weights.ipynb #422c9b4c
 class Placement(NamedTuple):
@@ -288,13 +288,21 @@ class PackedFiles(SafetensorsFiles):
             layer, _, part = name.rpartition('.')
             if layer in layers and part != 'bias': self._layers[f'{layer}.weight'][part] = name
             else: self.tensors[name] = info
-        for name, parts in self._layers.items(): self.tensors[name] = self._describe(parts)
+        opened = dict[Path, safe_open]()
+        for name, parts in self._layers.items(): self.tensors[name] = self._describe(parts, opened)
 
-    def _describe(self, parts: Mapping[str, str]) -> TensorInfo:
+    def _get(self, name: str, opened: dict[Path, safe_open]) -> torch.Tensor:
+        "A tensor of the files"
+        file = self._files[name].file
+        if file not in opened: opened[file] = open_file(file)
+        return opened[file].get_tensor(name)
+
+    def _describe(self, parts: Mapping[str, str], opened: dict[Path, safe_open]) -> TensorInfo:
         "A layer as one tensor"
         infos = {part: self._files[name] for part, name in parts.items()}
         sizes = {part: (info.shape, info.dtype) for part, info in infos.items()}
-        try: shape, groups = layer_form(sizes, self._settings)
+        small = {part: self._get(name, opened) for part, name in parts.items() if part in SMALL}
+        try: shape, groups = layer_form(sizes, small, self._settings)
         except KeyError as e:
             raise ValueError(f'a layer of the checkpoint has only {", ".join(parts.values())}; '
                              f'{e} is missing') from None
@@ -304,18 +312,14 @@ class PackedFiles(SafetensorsFiles):
 
     def read(self) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
         "All tensors, layer by layer"
-        files = dict[Path, safe_open]()
-        def get(name: str) -> torch.Tensor:
-            file = self._files[name].file
-            if file not in files: files[file] = open_file(file)
-            return files[file].get_tensor(name)
-        for name in self.tensors:
-            parts = self._layers.get(name)
-            if parts is None:
-                yield name, get(name)
-                continue
-            layer = {part: get(full) for part, full in parts.items()}
-            yield name, self._method.read(layer, self._settings)
+        for names in read_batches(self.tensors):
+            opened = dict[Path, safe_open]()
+            for name in names:
+                if name not in self._layers:
+                    yield name, self._get(name, opened)
+                    continue
+                layer = {part: self._get(o, opened) for part, o in self._layers[name].items()}
+                yield name, self._method.read(layer, self._settings)
 
 def open_checkpoint(
     path: Path,   # A folder
