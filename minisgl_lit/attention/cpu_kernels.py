@@ -12,8 +12,22 @@ from ..kernels.quantized import bytes_c
 
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #12642ddf
 _dots_c = linear_c + bytes_c + r"""
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 enum { BYTES = 2 };      // keys and values are float32 (0), bfloat16 (1), or 8 bits and a scale
 typedef int8_t vb __attribute__((vector_size(W)));
+typedef int16_t vs __attribute__((vector_size(2 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+INLINE vi whole_numbers(vb v) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepi8_epi32((__m128i)v);
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)v));
+#else
+    return __builtin_convertvector(__builtin_convertvector(v, vs), vi);
+#endif
+}
 INLINE i64 row_bytes(i64 dim, int kv) { return kv == BYTES ? dim + 4 : dim * (kv ? 2 : 4); }
 INLINE float row_scale(const char *row, i64 dim, int kv) {
     float scale = 1;
@@ -27,7 +41,7 @@ INLINE vu operand(const char *k, int i, int kv) {
     if (kv == BYTES) {
         vb v;
         memcpy(&v, k + i * W, sizeof v);
-        return (vu)__builtin_convertvector(v, vf);
+        return (vu)__builtin_convertvector(whole_numbers(v), vf);
     }
     if (!kv || PAIRS) return raw(k + i * 4 * W);
     vu v = raw(k + i / 2 * 4 * W);
@@ -79,7 +93,6 @@ INLINE void dots(int R, int N, const char **q, const char **k, i64 n, int kv,
 # %% ../../nbs/31a_attention.cpu_kernels.ipynb #5a50b7c5
 BLOCK = 64   # positions in a block: whole registers, whole panels
 _mask_c = _dots_c + f'enum {{ BLOCK = {BLOCK} }};' + r"""
-typedef int32_t vi __attribute__((vector_size(4 * W)));
 INLINE vf vmax(vf a, vf b) {
     vu first = (vu)(a > b);
     return (vf)(first & (vu)a | ~first & (vu)b);

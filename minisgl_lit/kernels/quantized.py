@@ -274,7 +274,7 @@ grouped_c += r"""
 #endif
 INLINE vi dot(vi sum, vu codes, uint32_t x) {      // += four codes times four numbers of x
 #if defined(__AVX512VNNI__)
-    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)((vu){0} + x));
+    asm volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"((vu){0} + x));
 #else
     int8_t b[4];
     memcpy(b, &x, 4);
@@ -291,8 +291,8 @@ INLINE vi dot(vi sum, vu codes, uint32_t x) {      // += four codes times four n
 #endif
 #endif
     UNROLL for (int i = 0; i < 4; i++) sum += (vi)(codes >> 8 * i & 255) * b[i];
-    return sum;
 #endif
+    return sum;
 }
 """
 

@@ -393,8 +393,8 @@ def cpu(
                          'lower one of the two, or raise num_pages or max_running_req')
     whole, kernels = (np.array(o) for o in zip(*found))   # [steps], [steps, kernels]
     beyond, least = float((whole - kernels.sum(1)).min()) * 1e3, float(whole.min()) * 1e3
-    costs = ModelCosts.of(target.model, target.dtype)
-    kv_bytes = float(costs.attended(context)) * costs.token_kv * costs.itemsize * batch
+    costs, memory = ModelCosts.of(target.model, target.dtype), target.memory
+    kv_bytes = float(costs.attended(context)) * batch * memory.page_bytes / memory.page_size
     bandwidth = memory_bandwidth(min(target.memory.weights, 2**28), 'cpu')
     parts = step_parts(plan, decoder, kernels.min(0), kv_bytes, bandwidth)
     setting: dict[str, object] = dict(
