@@ -197,7 +197,7 @@ def test_what_is_needed_is_known_before(tmp_path):
     tied = read_config(packed).tie_word_embeddings
     checkpoint, meant = open_checkpoint(packed, tied), open_checkpoint(plain, tied)
     assert {k: o.shape for k, o in checkpoint.tensors.items()} == {k: o.shape for k, o in meant.tensors.items()}
-    for name, tensor in checkpoint.read():
+    for name, tensor, _ in checkpoint.read():
         info = checkpoint.tensors[name]
         if info.groups: assert (tensor.bits, tensor.group) == info.groups[:2] and tuple(tensor.codes.shape) == info.shape
 

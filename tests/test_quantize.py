@@ -9,7 +9,7 @@ from minisgl_lit.kernels.quantized import quantize
 from minisgl_lit.llm import LLM
 from minisgl_lit.models.checkpoint import read_config
 from minisgl_lit.models.weights import open_checkpoint
-from minisgl_lit.tools.quantize import calibrate, quantize_checkpoint
+from minisgl_lit.tools.quantize import calibrate, quantize_checkpoint, whole_tensors
 from reference import MAX_NEW, VARIANTS, make_checkpoint, prompts
 
 @pytest.fixture
@@ -27,13 +27,13 @@ def test_others_read_what_is_meant(bits, group, checkpoint, tmp_path):
     from transformers import AutoModelForCausalLM
     quantize_checkpoint(str(checkpoint), tmp_path/'small', bits, group)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path/'small', dtype=torch.float32).eval()
-    whole = dict(open_checkpoint(checkpoint, True).read())
+    whole = dict(whole_tensors(open_checkpoint(checkpoint, True)))
     def answer(ids):
         with torch.inference_mode(): out = theirs.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
                                                            max_new_tokens=MAX_NEW, do_sample=False, pad_token_id=0)
         return out[0, len(ids):].tolist()
     want = [answer(o) for o in prompts()]
-    mine = {name: o for name, o in open_checkpoint(tmp_path/'small', True).read()}
+    mine = {name: o for name, o, _ in open_checkpoint(tmp_path/'small', True).read()}
     for name, weight in whole.items():
         if name.split('.')[-2].endswith('_proj'):
             assert torch.equal(mine[name].codes, quantize(weight, bits, group).codes), name

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['vectors', 'find_compiler', 'flags', 'run_compiler', 'warn_once', 'is_ours', 'cache_folder', 'library_folder',
-           'find_library', 'compile_c', 'Pointer', 'signatures', 'load', 'large_pages']
+           'find_library', 'compile_c', 'Pointer', 'signatures', 'load', 'large_pages', 'trim_heap']
 
 # %% ../../nbs/04_kernels.compiler.ipynb #41eec962
 import ctypes
@@ -226,3 +226,9 @@ def large_pages(
     whole = ctypes.c_size_t(begin), ctypes.c_size_t(end - begin)   # large pages only
     if begin < end: ctypes.CDLL(None).madvise(*whole, mmap.MADV_HUGEPAGE)
     return tensor
+
+def trim_heap() -> None:
+    "Give the system back what was freed; the C library keeps it otherwise, between what is in use"
+    library = ctypes.CDLL(None)
+    if hasattr(library, 'malloc_trim'): library.malloc_trim(0)
+

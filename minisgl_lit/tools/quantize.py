@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DAMPING', 'State', 'FILE_BYTES', 'LONGEST', 'gptq', 'Watched', 'causal', 'calibrate', 'packed_tensors', 'stated',
-           'Writer', 'read_texts', 'quantize_checkpoint']
+           'Writer', 'whole_tensors', 'read_texts', 'quantize_checkpoint']
 
 # %% ../../nbs/62c_tools.quantize.ipynb #6a13129f
 import json
@@ -25,8 +25,8 @@ from ..models.decoder import Decoder, DenseMlp, ModelConfig
 from ..models.embedded import embedded_path
 from ..models.layers import RotaryAngles, embed
 from ..models.quantization import Quantization
-from ..models.weights import (
-    QUIET_BYTES, load_weights, open_checkpoint, read_json, tensor_placements)
+from ..models.weights import QUIET_BYTES, GgufFiles, SafetensorsFiles, load_weights
+from ..models.weights import open_checkpoint, read_json, tensor_placements
 from ..text.tokenizer import Tokenizer
 
 # %% ../../nbs/62c_tools.quantize.ipynb #19574a58
@@ -206,6 +206,18 @@ class Writer:
         index = dict(metadata=dict(total_size=self.nbytes), weight_map=self.map)
         (self.path/'model.safetensors.index.json').write_text(json.dumps(index, indent=1))
 
+def whole_tensors(
+    checkpoint: SafetensorsFiles | GgufFiles,   # Not compressed
+) -> Iterator[tuple[str, torch.Tensor]]:
+    "All tensors, put together of the pieces in which large ones are read"
+    pieces = list[torch.Tensor]()
+    for name, rows, first in checkpoint.read():
+        assert isinstance(rows, torch.Tensor), 'nothing is compressed yet'
+        pieces.append(rows)
+        if first + len(rows) < checkpoint.tensors[name].shape[0]: continue
+        yield name, torch.cat(pieces) if first else rows
+        pieces.clear()
+
 def read_texts(
     file: Path,            # Lines of JSON: a string, or an object with a `text`
     tokenizer: Tokenizer,  # Of the checkpoint
@@ -269,8 +281,7 @@ def quantize_checkpoint(
     before, writer = sum(o.nbytes for o in found.values()), Writer(out)
     with tqdm(total=before, unit='B', unit_scale=True, desc='writing',
               disable=True if before < QUIET_BYTES else None) as bar:
-        for name, tensor in checkpoint.read():
-            assert isinstance(tensor, torch.Tensor), 'nothing is compressed yet'
+        for name, tensor in whole_tensors(checkpoint):
             layer = name.rpartition('.')[0]
             parts = {name: tensor}
             if name in chosen:
