@@ -163,7 +163,10 @@ def rope_fields(
 ) -> dict | None:            # `rope_scaling` of a `config.json`; `None`: frequencies as they are
     "How positions are scaled; `ValueError` if that is not served"
     rope = f'{fields["general.architecture"]}.rope.scaling.'
-    kind = fields.get(rope + 'type', 'none')
+    kind = fields.get(rope + 'type', 'linear' if rope + 'factor' in fields else 'none')
+    if factors is not None and kind != 'none':
+        raise ValueError(f'{rope}type={kind!r} and a tensor rope_freqs in one GGUF file '
+                         'are not served together')
     if factors is not None:
         ours = Llama3Rope(rope_theta=theta, factor=float(factors.max()), low_freq_factor=1.0,
                           high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -173,7 +176,10 @@ def rope_fields(
         raise ValueError('the factors in the tensor rope_freqs of this GGUF file are not served; '
                          'known are those of Llama 3')
     if kind == 'none': return None
-    if _shortest(fields.get(rope + 'attn_factor', 1.0)) != 1: kind = f'{kind} with attn_factor'
+    usual = dict(attn_factor=1.0, yarn_attn_factor=1.0, yarn_ext_factor=1.0, yarn_beta_fast=32.0,
+                 yarn_beta_slow=1.0, yarn_log_multiplier=0.0)
+    other = [o for o, value in usual.items() if _shortest(fields.get(rope + o, value)) != value]
+    if other: kind = f'{kind} with {other[0]}'
     if kind not in ('linear', 'yarn'):
         raise ValueError(f'{rope}type={kind!r} of this GGUF file is not served; '
                          'known are linear and yarn')
@@ -252,6 +258,7 @@ def read_tensor(
 
 # %% ../../nbs/35a_models.gguf.ipynb #ead87ef3
 INDEX = 'gguf.json'   # the index of tensors, in the folder
+_VERSION = 2   # of what is written there: another one is written anew
 
 def split_files(
     path: Path,    # A GGUF file; one of several ends with -00001-of-00003.gguf
@@ -281,9 +288,9 @@ def _read_file(path: Path) -> tuple[dict[str, object], dict[str, GgufTensor]]:
 
 def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
     "What the model should compute in: as its matrices are, bfloat16 if they are compressed"
-    names, kinds = dict(F32='float32', F16='float16'), {o.kind for o in tensors.values()
-                                                        if len(o.shape) > 1}
-    return names.get(kinds.pop(), 'bfloat16') if len(kinds) == 1 else 'bfloat16'
+    kinds = {o.kind for o in tensors.values() if len(o.shape) > 1}
+    if kinds <= {'F32', 'F16'}: return 'float16' if 'F16' in kinds else 'float32'
+    return 'bfloat16'
 
 def _generation(fields: Fields) -> dict:
     "A `generation_config.json`: the sampling parameters that the file recommends"
@@ -332,7 +339,7 @@ def gguf_folder(
     files = split_files(path.absolute())
     path, about = files[0], [(str(o), o.stat().st_size, o.stat().st_mtime_ns) for o in files
                              if o.exists()]
-    folder = cache/hashlib.sha256(repr(about).encode()).hexdigest()[:24]
+    folder = cache/hashlib.sha256(repr((_VERSION, about)).encode()).hexdigest()[:24]
     if (folder/INDEX).exists(): return folder
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     new = Path(mkdtemp(dir=cache))
