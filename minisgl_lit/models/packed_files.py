@@ -39,13 +39,14 @@ _LARGEST = 128   # group of ours
 def groups_of_inputs(
     n_in: int,        # Inputs
     n_groups: int,    # Of them
-    stated: torch.Tensor | None = None,   # `g_idx` of a file; below 0 if it does not apply
+    stated: torch.Tensor | None = None,   # `g_idx` of a file; all below 0 if it does not apply
 ) -> torch.Tensor:    # int64, [n_in]
     "The group of each input; `ValueError` if it can't be known"
-    if stated is not None and (stated >= 0).all():
-        if len(stated) == n_in and stated.max() < n_groups: return stated.long()
+    if stated is not None and not (stated < 0).all():
+        fits = stated.shape == (n_in,) and stated.min() >= 0 and stated.max() < n_groups
+        if fits: return stated.long()
         raise ValueError(f'g_idx does not fit {n_in} inputs in {n_groups} groups')
-    if n_in % n_groups:
+    if not n_groups or n_in % n_groups:
         raise ValueError(f'{n_groups} groups do not divide {n_in} inputs, and no g_idx does')
     return torch.arange(n_in) // (n_in // n_groups)
 
@@ -179,7 +180,9 @@ def layer_form(
         stated, minima = small.get('weight_g_idx'), 'weight_zero_point' in sizes
         if 'weight_packed' in sizes:
             n_out, n_in = small['weight_shape'].tolist()
-            bits = packed_bits(n_in, rows_and_columns('weight_packed')[1])
+            rows, n_words = rows_and_columns('weight_packed')
+            if rows != n_out: raise ValueError(f'weight_shape says {n_out} outputs of {rows}')
+            bits = packed_bits(n_in, n_words)
         else:
             bits, (n_out, n_in) = 8, rows_and_columns('weight')
             if sizes['weight'][1] != 'I8': return (n_out, n_in), None

@@ -49,6 +49,8 @@ def quantize_and_pack(
     form[0, :2] = torch.tensor([len(weight), len(data)])
     return replace(begin, data=data, shape=tuple(weight.shape), form=form)
 
+
+# %% ../../nbs/36b_models.quantization.ipynb #40fd6c5e
 @dataclass(frozen=True)
 class Quantization:
     "How the weights of a model are compressed."

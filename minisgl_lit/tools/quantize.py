@@ -26,7 +26,7 @@ from ..models.embedded import embedded_path
 from ..models.layers import RotaryAngles, embed
 from ..models.quantization import Quantization
 from ..models.weights import QUIET_BYTES, GgufFiles, SafetensorsFiles, load_weights
-from ..models.weights import open_checkpoint, read_json, tensor_placements
+from ..models.weights import check_tensors, open_checkpoint, read_json, tensor_placements
 from ..text.tokenizer import Tokenizer
 
 # %% ../../nbs/62c_tools.quantize.ipynb #19574a58
@@ -257,6 +257,7 @@ def quantize_checkpoint(
     found, places, how = checkpoint.tensors, tensor_placements(config), Quantization(bits, group)
     if any(o.packed_bytes for o in found.values()):
         raise ValueError(f'{model} is compressed already')
+    check_tensors(found, places)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f'{out} exists, and is not an empty folder')
     chosen = {name for name, o in found.items()
