@@ -192,7 +192,7 @@ MAPPED_BYTES = 64 << 20   # to read through one mapping of a file
 
 def read_batches(
     found: Mapping[str, TensorInfo],  # To read, file by file
-    max_bytes: int = MAPPED_BYTES,    # Of a batch; a larger tensor is a batch by itself
+    max_bytes: int,   # Of a batch; a larger tensor is a batch by itself
 ) -> Iterator[list[str]]:
     "Names of tensors that are read through one mapping: all in one file"
     batch, left, file = [], 0, None
@@ -270,8 +270,8 @@ class SafetensorsFiles:
 
     def read(self) -> Iterator[Rows]:
         "All tensors, file by file, those in pieces that are larger than a mapping should be"
-        for names in read_batches(self.tensors):
-            if self.tensors[names[0]].nbytes > MAPPED_BYTES: yield from self._rows(names[0])
+        for names in read_batches(self.tensors, MAPPED_BYTES):
+            if len(names) == 1: yield from self._rows(names[0])
             else:
                 with open_file(self.tensors[names[0]].file) as f:
                     for name in names: yield name, f.get_tensor(name), 0
@@ -336,7 +336,7 @@ class PackedFiles(SafetensorsFiles):
 
     def read(self) -> Iterator[Rows]:
         "All tensors, layer by layer"
-        for names in read_batches(self.tensors):
+        for names in read_batches(self.tensors, MAPPED_BYTES):
             opened = dict[Path, safe_open]()
             for name in names:
                 if name not in self._layers:
