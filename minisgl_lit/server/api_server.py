@@ -9,9 +9,9 @@ __all__ = ['RequestGroup', 'events', 'Api', 'needs_admin', 'as_api_error', 'erro
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from importlib.resources import files
 
 import numpy as np
@@ -34,10 +34,11 @@ from .messages import UserMsg
 from .native_protocol import (
     AbortRequest, DetokenizeRequest, GenerateWriter, PauseRequest, TokenizeRequest)
 from .openai_protocol import (
-    ChatRequest, ChatWriter, CompletionRequest, CompletionWriter, ResponseWriter, check_model)
+    ChatRequest, ChatWriter, CompletionRequest, CompletionWriter, ConversationWriter,
+    ResponseWriter, check_model, new_id)
 from .protocol import ApiError, GenerateRequest, explain
 from .sse import (
-    DONE, ClientDisconnected, EventStream, sse, unless_disconnected)
+    ClientDisconnected, EventStream, unless_disconnected)
 from .tokenizing import AsyncTokenizer
 from ..text.tokenizer import OutputCollector, Piece, RequestOutput, Tokenizer
 
@@ -111,16 +112,16 @@ async def events(
     group: RequestGroup,     # What is asked of the engine
     writer: ResponseWriter,  # Writes the response's JSON
 ) -> AsyncGenerator[str]:
-    "An answer as server-sent events; `ApiError` or `RequestError` only before the first"
+    "An answer as a stream of events; `ApiError` or `RequestError` only before the first"
     opened, n = False, len(group.requests)
     frames = [writer.frame(i) for i in range(n)]
-    opening = ''.join(map(sse, writer.opening(n)))   # sent with the first piece
+    opening = ''.join(map(writer.line, writer.opening(n)))   # sent with the first piece
     def events_of(i: int, piece: Piece) -> str:
         frame = frames[i]
         if frame is None or piece.finish_reason or piece.logprobs:
-            return ''.join(map(sse, writer.events(i, piece)))
+            return ''.join(map(writer.line, writer.events(i, piece)))
         before, after = frame
-        return f'data: {before}{_json_string(piece.text)}{after}\n\n' if piece.text else ''
+        return f'{before}{_json_string(piece.text)}{after}' if piece.text else ''
     try:
         async with aclosing(group.pieces()) as pieces:
             async for i, piece in pieces:
@@ -128,11 +129,12 @@ async def events(
                 if not new: continue
                 opened = True
                 yield new
-        for event in writer.closing(group.outputs): yield sse(event)
+        for event in writer.closing(group.outputs): yield writer.line(event)
     except (ApiError, RequestError) as e:
         if not opened: raise
-        yield sse((e if isinstance(e, ApiError) else ApiError.of(e)).body)
-    yield DONE
+        error = e if isinstance(e, ApiError) else ApiError.of(e)
+        for event in writer.failure(error): yield writer.line(event)
+    if writer.last: yield writer.last
 
 # %% ../../nbs/55_server.api_server.ipynb #04d61725
 _MAX_CALL_TOKENS = 1 << 24     # of all prompts of a call, each counted for each of its answers
@@ -159,7 +161,7 @@ class Api:
 
     def _head(self, kind: str) -> tuple[str, str, int]:
         "Id, model and time of a response"
-        return f'{kind}-{uuid.uuid4().hex}', self.client.model, int(time.time())
+        return new_id(f'{kind}-'), self.client.model, int(time.time())
 
     async def _respond(
         self, request: Request, writer: ResponseWriter, params: list[SamplingParams],
@@ -177,7 +179,8 @@ class Api:
             outputs = await unless_disconnected(request, group.done())
             return JSONResponse(writer.whole(outputs))
         rest = events(group, writer)
-        return EventStream(await unless_disconnected(request, anext(rest)), rest)
+        first = await unless_disconnected(request, anext(rest))
+        return EventStream(first, rest, writer.media_type)
 
     def check_alive(self) -> None:
         "Raise `ApiError` 503 if the engine accepts no requests"
@@ -214,20 +217,34 @@ class Api:
         return tuple(o if isinstance(o, str) else next(decoded) for o in prompts)
 
     # %% ../../nbs/55_server.api_server.ipynb #c53d2eb4
-    async def chat(self, body: ChatRequest, request: Request) -> Response:
-        "Answer a conversation"
-        check_model(body.model, self.client.model)
-        params, (messages, tools) = body.params(), body.dialog()
-        names = tuple(f.name for f in body.offered)
-        max_calls = 1 if body.parallel_tool_calls is False else _UNLIMITED
-        head, token_text = self._head('chatcmpl'), self.tokenizer.token_text
-        writer = ChatWriter(*head, body.usage_in_stream, token_text, params.n, names, max_calls)
-        template = self.tokenizer.tool_template
+    async def prompt_of(self, body: ChatRequest, request: Request) -> np.ndarray:
+        "Token ids of a conversation"
+        (messages, tools), template = body.dialog(), self.tokenizer.tool_template
         if body.forced and not (template and template.takes_tools):
             tools = []   # the grammar is enough
+        return await self.texts.chat(request, messages, tools)
+
+    async def answer(
+        self,
+        body: ChatRequest,   # The conversation, and what is wanted
+        request: Request,    # Of the caller
+        new_writer: Callable[..., ConversationWriter],   # Given all that is not the protocol's own
+    ) -> Response:
+        "Answer a conversation, as a protocol writes it"
+        check_model(body.model, self.client.model)
+        params = body.params()
         self.check_requests(params.n)
-        ids = await self.texts.chat(request, messages, tools)
+        ids = await self.prompt_of(body, request)
+        writer = new_writer(
+            model=self.client.model, created=int(time.time()), n=params.n, prompt_tokens=len(ids),
+            token_text=self.tokenizer.token_text, tools=tuple(f.name for f in body.offered),
+            max_calls=1 if body.parallel_tool_calls is False else _UNLIMITED)
         return await self._respond(request, writer, [params], [ids], body.stream, body.user)
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        "Answer a conversation"
+        new_writer = partial(ChatWriter, new_id('chatcmpl-'), usage_in_stream=body.usage_in_stream)
+        return await self.answer(body, request, new_writer)
 
     # %% ../../nbs/55_server.api_server.ipynb #37009fe2
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
