@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from threading import Condition, Thread
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from .core.request import Event
@@ -72,7 +73,7 @@ class HostEvent:
 
 # %% ../nbs/02_device.ipynb #aa679acb
 Work = Callable[[], None]
-Pairs = Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]   # where to, and what
+Pairs = Callable[[], Iterable[tuple[np.ndarray, torch.Tensor]]]   # where to, on the host, and what
 
 class InlineStream:
     "Does each piece of work at once, in the caller's thread. Other streams are built on it."
@@ -113,7 +114,7 @@ class InlineStream:
     ) -> Event:
         "Copy results to the host behind all work so far; an event that comes with them"
         def copy() -> None:
-            for there, here in pairs(): there.numpy()[...] = here.numpy()   # torch takes far longer
+            for there, here in pairs(): there[...] = here.numpy()   # torch takes far longer
         self.submit(copy)
         return self.record()
 
@@ -245,7 +246,8 @@ class CudaStream(InlineStream):
         def copy() -> None:
             self._copy_stream.wait_stream(self.stream)
             for there, here in pairs():
-                with torch.cuda.stream(self._copy_stream): there.copy_(here, non_blocking=True)
+                with torch.cuda.stream(self._copy_stream):
+                    torch.from_numpy(there).copy_(here, non_blocking=True)
                 here.record_stream(self._copy_stream)   # its memory is not reused before
         self.submit(copy)
         return CudaEvent(self._copy_stream, self._error)

@@ -45,6 +45,9 @@ class Engine:
     ):
         self.model, self.attention, self.group = model, attention, model.group
         self.token_pool, self.device, self.stream = token_pool, token_pool.device, stream
+        # asked in every step, so asked once: a call of torch takes long while caches are cold
+        self._on_cpu = self.device.type == 'cpu'
+        self._host_pool = token_pool.numpy() if self._on_cpu else None
 
     def forward(
         self,
@@ -66,7 +69,7 @@ class Engine:
         on_host, results = self._host_arrays(batch), []
         self.stream.submit(partial(self._sample, batch, launched, mask, results))
         copy_done = self.stream.fetch(lambda: zip(on_host, results))   # called on the stream
-        tokens, finite, *reported = (o.numpy() for o in on_host)
+        tokens, finite, *reported = on_host
         return ForwardOutput(tokens, finite, copy_done,
                              LogprobResults(*reported) if reported else None)
 
@@ -75,11 +78,11 @@ class Engine:
         self.stream.reset()
 
     # %% ../../nbs/41_engine.engine.ipynb #8d81752a
-    def _host_arrays(self, batch: Batch) -> list[torch.Tensor]:
+    def _host_arrays(self, batch: Batch) -> list[np.ndarray]:
         "Where the results of a batch will be copied to; pinned memory for a GPU"
-        def empty(dtype: type, *shape: int) -> torch.Tensor:
-            array = torch.from_numpy(np.empty(shape, dtype))
-            return array.pin_memory() if self.device.type == 'cuda' else array
+        def empty(dtype: type, *shape: int) -> np.ndarray:
+            array = np.empty(shape, dtype)
+            return array if self._on_cpu else torch.from_numpy(array).pin_memory().numpy()
         n = len(batch.sampled)
         arrays = [empty(np.int64, n), empty(np.bool_, n)]
         if asked := batch.logprob_requests:
@@ -146,7 +149,7 @@ class Engine:
         "On the stream: write the tokens that rank 0 has sampled to `token_pool`, in every rank"
         if tokens is None: tokens = torch.empty(places.shape[1], dtype=torch.int64, device=self.device)
         tokens = self.group.broadcast(tokens)
-        if tokens.is_cpu: self.token_pool.numpy()[*places] = tokens.numpy()   # torch takes far longer
+        if self._host_pool is not None: self._host_pool[*places] = tokens.numpy()   # torch takes far longer
         else: self.token_pool[*to_device(places, self.device)] = tokens.int()
 
     # %% ../../nbs/41_engine.engine.ipynb #d03efe24
