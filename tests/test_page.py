@@ -71,7 +71,7 @@ def test_the_live_view_tells_the_truth(web):
     info = web.get("/get_server_info").json()
     only = {"time", "batches"}
     assert {k: info[k] for k in last if k not in only} == {k: v for k, v in last.items() if k not in only}
-    rows = {o[0]: dict(zip(BatchLog.columns, o)) for e in seen for o in e["batches"] if o[0] > first["steps"]}
+    rows = {o[0]: dict(zip(BatchLog.columns, o)) for e in [*seen, last] for o in e["batches"] if o[0] > first["steps"]}
     assert {*range(last["steps"] - 127, last["steps"] + 1)} <= {*rows} <= {*range(first["steps"] + 1, last["steps"] + 1)} and last["steps"] == first["steps"] + 450
     assert all(o["made"] == 1 and o["rows"] == 1 and o["kind"] == ("decode" if i > first["steps"] + 1 else "prefill") for i, o in rows.items())
     if prompt := rows.get(first["steps"] + 1): assert prompt["prompt"] + prompt["cached"] == last["prompt_tokens"] - first["prompt_tokens"]
