@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOCK := $(if $(shell command -v flock),flock .venv/.lock)
 PYTEST = $(BIN)/python -m pytest -n $(J) --dist worksteal
 need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=11_kv_cache.table))
-.PHONY: help serve test test-browser screenshot test-long mutants docs wheel nbs export edit done check embedded readme try exercises lab cov install flashinfer clean
+.PHONY: help serve test test-browser test-clients screenshot test-long mutants docs wheel nbs export edit done check embedded readme try exercises lab cov install flashinfer clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 14
@@ -24,6 +24,8 @@ test-long: .venv/.all    ## the same with the long tests and the slow cells (TST
 	TST_LONG=1 TST_FLAGS="$(or $(TST_FLAGS),slow)" $(PYTEST)
 test-browser: .venv/.browser  ## use the page in Chromium as people do
 	TST_BROWSER=1 $(BIN)/python -m pytest -q tests/browser
+test-clients: .venv/.all  ## clients that others have written, each in an environment of its own (.clients)
+	TST_CLIENTS=1 $(BIN)/python -m pytest -q -n 0 tests/test_other_clients.py
 screenshot: .venv/.browser    ## a picture of the page for the docs: docs/images/page.png
 	TST_BROWSER=1 TST_SCREENSHOT=docs/images/page.png $(BIN)/python -m pytest -q tests/browser -k screenshot
 mutants: .venv/.all      ## break caches and scheduler one line at a time; some test must notice each
@@ -67,7 +69,7 @@ embedded: .venv/.all     ## train the embedded model anew
 install: .venv/.all      ## all that the targets above need
 flashinfer: .flashinfer/.fetched   ## FlashInfer's Python, for tests on a GPU that computes nothing
 clean:           ## remove what was built, .venv included
-	rm -rf .venv .flashinfer docs/_build docs/nbs docs/src build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .clients .flashinfer docs/_build docs/nbs docs/src build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage*
 
 .venv/bin/python:
 	$(PY) -m venv .venv

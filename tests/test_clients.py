@@ -1,4 +1,4 @@
-"Clients that others have written, and one that sends whatever the schema of the server allows."
+"A client that sends whatever the schema of the server allows; `test_other_clients.py` has those that others have written."
 import json
 
 import pytest
@@ -12,11 +12,6 @@ from test_serve import SMALL, idle, post, until, web
 def server():
     with serve(**SMALL, max_seq_len=256, log_interval=0) as s: yield s
 
-@pytest.fixture(scope="module")
-def fields(server): return dict(base_url=server.url + "/v1", api_key="none", model=server.model, max_retries=0)
-
-PERSON = dict(type="object", additionalProperties=False, required=["name", "age"], properties=dict(
-    name=dict(type="string", maxLength=9), age=dict(type="integer", minimum=1, maximum=99)))
 ELSEWHERE = {"/pause_generation", "/start_profile", "/stop_profile"}   # they change what comes after them
 
 
@@ -41,41 +36,6 @@ def test_whatever_the_schema_allows(server):
     ask()
     assert len(told) >= 60 and {200, 400} <= {*told}
     until(lambda: idle(server))
-
-
-def test_langchain(fields):
-    "A chat, a stream, a tool that must be called, an answer with a form"
-    openai = pytest.importorskip("langchain_openai", reason="not installed: pip install langchain-openai")
-    chat = openai.ChatOpenAI(**fields, max_tokens=100, temperature=0)
-    whole = chat.invoke("What is a page?")
-    assert whole.content and whole.usage_metadata["output_tokens"] <= 100
-    assert "".join(o.content for o in chat.stream("What is a page?")) == whole.content
-    pytest.importorskip("llguidance")
-    called = chat.bind_tools([dict(name="look", description="Look somewhere", parameters=PERSON)], tool_choice="look").invoke("Look.")
-    (call,) = called.tool_calls
-    assert call["name"] == "look" and {*call["args"]} == {"name", "age"}
-    told = chat.with_structured_output(PERSON | dict(title="Person"), method="json_schema").invoke("Who is Ada?")
-    assert {*told} == {"name", "age"} and 1 <= told["age"] <= 99
-
-
-def test_instructor(server, fields):
-    "An answer as an object of a class"
-    instructor = pytest.importorskip("instructor", reason="not installed: pip install instructor")
-    pytest.importorskip("llguidance")
-    import openai
-    from pydantic import BaseModel, ConfigDict, Field
-
-    class Person(BaseModel):
-        model_config = ConfigDict(extra="forbid")   # else a model as small as ours adds fields without end
-        name: str = Field(max_length=9)
-        age: int = Field(ge=1, le=99)
-
-    plain = openai.OpenAI(base_url=fields["base_url"], api_key="none", max_retries=0)
-    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-        client = instructor.from_openai(plain, mode=mode)
-        told = client.chat.completions.create(model=server.model, response_model=Person, max_retries=0, max_tokens=120, temperature=0,
-                                              messages=[dict(role="user", content="Who is Ada?")])
-        assert isinstance(told, Person)
 
 
 def test_as_offline(server):
