@@ -218,6 +218,8 @@ class ServerConfig(EngineConfig):
         300., 'Seconds after which a step without end counts as a failure', high=1e9)
     restart: bool = setting(
         False, 'Whether workers that fail are started again, instead of ending the server')
+    incremental_streaming_output: bool = setting(
+        False, 'Whether an event of a /generate stream has only what is new, not the text so far')
     log_interval: int = setting(40, 'Steps between two log lines on stderr; 0 writes none')
     log_json: bool = setting(False, 'Whether log lines are JSON')
 

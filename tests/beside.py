@@ -113,7 +113,7 @@ class Beside:
             except OSError as e: self.errors.append(f'stream {i}: {e!r}')
             told = [json.loads(o[6:]) for o in events]
             reason = told and 'meta_info' in told[-1] and told[-1]['meta_info']['finish_reason']
-            if reason == {'type': 'length'}: self.texts[i].append(''.join(o['text'] for o in told))
+            if reason and reason['type'] == 'length': self.texts[i].append(told[-1]['text'])
             else:
                 self.errors.append(f'stream {i} ended with {events[-1][:300] if events else None}')
                 await asyncio.sleep(.5)

@@ -126,6 +126,7 @@ stops('of 100,000 letters', 'a|' * 50_000 + 'b')
 stops('that is not valid', '(' * 900)
 post('stop_regex that backtracks, n=128', 'stop', GENERATE, lambda i: generate('x', stop_regex=r'(?:[^\n]+)+\n\n\n!', max_new_tokens=200, ignore_eos=True, n=128),
      {200, 400}, longest_reply=1_000_000)
+post('10,000 stop_regex in a list', 'stop', GENERATE, lambda i: generate('x', stop_regex=['a?'] * 10_000))
 post('stop_regex, 100 different ones at once', 'stop', GENERATE, lambda i: generate('x', stop_regex=f'(?:[abc{chr(1000 + i)}]{{1,40}}){{1,20}}b'), {200, 400}, callers=100)
 
 # ---- grammars
@@ -182,6 +183,10 @@ post('response_format with an enum of 500,000', 'grammar', CHAT, lambda i: chat(
 
 # ---- names, and numbers of requests
 post('rid of 1 MB', 'names', GENERATE, lambda i: generate('x') | {'rid': 'r' * 1_000_000}, NEVER)
+post('rid of 1 MB in a list', 'names', GENERATE, lambda i: generate(['x']) | {'rid': ['r' * 1_000_000]}, NEVER)
+post('10,000 rids for a prompt', 'names', GENERATE, lambda i: generate('x') | {'rid': ['r'] * 10_000}, NEVER)
+post('the same rid for 1,000 prompts', 'names', GENERATE, lambda i: generate(['x'] * 1_000) | {'rid': ['r'] * 1_000}, NEVER)
+post('10,000 return_logprob for a prompt', 'names', GENERATE, lambda i: generate('x') | {'return_logprob': [True] * 10_000}, NEVER)
 post('rid with line breaks', 'names', GENERATE, lambda i: generate('x') | {'rid': 'a\r\ndata: {}\r\n\r\n'}, LEGAL)
 post('extra_key of 1 MB', 'names', GENERATE, lambda i: generate('x', extra_key='k' * 1_000_000))
 post('cache_salt of 1 MB', 'names', COMPLETIONS, lambda i: completion(cache_salt='k' * 1_000_000))

@@ -51,7 +51,7 @@ def test_as_offline(server):
             else:
                 r = web.post(server.url + "/generate", json=body | dict(stream=True))
                 told = [json.loads(line[6:]) for line in r.text.splitlines() if line.startswith("data: {")]
-            assert "".join(t["text"] for t in told) == o.text
-            assert [i for t in told for i in t["output_ids"]] == o.token_ids
+            assert told[-1]["text"] == o.text
+            assert told[-1]["output_ids"] == o.token_ids
             assert told[-1]["meta_info"]["finish_reason"]["type"] == o.finish_reason
-            if not stream: assert told[0]["meta_info"]["completion_tokens"] == len(o.token_ids)
+            assert all(t["meta_info"]["completion_tokens"] == len(t["output_ids"]) and t["meta_info"]["prompt_tokens"] == o.prompt_tokens for t in told)

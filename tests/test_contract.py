@@ -264,13 +264,13 @@ def test_models(client, url):
 def test_generate(url):
     one = post(url, "/generate", text="SAY:abc", sampling_params={"max_new_tokens": 2}, return_logprob=True, top_logprobs_num=1, logprob_start_len=2).json()
     meta = one["meta_info"]
-    assert one["text"] == "ab" and meta["finish_reason"] == {"type": "length"} and meta["completion_tokens"] == 2
+    assert one["text"] == "ab" and meta["finish_reason"] == {"type": "length", "length": 2} and meta["completion_tokens"] == 2
     assert [len(meta[o]) for o in ("output_token_logprobs", "output_top_logprobs")] == [2, 2]
     many = post(url, "/generate", text=["SAY:a", "SAY:b"], sampling_params=[{}, {"n": 2}], rid="r").json()
-    assert [(o["text"], o["meta_info"]["id"]) for o in many] == [("a", "r-0"), ("b", "r-1"), ("b", "r-2")]
+    assert [(o["text"], o["meta_info"]["id"]) for o in many] == [("a", "r_0"), ("b", "r_1"), ("b", "r_2")]
     with httpx.stream("POST", url + "/generate", json=dict(text=["SAY:ab", "SAY:c"], stream=True)) as r: lines = [o[6:] for o in r.iter_lines() if o]
     texts = {0: "", 1: ""}
-    for e in map(json.loads, lines[:-1]): texts[e["index"]] += e["text"]
+    for e in map(json.loads, lines[:-1]): texts[e["index"]] = e["text"]   # all of it so far
     assert lines[-1] == "[DONE]" and texts == {0: "ab", 1: "c"}
 
 def test_tokens_and_orders(url, engine):

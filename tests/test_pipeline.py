@@ -1,5 +1,6 @@
 "One pipeline: a script of requests gives the same events in Python and over HTTP."
 import json
+from itertools import accumulate
 
 import httpx
 import pytest
@@ -33,7 +34,7 @@ def llm():
 
 @pytest.fixture(scope='module')
 def server():
-    with serve(port=0, **SETTINGS) as o: yield o
+    with serve(port=0, incremental_streaming_output=True, **SETTINGS) as o: yield o
 
 
 def ask(server, prompt, wishes, stream=False):
@@ -58,6 +59,10 @@ def test_same_events(llm, server):
         lines = ask(server, prompt, wishes, stream=True).text.split('\n\n')[:-2]
         theirs = [(e['text'], e['output_ids'], (e['meta_info']['finish_reason'] or {}).get('type')) for e in (json.loads(o[6:]) for o in lines)]
         assert split_at([len(ids) for _, ids, _ in theirs], ours) == theirs, (prompt, wishes)
+        metas = [json.loads(o[6:])['meta_info'] for o in lines]
+        assert [m['completion_tokens'] for m in metas] == [*accumulate(len(ids) for _, ids, _ in theirs)], (prompt, wishes)
+        counts = {(m['prompt_tokens'], m['cached_tokens'], m['weight_version']) for m in metas}   # the same from the first event on
+        assert len(counts) == 1 and min(counts)[0] > 0, (prompt, wishes, counts)
 
 def test_same_answers(llm, server):
     "A second time: now the cache has everything, on both sides"

@@ -28,6 +28,7 @@ class EngineCoreOutput:
     logprobs: list[Logprob] | None = None  # Of each new token, in any output, if asked for
     shown: int | None = None  # Characters of the answer that may be shown by now; `None`: all
     faulty_field: str = ''    # Field of the request that has caused the error, if one has
+    weight_version: str = ''  # Of the weights that have computed it
 
     # %% ../../nbs/05_core.outputs.ipynb #010f766c
     @property
@@ -53,7 +54,8 @@ def final_output(
     prompt = pending.prompt_logprobs.reported if asked else None
     return EngineCoreOutput(
         pending.rid, list(token_ids), reason, matched, error, pending.input_len,
-        pending.cached_tokens, times, prompt, logprobs, shown, pending.faulty_field)
+        pending.cached_tokens, times, prompt, logprobs, shown, pending.faulty_field,
+        pending.weight_version)
 
 # %% ../../nbs/05_core.outputs.ipynb #912bc5f6
 @dataclass(slots=True)
@@ -62,12 +64,14 @@ class EngineCoreOutputs:
     rids: list[str] = field(default_factory=list)       # Requests with a new token that go on
     token_ids: list[int] = field(default_factory=list)  # That token of each
     outputs: list[EngineCoreOutput] = field(default_factory=list)  # Of requests with more to say
+    started: list[EngineCoreOutput] = field(default_factory=list)  # Without a token, see below
 
     def __post_init__(self):
         if (n := len(self.rids)) != (m := len(self.token_ids)):
             raise ValueError(f'{n} rids and {m} token_ids do not belong together')
 
     def __len__(self) -> int: return len(self.rids) + len(self.outputs)
+    def __bool__(self) -> bool: return len(self) + len(self.started) > 0
 
     def __iter__(self) -> Iterator[EngineCoreOutput]:
         for rid, token in zip(self.rids, self.token_ids): yield EngineCoreOutput(rid, [token])

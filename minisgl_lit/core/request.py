@@ -211,6 +211,7 @@ class PendingReq:
         self.ended = False                      # nothing more of it will be computed
         self.finish_reason: FinishReason | None = None
         self.faulty_field = ''                  # what in it has caused its error, if anything
+        self.weight_version = ''                # of the weights that have computed it
         self.stop_check: StopCheck | None = None  # finds its stop strings, if it has any
         self.grammar: Grammar | None = None     # what its answer must follow, if anything
         self.forbidden_tokens: tuple[int, ...] = ()   # not chosen before `min_tokens`

@@ -155,6 +155,7 @@ class Lifecycle:
         self._has_timeouts = (self.config.queue_timeout, self.config.run_timeout) != (None, None)
         self._rows_releasing = ReleaseList()
         self._rng = np.random.default_rng(self.config.seed)
+        self.weight_version = 'default'   # what callers call the weights of the engine
 
     # %% ../../nbs/23_scheduler.lifecycle.ipynb #1904a660
     def add(
@@ -418,13 +419,23 @@ class Lifecycle:
             self._process_prompt_logprobs(batch, batch.logprob_requests, output.logprobs)
         for req, computed in zip(batch.reqs, batch.device_lens.tolist()):
             if isinstance(req, ChunkedReq): self._process_chunk(req.pending, computed)
-            else: req.pending.times.setdefault('first_token', now)
+            elif 'first_token' not in req.pending.times: self._start_output(req.pending, now)
+
+    def _start_output(self, pending: PendingReq, now: float) -> None:
+        "The whole prompt is computed, and the first token is there"
+        pending.times['first_token'] = now
+        if pending.finish_reason: return
+        pending.weight_version = self.weight_version
+        self._outputs.started.append(EngineCoreOutput(
+            pending.rid, [], prompt_tokens=pending.input_len, cached_tokens=pending.cached_tokens,
+            weight_version=pending.weight_version))
 
     def _process_chunk(self, pending: PendingReq, computed: int) -> None:
         "What a computed chunk of a prompt means for its request"
         if pending.finish_reason: return
         if pending.to_finish: self.finish(pending, *pending.to_finish)
         elif computed == pending.max_len and not pending.kv_invalid:   # else it is computed again
+            pending.weight_version = self.weight_version
             self.finish(pending, FinishReason.LENGTH)
 
     # %% ../../nbs/23_scheduler.lifecycle.ipynb #e1af016d

@@ -55,10 +55,12 @@ class RequestGroup:
         metrics: Metrics,                  # Where latencies and aborts are counted
         account: Account,                  # Of the caller; its tokens are counted
         user: str | None = None,           # Whom the caller has named
+        names: Sequence[str] = (),         # Of the requests; none given: `rid` with a number
     ):
         each = [(ids, choice) for ids, p in zip(prompts, params) for choice in p.choices()]
-        rid, caller = account.engine_rid(rid), account.caller(user)
-        rids = [rid] if len(each) == 1 else [f'{rid}-{i}' for i in range(len(each))]
+        caller = account.caller(user)
+        numbered = [rid] if len(each) == 1 else [f'{rid}-{i}' for i in range(len(each))]
+        rids = [account.engine_rid(name) for name in names or numbered]
         self.client, self.metrics, self.account = client, metrics, account
         self.index = {r: i for i, r in enumerate(rids)}
         self.prompt_tokens = sum(map(len, prompts))
@@ -166,6 +168,7 @@ class Api:
     async def _respond(
         self, request: Request, writer: ResponseWriter, params: list[SamplingParams],
         prompts: list[np.ndarray], stream: bool | None, user: str | None,
+        names: Sequence[str] = (),
     ) -> Response:
         "Have the engine answer, whole or as a stream"
         self.check_alive()
@@ -174,7 +177,7 @@ class Api:
             'prompt', f'the prompts of one call may have at most {_MAX_CALL_TOKENS:,} tokens, '
             f'each counted n times, not {n_tokens:,}')
         group = RequestGroup(self.client, self.tokenizer, writer.id, prompts, params, self.metrics,
-                             request.state.account, user)
+                             request.state.account, user, names)
         if not stream:
             outputs = await unless_disconnected(request, group.done())
             return JSONResponse(writer.whole(outputs))
@@ -265,9 +268,12 @@ class Api:
         params, (rid, model, created) = body.params(), self._head('gen')
         self.check_requests(sum(p.n for p in params))
         ids = await self.texts.ids(request, body.prompts())
-        single = body.single and params[0].n == 1
-        writer = GenerateWriter(body.rid or rid, model, created, single=single)
-        return await self._respond(request, writer, params, ids, body.stream, body.user)
+        names = body.names(rid, [p.n for p in params])
+        writer = GenerateWriter(
+            rid, model, created, token_text=self.tokenizer.token_text, names=names,
+            single=body.single and params[0].n == 1, with_text=bool(body.return_text_in_logprobs),
+            incremental=bool(self.info.get('incremental_streaming_output')))
+        return await self._respond(request, writer, params, ids, body.stream, body.user, names)
 
     # %% ../../nbs/55_server.api_server.ipynb #6492cc46
     async def models(self) -> dict[str, object]:

@@ -294,6 +294,7 @@ class AsyncEngineClient:
         "Deliver a message to the callers that it is for"
         match message:
             case EngineCoreOutputs():
+                for output in message.started: self._deliver(output.rid, output, last=False)
                 for rid, token in zip(message.rids, message.token_ids):
                     if output_queue := self._open.get(rid): output_queue.put_token(rid, token)
                 for output in message.outputs:

@@ -6,58 +6,86 @@
 __all__ = ['GenerateWriter', 'TokenizeRequest', 'DetokenizeRequest', 'AbortRequest', 'PauseRequest']
 
 # %% ../../nbs/54a_server.native_protocol.ipynb #116d880c
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..core.request import Logprob
-from .openai_protocol import Messages, ResponseWriter, usage
+from ..core.request import FinishReason, Logprob
+from .openai_protocol import Messages, ResponseWriter
 from ..text.tokenizer import Piece, RequestOutput
 
 # %% ../../nbs/54a_server.native_protocol.ipynb #3119992f
 def _triples(
     side: str,                       # 'input' or 'output'
     logprobs: list[Logprob] | None,  # Of the prompt, or of the answer
+    text: Callable[[int], str | None],   # Of a token; `None` if it is not wanted
 ) -> dict[str, object]:
-    "Logprobs as SGLang writes them"
-    if logprobs is None: return {}
-    return {f'{side}_token_logprobs': [(o.logprob, o.token, None) for o in logprobs],
-            f'{side}_top_logprobs': [[(x, t, None) for t, x in o.top] for o in logprobs]}
+    "Logprobs as SGLang writes them; the likeliest only where there are any"
+    def triple(token: int, x: float | None) -> tuple: return x, token, text(token)
+    given = logprobs or []
+    triples = {f'{side}_token_logprobs': [triple(o.token, o.logprob) for o in given]}
+    if not any(o.top for o in given): return {**triples}
+    tops = [[triple(*pair) for pair in o.top] or None for o in given]
+    return {**triples, f'{side}_top_logprobs': tops}
 
-# %% ../../nbs/54a_server.native_protocol.ipynb #57472fca
+def _end(output: Piece | RequestOutput) -> dict[str, object] | None:
+    "The finish reason as SGLang writes it; `None` before the end"
+    match output.finish_reason:
+        case None: return None
+        case FinishReason.STOP: more = {'matched': output.matched}
+        case FinishReason.LENGTH: more = {'length': output.completion_tokens}
+        case _: more = {'message': output.error or 'Aborted'}
+    return {'type': str(output.finish_reason), **more}
+
+# %% ../../nbs/54a_server.native_protocol.ipynb #b015340a
 @dataclass(frozen=True)
 class GenerateWriter(ResponseWriter):
     "Writes an answer of `/generate`: text, tokens, and what is known about them."
-    single: bool = True   # One prompt and one answer, not lists of them
+    names: tuple[str, ...] = ()   # Of the requests
+    single: bool = True           # One prompt and one answer, not lists of them
+    incremental: bool = False     # Whether an event of a stream has only what is new
+    with_text: bool = False       # Whether each logprob comes with its token's text
+    _so_far: dict[int, Piece] = field(default_factory=dict)   # of each answer, in a stream
 
     def frame(self, index: int) -> None:
         "None: beside the text there are tokens"
 
-    def _event(
-        self, i: int, output: Piece | RequestOutput, **more: object,
-    ) -> dict[str, object]:
-        end = output.finish_reason and {'type': str(output.finish_reason)}
-        logprobs = _triples('output', output.logprobs) | _triples('input', output.prompt_logprobs)
-        rid = self.id if self.single else f'{self.id}-{i}'
-        meta = {'id': rid, 'finish_reason': end, **more, **logprobs}
+    def _event(self, index: int, output: Piece | RequestOutput) -> dict[str, object]:
+        "An answer, as far as it is known"
+        meta = {'id': self.names[index], 'finish_reason': _end(output),
+                'prompt_tokens': output.prompt_tokens, 'cached_tokens': output.cached_tokens,
+                'completion_tokens': output.completion_tokens,
+                'weight_version': output.weight_version}
+        if output.times: meta |= {'e2e_latency': output.times[2], 'times': output.times}
+        if output.logprobs is not None:
+            text = self.token_text if self.with_text else lambda token: None
+            meta |= _triples('input', output.prompt_logprobs, text)
+            meta |= _triples('output', output.logprobs, text)
         return {'text': output.text, 'output_ids': output.token_ids, 'meta_info': meta}
-
-    def _whole(self, i: int, output: RequestOutput) -> dict[str, object]:
-        "One of several answers"
-        counts = {k: v for k, v in usage([output]).items() if isinstance(v, int)}
-        return self._event(i, output, **counts, cached_tokens=output.cached_tokens,
-                           times=output.times, e2e_latency=output.times and output.times[2])
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, object] | list[dict]:
         "All answers"
-        each = [self._whole(i, output) for i, output in enumerate(outputs)]
+        each = [self._event(i, output) for i, output in enumerate(outputs)]
         return each[0] if self.single else each
 
+    def _joined(self, index: int, piece: Piece) -> Piece:
+        "An answer up to this piece"
+        nothing = Piece('', [], logprobs=None if piece.logprobs is None else [])
+        before = self._so_far.get(index, nothing)
+        before.token_ids.extend(piece.token_ids)
+        if before.logprobs is not None: before.logprobs.extend(piece.logprobs or [])
+        self._so_far[index] = joined = replace(
+            piece, text=before.text + piece.text, start=0, token_ids=before.token_ids,
+            logprobs=before.logprobs)
+        return joined
+
     def events(self, index: int, piece: Piece) -> list[dict]:
-        "One event for each piece; its text is what is new"
-        return [self._event(index, piece) | ({} if self.single else {'index': index})]
+        "One event for each piece that brings anything"
+        if not (piece.text or piece.token_ids or piece.finish_reason): return []
+        event = self._event(index, piece if self.incremental else self._joined(index, piece))
+        return [event if self.single else event | {'index': index}]
 
 # %% ../../nbs/54a_server.native_protocol.ipynb #1563ef20
 class TokenizeRequest(BaseModel):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import cache
 from itertools import chain
 from typing import Annotated
 
@@ -60,7 +61,7 @@ def _path(loc: Sequence[str | int]) -> str:
     path = ''
     for step in loc:
         if isinstance(step, int): path += f'[{step}]'
-        elif step in ('str', 'int', 'float', 'bool') or '[' in step: break   # a type
+        elif step in ('str', 'int', 'float', 'bool') or set('[-') & set(step): break   # a type
         elif step != 'body' and step[:1].islower():   # models have capitals
             path += f'.{step}' if path else step
     return path
@@ -109,6 +110,8 @@ def _from_json(given: Mapping[str, object]) -> dict[str, object]:
     "The same fields, as `SamplingParams` writes them"
     converted, bias = dict(given), given.get('logit_bias')
     if given.get('logprobs') is False: converted['logprobs'] = None
+    if isinstance(patterns := given.get('stop_regex'), list):
+        converted['stop_regex'] = '|'.join(f'(?:{o})' for o in patterns) or None
     converted['extra_key'] = one_value(extra_key=given.get('extra_key'),
                                        cache_salt=given.get('cache_salt'))
     if isinstance(bias, Mapping):
@@ -133,7 +136,7 @@ class SamplingRequest(BaseModel):
     n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    stop_regex: str | None = None
+    stop_regex: str | list[str] | None = None
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
@@ -182,9 +185,15 @@ def as_prompts(
     raise ValueError('a text, a list of token ids, or a list of either')
 
 # %% ../../nbs/48_server.protocol.ipynb #ffb87a6d
+_GRAMMARS = 'json_schema', 'regex', 'ebnf'
+
 class NativeSamplingRequest(SamplingRequest):
     "`sampling_params` of `/generate`: unknown names are refused."
     max_new_tokens: int | None = None  # Another name of `max_tokens`
+    min_new_tokens: int | None = None  # Another name of `min_tokens`
+    sampling_seed: int | None = Field(default=None, ge=-2**63, lt=2**63)  # and of `seed`
+    spaces_between_special_tokens: bool | None = None  # Changes nothing, like the next
+    stream_interval: int | None = None
 
     def sampling_fields(self) -> dict[str, object]:
         "The fields that were given; `ApiError` for an unknown name"
@@ -193,8 +202,14 @@ class NativeSamplingRequest(SamplingRequest):
             raise ApiError(f'sampling_params has no field {name!r}',
                            param=f'sampling_params.{name}')
         given = super().sampling_fields()
-        if self.max_new_tokens is not None: given['max_tokens'] = self.max_new_tokens
-        return given
+        seed = None if self.sampling_seed is None else self.sampling_seed % 2**63
+        names = {'max_tokens': {'max_new_tokens': self.max_new_tokens},
+                 'min_tokens': {'min_new_tokens': self.min_new_tokens},
+                 'seed': {'sampling_seed': seed}}
+        for ours, native in names.items():
+            value = one_value(**{ours: given.get(ours)}, **native)
+            if value is not None: given[ours] = value
+        return {k: v for k, v in given.items() if v != '' or k not in _GRAMMARS}
 
 # %% ../../nbs/48_server.protocol.ipynb #685442a0
 _PROMPT_TYPES = {'text': (str, 'a text, or a list of texts'),
@@ -219,13 +234,14 @@ class GenerateRequest(BaseModel):
     sampling_params: (NativeSamplingRequest | list[NativeSamplingRequest] |
                       None) = None         # For all prompts, or one map for each
     stream: bool | None = None             # Whether to stream the output
-    rid: Rid | None = None                 # Its name, unique among those alive
-    extra_key: str | None = None           # As in `sampling_params`, for all prompts
-    cache_salt: str | None = None          # Another name of `extra_key`
+    rid: Rid | list[Rid] | None = None     # Its name, unique among those alive
+    extra_key: str | list[str] | None = None    # As in `sampling_params`
+    cache_salt: str | list[str] | None = None   # Another name of `extra_key`
     user: str | None = None                # The end user, to be fair among those of a caller
-    return_logprob: bool | None = None     # Whether to report each token's logprob
-    top_logprobs_num: int | None = None    # and those of so many of the likeliest
-    logprob_start_len: int | None = None   # and the prompt's from this token on; -1: none
+    return_logprob: bool | list[bool] | None = None    # Whether to report each token's logprob
+    top_logprobs_num: int | list[int] | None = None    # and those of so many of the likeliest
+    logprob_start_len: int | list[int] | None = None   # and the prompt's from this token on; -1: none
+    return_text_in_logprobs: bool | None = None        # and with each logprob the token's text
 
     @field_validator('text', 'input_ids', mode='before')
     @classmethod
@@ -243,6 +259,33 @@ class GenerateRequest(BaseModel):
         "The field that was given"
         return self.input_ids if self.text is None else self.text
 
+    def one_each(
+        self,
+        name: str,  # Of a field that may be a list
+    ) -> Sequence[object]:
+        "The value of a field for each prompt; `ApiError` if there are too few or too many"
+        value, n = getattr(self, name), len(self.prompts())
+        if not isinstance(value, list): return [value]*n
+        if len(value) == n: return value
+        raise ApiError(f'{name} must be one value, or one for each of {n} prompts, '
+                       f'not {len(value)}', param=name)
+
+    def names(
+        self,
+        call: str,         # Name of the call, if the request has no `rid`
+        counts: list[int], # Answers to each prompt
+    ) -> tuple[str, ...]:  # Of all answers, those of one prompt in a row
+        "The name of each answer: a `rid`, with a number where one `rid` is for several"
+        single = counts == [1] and self.single
+        if not isinstance(self.rid, list):
+            rid = self.rid or call
+            return (rid,) if single else tuple(f'{rid}_{i}' for i in range(sum(counts)))
+        names = tuple(rid if n == 1 else f'{rid}_{i}'
+                      for rid, n in zip(self.one_each('rid'), counts) for i in range(n))
+        if len({*names}) == len(names): return names
+        raise ApiError(f'rid must be a name for each prompt, all different, not {quote(self.rid)}',
+                       param='rid')
+
     def prompts(self) -> list[str | list[int]]:
         "Those of `text` or of `input_ids`; `ApiError` unless exactly one of them is given"
         if (self.text is None) == (self.input_ids is None):
@@ -256,20 +299,22 @@ class GenerateRequest(BaseModel):
         if isinstance(given, list) and len(given) != n_prompts:
             raise ApiError(f'sampling_params must be one map, or one for each of {n_prompts} '
                            f'prompts, not {len(given)}', param='sampling_params')
-        try:
-            if not isinstance(given, list): return [self._own(given.params())]*n_prompts
-            return [self._own(o.params()) for o in given]
+        each = [o.params() for o in given] if isinstance(given, list) else [given.params()]
+        @cache   # most prompts of a call ask for the same
+        def of(i: int, own: tuple) -> SamplingParams:
+            return _with_fields(each[i], dict(zip(_BESIDE, own)))
+        numbers = range(n_prompts) if len(each) > 1 else [0]*n_prompts
+        try: return [of(i, own) for i, own in zip(numbers, zip(*map(self.one_each, _BESIDE)))]
         except RequestError as e: raise ApiError.of(e, 'top_logprobs_num') from None
 
-    def _own(self, params: SamplingParams) -> SamplingParams:
-        "The parameters of a prompt, with the fields that stand beside the prompt"
-        key = one_value(**{'sampling_params.extra_key': params.extra_key,
-                           'extra_key': self.extra_key, 'cache_salt': self.cache_salt})
-        return replace(params, extra_key=key, **self._logprob_fields())
+# %% ../../nbs/48_server.protocol.ipynb #ffa19f9a
+_BESIDE = ('extra_key', 'cache_salt', 'return_logprob', 'top_logprobs_num', 'logprob_start_len')
 
-    def _logprob_fields(self) -> dict[str, int]:
-        "SGLang's three fields, by the names of `SamplingParams`"
-        if not self.return_logprob: return {}
-        top, start = self.top_logprobs_num or 0, self.logprob_start_len
-        if start is None or start == -1: return {'logprobs': top}
-        return {'logprobs': top, 'prompt_logprobs': top, 'logprob_start_len': start}
+def _with_fields(params: SamplingParams, own: Mapping[str, object]) -> SamplingParams:
+    "The parameters of a prompt, with the fields that stand beside the prompt"
+    key = one_value(**{'sampling_params.extra_key': params.extra_key,
+                       'extra_key': own['extra_key'], 'cache_salt': own['cache_salt']})
+    top, start = own['top_logprobs_num'] or 0, own['logprob_start_len']
+    asked = {'logprobs': top} if own['return_logprob'] else {}
+    if asked and start not in (None, -1): asked |= dict(prompt_logprobs=top, logprob_start_len=start)
+    return replace(params, extra_key=key, **asked)

@@ -26,7 +26,6 @@ from ..core.outputs import EngineCoreOutput
 from .chat_template import ChatTemplate
 from .stop import SearchBudget, StopChecker, compile_stop, search_together
 
-
 # %% ../../nbs/51_text.tokenizer.ipynb #bd60aa06
 def _read_json(file: Path) -> dict:
     "The content of a JSON file; `{}` if there is no such file"
@@ -358,6 +357,12 @@ class Piece:
     start: int = 0                             # Characters of the answer before it
     logprobs: list[Logprob] | None = None      # Of each new token, if requested
     prompt_logprobs: list[Logprob] | None = None   # On the last piece: of the prompt's tokens
+    matched: str | int | None = None           # On the last piece: the stop token or string
+    prompt_tokens: int = 0                     # Length of the prompt, as soon as it is computed
+    cached_tokens: int = 0                     # Of these, found in the prefix cache
+    completion_tokens: int = 0                 # Tokens of the answer up to here
+    times: tuple[float, float, float] | None = None   # On the last piece, as in `RequestOutput`
+    weight_version: str = ''                   # Of the weights that compute it
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -371,6 +376,13 @@ class RequestOutput:
     times: tuple[float, float, float] | None = None   # Seconds to first step, first token, end
     logprobs: list[Logprob] | None = None          # Of each generated token, if requested
     prompt_logprobs: list[Logprob] | None = None   # Of the prompt's tokens, if requested
+    matched: str | int | None = None               # The stop token or string that ended it
+    weight_version: str = ''                       # Of the weights that have computed it
+
+    @property
+    def completion_tokens(self) -> int:
+        "Number of its tokens"
+        return len(self.token_ids)
 
 # %% ../../nbs/51_text.tokenizer.ipynb #6e7181bf
 class OutputCollector:
@@ -386,6 +398,7 @@ class OutputCollector:
         self._token_ids: list[int] = []
         self._length = 0   # characters of `_texts`
         self._logprobs: list[Logprob] | None = None if params.logprobs is None else []
+        self._prompt = EngineCoreOutput('', [])   # the output that has told of the prompt
         self.output: RequestOutput | None = None   # the answer, once it has ended
 
     def add(self, new: EngineCoreOutput) -> Piece:
@@ -400,7 +413,12 @@ class OutputCollector:
         self._token_ids += ids
         if self._logprobs is not None: self._logprobs += new.logprobs or []
         start, self._length = self._length, self._length + len(text)
+        if new.prompt_tokens: self._prompt = new
+        of, n = self._prompt, len(self._token_ids)
         if reason: self.output = RequestOutput(
-            ''.join(self._texts), self._token_ids, reason, new.error, new.prompt_tokens,
-            new.cached_tokens, new.times, self._logprobs, new.prompt_logprobs)
-        return Piece(text, ids, reason, new.error, start, new.logprobs, new.prompt_logprobs)
+            ''.join(self._texts), self._token_ids, reason, new.error, of.prompt_tokens,
+            of.cached_tokens, new.times, self._logprobs, new.prompt_logprobs, new.matched,
+            of.weight_version)
+        return Piece(text, ids, reason, new.error, start, new.logprobs, new.prompt_logprobs,
+                     new.matched, of.prompt_tokens, of.cached_tokens, n, new.times,
+                     of.weight_version)
