@@ -240,7 +240,7 @@ class GenerateRequest(BaseModel):
     user: str | None = None                # The end user, to be fair among those of a caller
     return_logprob: bool | list[bool] | None = None    # Whether to report each token's logprob
     top_logprobs_num: int | list[int] | None = None    # and those of so many of the likeliest
-    logprob_start_len: int | list[int] | None = None   # and the prompt's from this token on; -1: none
+    logprob_start_len: int | list[int] | None = None   # and the prompt's from there; -1: none
     return_text_in_logprobs: bool | None = None        # and with each logprob the token's text
 
     @field_validator('text', 'input_ids', mode='before')
@@ -280,8 +280,9 @@ class GenerateRequest(BaseModel):
         if not isinstance(self.rid, list):
             rid = self.rid or call
             return (rid,) if single else tuple(f'{rid}_{i}' for i in range(sum(counts)))
+        self.one_each('rid')   # checks how many there are
         names = tuple(rid if n == 1 else f'{rid}_{i}'
-                      for rid, n in zip(self.one_each('rid'), counts) for i in range(n))
+                      for rid, n in zip(self.rid, counts) for i in range(n))
         if len({*names}) == len(names): return names
         raise ApiError(f'rid must be a name for each prompt, all different, not {quote(self.rid)}',
                        param='rid')
@@ -316,5 +317,6 @@ def _with_fields(params: SamplingParams, own: Mapping[str, object]) -> SamplingP
                        'extra_key': own['extra_key'], 'cache_salt': own['cache_salt']})
     top, start = own['top_logprobs_num'] or 0, own['logprob_start_len']
     asked = {'logprobs': top} if own['return_logprob'] else {}
-    if asked and start not in (None, -1): asked |= dict(prompt_logprobs=top, logprob_start_len=start)
+    if asked and start not in (None, -1):
+        asked |= dict(prompt_logprobs=top, logprob_start_len=start)
     return replace(params, extra_key=key, **asked)
