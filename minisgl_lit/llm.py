@@ -28,6 +28,8 @@ from .core.outputs import EngineCoreOutput
 from .core.request import Logprob
 from .core.sampling_params import QueueFull, RequestError, SamplingParams
 from .runtime import Runtime, build
+from .text.embedding import (
+    EmbeddingConfig, embedding, embedding_params, joined, label_scores, score_params)
 from .text.tokenizer import OutputCollector, Piece, RequestOutput, Tokenizer
 
 # %% ../nbs/52_llm.ipynb #471656d6
@@ -319,3 +321,35 @@ class LLM(LoadedModel):
         requests = self._driver.make_requests(dialogs, self.tokenizer.chat, params)
         answers = self._driver.collect(requests, progress)
         return answers if many or len(answers) > 1 else answers[0]
+
+    # %% ../nbs/52_llm.ipynb #8bef47f6
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],  # Texts or token ids: one, or many
+        pooling: str | None = None,          # 'last' or 'mean'; `None`: as the checkpoint says
+        normalize: bool | None = None,       # Scale vectors to length 1; `None`: as it says
+        dimensions: int | None = None,       # Keep so many numbers; `None`: all
+        progress: bool | None = None,        # A bar; `None`: for four or more, in a terminal
+    ) -> np.ndarray:                         # float32, [n_prompts, dimensions]
+        "One vector for each prompt"
+        config = EmbeddingConfig.of(self.runtime.model_path)
+        params = embedding_params(config, pooling, dimensions)
+        if normalize is None: normalize = config.normalize
+        outputs = self.generate(prompts, params, progress)
+        vectors = [embedding(o, normalize, dimensions) for o in outputs]
+        return np.stack(vectors) if vectors else np.zeros((0, dimensions or config.size), np.float32)
+
+    def score(
+        self,
+        query: Prompt,              # What comes with each item: a text, or token ids
+        items: Sequence[Prompt],    # Texts or token ids, like the query
+        label_token_ids: Sequence[int],   # Tokens that may follow
+        apply_softmax: bool = False,      # Whether the scores of an item shall add up to 1
+        item_first: bool = False,         # Whether items stand before the query
+        progress: bool | None = None,     # A bar; `None`: for four or more, in a terminal
+    ) -> list[list[float]]:         # Of each item, a score for each label
+        "How likely each label is the next token"
+        prompts = [joined(cast(Sequence[int], query), cast(Sequence[int], o), item_first)
+                   for o in items]
+        outputs = self.generate(prompts, score_params(label_token_ids), progress)
+        return [label_scores(o, apply_softmax) for o in outputs]

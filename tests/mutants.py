@@ -46,7 +46,7 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('nothing waits for a launched batch', 'kv_cache/manager', 'ready = [items for step, items in self._waiting if step <= completed]',
      'ready = [items for step, items in self._waiting]'),
     ('what waits is lost', 'kv_cache/manager', 'self._waiting = [entry for entry in self._waiting if entry[0] > completed]', 'self._waiting = []'),
-    ('all of the prompt is matched', 'kv_cache/manager', 'matchable_len = pending.prompt_logprobs.matchable_len(pending.n_tokens)', 'matchable_len = pending.n_tokens'),
+    ('all of the prompt is matched', 'kv_cache/manager', 'matchable_len = pending.matchable_len', 'matchable_len = pending.n_tokens'),
     ('pages are rounded down', 'kv_cache/manager', 'return -(-n_tokens // self.page_size)', 'return n_tokens // self.page_size'),
     ('a row goes on pointing at a freed duplicate', 'kv_cache/manager', 'self.table.write(np.full(len(duplicates), row), first + duplicates, cached[duplicates])', 'pass'),
     ('a duplicate is free at once', 'kv_cache/manager', 'self._release(own[duplicates], self._launched(pending))', 'self._release(own[duplicates], 0)'),

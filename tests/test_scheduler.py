@@ -21,7 +21,7 @@ from minisgl_lit.scheduler.control import Control
 from minisgl_lit.scheduler.policy import Fair
 from minisgl_lit.scheduler.prefill import PrefillAdder
 from minisgl_lit.scheduler.scheduler import Observer, Scheduler
-from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
+from minisgl_lit.testing.toy_engine import ToyEngine, expected_output, prefix_hashes, toy_states
 
 VOCAB, MAX_SEQ_LEN = 13, 40
 EOS = {5, 6}
@@ -114,7 +114,7 @@ def serving(seen: Counter, lives: list[int]):
             self.notes = Notes(config)
             self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, make_grammar=InThrees)
             self.s.prefill.policy.min_shared_tokens = at_least   # tokens worth waiting for, if somebody else computes them
-            self.right, self.told, self.ends, self.aborted, self.n = {}, {}, {}, set(), 0
+            self.right, self.told, self.ends, self.pooled, self.aborted, self.n = {}, {}, {}, {}, set(), 0
             self.timed = config.queue_timeout or config.run_timeout
             self.faulty = faulty    # whether this engine may break down
             self.steps, self.marks, self.full, self.displaced = 0, set(), config.max_queued_req, False
@@ -139,6 +139,20 @@ def serving(seen: Counter, lives: list[int]):
             self.right[rid] = in_threes(prompt, max_tokens, stop) if form else expected_output(prompt, max_tokens, VOCAB, stop)
             self.told[rid] = []
             if form: self.marks.add('grammar')
+            self.n += 1
+
+        @rule(head=st.integers(0, len(SYSTEM)), tail=st.lists(st.integers(1, 4), max_size=6), pooling=st.sampled_from(['last', 'mean']),
+              extra_key=st.sampled_from([None, None, 'x']), caller=st.sampled_from(CALLERS))
+        def embed(self, head, tail, pooling, extra_key, caller):
+            "A text whose states are wanted, and no token"
+            n, prompt = self.n, (SYSTEM[:head] + tail) or [7]
+            params = SamplingParams(max_tokens=0, temperature=0, pooling=pooling, extra_key=extra_key)
+            full = len(self.s.prefill.waiting) >= self.full
+            try: self.s.add(str(n), prompt, params, caller)
+            except QueueFull: return
+            self.displaced |= full
+            states = toy_states(prefix_hashes(prompt))
+            self.right[str(n)], self.told[str(n)], self.pooled[str(n)] = [], [], states[-1] if pooling == 'last' else states.mean(dtype=float)
             self.n += 1
 
         @rule(head=st.integers(4, len(SYSTEM)), n=st.integers(2, 4))
@@ -227,7 +241,10 @@ def serving(seen: Counter, lives: list[int]):
                 elif o.error and 'displaced' in o.error: assert self.displaced
                 elif o.error and 'engine failed' in o.error: assert self.faulty
                 elif o.error and 'no finite logits' in o.error: assert rid in self.s.engine.nan_rids, rid   # only its own fault
-                else: assert (o.finish_reason in ('stop', 'length'), self.told[rid]) == (True, self.right[rid]), (rid, o)
+                else:
+                    assert (o.finish_reason in ('stop', 'length'), self.told[rid]) == (True, self.right[rid]), (rid, o)
+                    assert (o.embedding is None) == (rid not in self.pooled)
+                    if rid in self.pooled: assert abs(float(o.embedding[0]) - self.pooled[rid]) < .01, (rid, o.embedding, self.pooled[rid])
             Control(self.s).self_check()
             lives.append(self.steps)
             self.marks |= {name for name, holds in dict(

@@ -9,6 +9,7 @@ __all__ = ['EngineCoreOutput', 'final_output', 'EngineCoreOutputs']
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 
 from .request import FinishReason, Logprob, PendingReq
 
@@ -29,6 +30,8 @@ class EngineCoreOutput:
     shown: int | None = None  # Characters of the answer that may be shown by now; `None`: all
     faulty_field: str = ''    # Field of the request that has caused the error, if one has
     weight_version: str = ''  # Of the weights that have computed it
+    # The pooled hidden state of its prompt, if asked for, float32, [hidden_size]
+    embedding: np.ndarray | None = field(default=None, compare=False)
 
     # %% ../../nbs/05_core.outputs.ipynb #010f766c
     @property
@@ -55,7 +58,7 @@ def final_output(
     return EngineCoreOutput(
         pending.rid, list(token_ids), reason, matched, error, pending.input_len,
         pending.cached_tokens, times, prompt, logprobs, shown, pending.faulty_field,
-        pending.weight_version)
+        pending.weight_version, pending.pooled.mean)
 
 # %% ../../nbs/05_core.outputs.ipynb #912bc5f6
 @dataclass(slots=True)

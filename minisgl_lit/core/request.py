@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['AnswerEnd', 'PendingFinish', 'ForwardResult', 'FinishReason', 'Lengths', 'SamplingArrays', 'Logprob',
-           'PromptLogprobs', 'CacheHandle', 'Grammar', 'SearchedTokens', 'StopCheck', 'StopChecks', 'Caller',
-           'PendingReq', 'Req', 'ForwardMode', 'LogitEdits', 'LogprobRequests', 'Batch', 'Event', 'LogprobResults',
-           'ForwardOutput', 'EngineProtocol']
+           'PromptLogprobs', 'PooledStates', 'CacheHandle', 'Grammar', 'SearchedTokens', 'StopCheck', 'StopChecks',
+           'Caller', 'PendingReq', 'Req', 'ForwardMode', 'LogitEdits', 'LogprobRequests', 'PoolingRequests', 'Batch',
+           'Event', 'LogprobResults', 'ForwardOutput', 'EngineProtocol']
 
 # %% ../../nbs/00b_core.request.ipynb #a29a3ccb
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -62,7 +62,7 @@ class SamplingArrays:
     repetition_penalty: np.ndarray  # float32; 1 is none
     presence_penalty: np.ndarray    # float32
     frequency_penalty: np.ndarray   # float32
-    uses_logits: np.ndarray      # bool; whether logits are edited or logprobs reported
+    uses_logits: np.ndarray      # bool; see `SamplingParams.uses_logits`
 
     @classmethod
     def empty(cls, n_rows: int) -> 'SamplingArrays':
@@ -98,6 +98,7 @@ class Logprob:
     token: int              # Which
     logprob: float | None   # Natural logarithm of its probability; `None`: it was the first
     top: list[tuple[int, float]]   # The same of the likeliest in its place, likeliest first
+    named: list[tuple[int, float]] = field(default_factory=list)   # Of `token_ids_logprob`
 
 class PromptLogprobs:
     "The logprobs of a prompt's tokens, as far as they are known."
@@ -118,6 +119,38 @@ class PromptLogprobs:
     def matchable_len(self, n_tokens: int) -> int:
         "How many of `n_tokens` may be cached: the last is computed, and all from `next - 1` on"
         return max((n_tokens if self.next >= self.end else self.next) - 1, 0)
+
+# %% ../../nbs/00b_core.request.ipynb #ae8a11e0
+class PooledStates:
+    "The sum of a prompt's hidden states that pooling asks for, as far as it is known."
+    def __init__(
+        self,
+        input_len: int,       # Tokens of the prompt
+        pooling: str | None,  # 'last', 'mean', or `None` for nothing
+    ):
+        self.end = input_len
+        self.start = {'last': input_len - 1, 'mean': 0}.get(pooling or '', input_len)
+        self.next = self.start       # the first token whose state is still missing
+        self.total = np.zeros(())    # of those before it, float64, [hidden_size]
+
+    @property
+    def complete(self) -> bool:
+        "Whether no state is missing"
+        return self.next == self.end
+
+    @property
+    def mean(self) -> np.ndarray | None:
+        "The pooled state, float32, [hidden_size]; `None` if none is wanted, or some are missing"
+        if self.start == self.end or not self.complete: return None
+        return (self.total / (self.end - self.start)).astype(np.float32)
+
+    def add(
+        self,
+        states: np.ndarray,  # Sum of the next states, float32, [hidden_size]
+        end: int,            # One past the last of their tokens
+    ) -> None:
+        "Take the sum of the next states"
+        self.total, self.next = self.total + states, end
 
 # %% ../../nbs/00b_core.request.ipynb #cde1aaaf
 class CacheHandle(Protocol):
@@ -216,6 +249,7 @@ class PendingReq:
         self.grammar: Grammar | None = None     # what its answer must follow, if anything
         self.forbidden_tokens: tuple[int, ...] = ()   # not chosen before `min_tokens`
         self.prompt_logprobs = PromptLogprobs(self.input_ids, params)
+        self.pooled = PooledStates(self.input_len, params.pooling)
         self.times: dict[str, float] = {}       # of its first step and first token
 
     # %% ../../nbs/00b_core.request.ipynb #d0b64e53
@@ -228,6 +262,12 @@ class PendingReq:
     def output_ids(self) -> np.ndarray:
         "Tokens of the answer that the host knows, a view"
         return self.tokens[self.input_len:self.n_tokens]
+
+    @property
+    def matchable_len(self) -> int:
+        "How many of its tokens may come from the cache: nothing of the others has to be reported"
+        n = self.prompt_logprobs.matchable_len(self.n_tokens)
+        return n if self.pooled.complete else min(n, self.pooled.next)
 
     def append(self, token: int) -> None:
         "Add the next token of the answer"
@@ -310,6 +350,14 @@ class LogprobRequests:
     targets: np.ndarray  # and these successors, [k]
     owners: np.ndarray   # Their requests, as indices into `reqs`, [k]
     width: int           # How many of the likeliest are wanted, at most
+    named: np.ndarray    # Tokens asked for by name, padded with token 0, [n_named, m + k]
+
+@dataclass(eq=False)
+class PoolingRequests:
+    "Which hidden states are added up: those of some tokens in a row, for each of `m` requests."
+    owners: np.ndarray   # The requests, as indices into `reqs`, [m]
+    starts: np.ndarray   # The first token of each, as an index into the batch's tokens, [m]
+    ends: np.ndarray     # and one past the last, [m]
 
 # %% ../../nbs/00b_core.request.ipynb #557e8770
 @dataclass(eq=False)
@@ -333,6 +381,7 @@ class Batch:
     sampling: SamplingArrays | None = None  # Settings of the sampled; `None`: all greedy
     logit_edits: LogitEdits | None = None             # Changes to their logits
     logprob_requests: LogprobRequests | None = None   # Which logprobs are reported
+    pooling_requests: PoolingRequests | None = None   # Which hidden states are added up
 
     # %% ../../nbs/00b_core.request.ipynb #cbaf203d
     @property
@@ -367,6 +416,7 @@ class LogprobResults:
     logprobs: np.ndarray  # Of the token in question, float32, [n]
     top_ids: np.ndarray   # The likeliest tokens, likeliest first, int64, [n, width]
     top: np.ndarray       # Theirs, float32, [n, width]
+    named: np.ndarray     # Those of `LogprobRequests.named`, float32, [n, n_named]
 
 # %% ../../nbs/00b_core.request.ipynb #953caba7
 @dataclass
@@ -376,6 +426,7 @@ class ForwardOutput:
     finite: np.ndarray       # False where logits were NaN or inf, bool, [n_sampled]
     copy_done: Event         # When all may be read
     logprobs: LogprobResults | None = None   # What the batch's `logprob_requests` ask for
+    pooled: np.ndarray | None = None   # and its `pooling_requests`, float32, [m, hidden_size]
 
 # %% ../../nbs/00b_core.request.ipynb #082940a5
 ForwardResult = TypeVar('ForwardResult')   # what `forward` leaves for `sample`

@@ -57,6 +57,10 @@ def _tuple_of(rule: tuple, most: int) -> tuple:
     def ok(v) -> bool: return isinstance(v, tuple) and len(v) <= most and all(map(rule[0], v))
     return ok, f'a list of at most {most:,} items, each {rule[1]}'
 
+def _one_of(*names: str) -> tuple:
+    "A rule: one of these names"
+    return (lambda v: v in names), ' or '.join(map(repr, names))
+
 def _map_of(key: tuple, value: tuple, most: int) -> tuple:
     "A rule: a map of so many items at most, whose keys and values pass two others"
     def ok(v) -> bool:
@@ -77,6 +81,7 @@ _rules = dict(
     presence_penalty=_real(-2, 2), frequency_penalty=_real(-2, 2),
     repetition_penalty=_real(.01, 100), logit_bias=_map_of(_whole(0), _real(-100, 100), 4096),
     logprobs=_whole(0, 20), prompt_logprobs=_whole(0, 20), logprob_start_len=_whole(0),
+    token_ids_logprob=_tuple_of(_whole(0), 128), pooling=_one_of('last', 'mean'),
     n=_whole(1, 128), stop_regex=_text, json_schema=_text, regex=_text, ebnf=_text)
 
 # %% ../../nbs/00a_core.sampling_params.ipynb #73b0d877
@@ -98,6 +103,13 @@ def _check(params: 'SamplingParams') -> None:
     if params.logprob_start_len is not None and params.prompt_logprobs is None:
         raise RequestError('logprob_start_len', 'logprob_start_len must come with '
                                                 'prompt_logprobs, which is not given')
+    reported = (params.logprobs, params.prompt_logprobs) != (None, None)
+    if params.token_ids_logprob and not reported:
+        raise RequestError('token_ids_logprob', 'token_ids_logprob must come with logprobs or '
+                                                'prompt_logprobs, which are not given')
+    if params.pooling and params.max_tokens != 0:
+        raise RequestError('pooling', f'pooling={params.pooling!r} must come with max_tokens=0, '
+                                      f'not {params.max_tokens}')
     exclusive = ['min_tokens', *params.grammars] if params.min_tokens else params.grammars
     if len(exclusive) > 1:
         other, name, *_ = exclusive
@@ -126,6 +138,8 @@ class SamplingParams:
     logprobs: int | None = None           # Report each token's logprob, and the n likeliest
     prompt_logprobs: int | None = None    # The same for the prompt, at the end
     logprob_start_len: int | None = None  # Prompt token to begin with; `None`: the first
+    token_ids_logprob: tuple[int, ...] = ()   # Report those of these tokens as well
+    pooling: str | None = None        # Return the prompt's hidden states: 'last' or 'mean'
     n: int = 1                        # Answers to one prompt
     skip_special_tokens: bool = True  # Leave special tokens out of the text
     json_schema: str | None = None    # The answer must be JSON of this schema
@@ -135,7 +149,7 @@ class SamplingParams:
     extra_key: str | None = None      # Share cached prefixes only within this key
 
     def __post_init__(self):
-        for name in ('stop', 'stop_token_ids'):
+        for name in ('stop', 'stop_token_ids', 'token_ids_logprob'):
             object.__setattr__(self, name, _tuple(getattr(self, name)))
         _check(self)
 
@@ -171,8 +185,8 @@ class SamplingParams:
     # %% ../../nbs/00a_core.sampling_params.ipynb #0b8970d1
     @property
     def uses_logits(self) -> bool:
-        "Whether it asks for more than sampling: for edited logits, or reported logprobs"
+        "Whether it asks for more than sampling: edited logits, reported logprobs, hidden states"
         repeated = self.repetition_penalty not in (None, 1)
         penalty = repeated or self.presence_penalty or self.frequency_penalty
-        reported = (self.logprobs, self.prompt_logprobs) != (None, None)
+        reported = (self.logprobs, self.prompt_logprobs, self.pooling) != (None, None, None)
         return bool(penalty or self.logit_bias or self.min_tokens or reported)

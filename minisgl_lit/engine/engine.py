@@ -15,6 +15,7 @@ import torch
 from ..core.request import (
     Batch, Event, ForwardOutput, LogprobRequests, LogprobResults)
 from ..device import Stream
+from .pooling import sum_states
 from .sampler import apply_mask, apply_logit_edits, logprobs, sample
 from ..attention.torch import AttentionBackend
 from ..kv_cache.table import to_device
@@ -27,6 +28,7 @@ class Launched:
     logits: torch.Tensor | None = None   # Of the sampled, float32, [n_sampled, vocab_size]
     largest: tuple[torch.Tensor, torch.Tensor] | None = None   # Of `logits`, if computed already
     prompts: list[torch.Tensor] = field(default_factory=list)   # `logprobs` of the prompts
+    pooled: list[torch.Tensor] = field(default_factory=list)    # Sums of their hidden states
 
 # %% ../../nbs/41_engine.engine.ipynb #b1b3118e
 class Engine:
@@ -69,9 +71,10 @@ class Engine:
         on_host, results = self._host_arrays(batch), []
         self.stream.submit(partial(self._sample, batch, launched, mask, results))
         copy_done = self.stream.fetch(lambda: zip(on_host, results))   # called on the stream
-        tokens, finite, *reported = on_host
+        tokens, finite, *more = on_host
+        pooled = more.pop() if batch.pooling_requests else None
         return ForwardOutput(tokens, finite, copy_done,
-                             LogprobResults(*reported) if reported else None)
+                             LogprobResults(*more) if more else None, pooled)
 
     def reset(self) -> None:
         "Forget a failure and the work that was enqueued behind it"
@@ -87,7 +90,10 @@ class Engine:
         arrays = [empty(np.int64, n), empty(np.bool_, n)]
         if asked := batch.logprob_requests:
             n, width = len(asked.sampled) + len(asked.tokens), self._width(asked)
-            arrays += [empty(np.float32, n), empty(np.int64, n, width), empty(np.float32, n, width)]
+            arrays += [empty(np.float32, n), empty(np.int64, n, width), empty(np.float32, n, width),
+                       empty(np.float32, n, len(asked.named))]
+        if pooling := batch.pooling_requests:
+            arrays.append(empty(np.float32, len(pooling.owners), self.model.config.hidden_size))
         return arrays
 
     # %% ../../nbs/41_engine.engine.ipynb #5111f739
@@ -99,11 +105,15 @@ class Engine:
         input_ids = self.token_pool[rows, positions]
         def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, metadata)
         last = to_device(batch.last_tokens, self.device)
-        if batch.logprob_requests and len(batch.logprob_requests.tokens):
-            hidden = self.model.hidden(input_ids, self.model.angles(positions), attend)
-            launched.logits = self.model.logits(hidden[last])
-            launched.prompts = self._prompt_logprobs(hidden, batch.logprob_requests)
-        else: launched.logits = self.model.forward(input_ids, positions, attend, last)
+        asked, pooling = batch.logprob_requests, batch.pooling_requests
+        of_prompts = asked and len(asked.tokens)
+        if not (of_prompts or pooling):
+            launched.logits = self.model.forward(input_ids, positions, attend, last)
+            return
+        hidden = self.model.hidden(input_ids, self.model.angles(positions), attend)
+        launched.logits = self.model.logits(hidden[last])
+        if asked and of_prompts: launched.prompts = self._prompt_logprobs(hidden, asked)
+        if pooling: launched.pooled = [sum_states(hidden, pooling.starts, pooling.ends)]
 
     # %% ../../nbs/41_engine.engine.ipynb #70acc645
     def _width(self, asked: LogprobRequests) -> int:
@@ -113,10 +123,10 @@ class Engine:
     def _prompt_logprobs(self, hidden: torch.Tensor,
                          asked: LogprobRequests) -> list[torch.Tensor]:
         "What `logprobs` returns for tokens of prompts, whose successors are known"
-        known = to_device(np.stack([asked.tokens, asked.targets]), self.device)
-        chunks = zip(*(o.split(_PROMPT_CHUNK) for o in known))
-        reported = [logprobs(self.model.logits(hidden[tokens]), targets, self._width(asked))
-                    for tokens, targets in chunks]
+        named = [row[len(asked.sampled):] for row in asked.named]
+        known = to_device(np.stack([asked.tokens, asked.targets, *named]), self.device)
+        reported = [logprobs(self.model.logits(hidden[o[0]]), o[1], self._width(asked), o[2:].T)
+                    for o in known.split(_PROMPT_CHUNK, dim=1)]
         return [torch.cat(o) for o in zip(*reported)]
 
     # %% ../../nbs/41_engine.engine.ipynb #c54bcac7
@@ -126,8 +136,7 @@ class Engine:
         "On the stream: sample tokens into `token_pool`; what the host gets is appended to `results`"
         logits, asked = launched.logits, batch.logprob_requests
         assert logits is not None, '`_forward` has filled it, earlier on this stream'
-        rows = to_device(asked.sampled, self.device) if asked else None
-        as_made = None if rows is None else logits[rows]   # a copy
+        as_made = logits[to_device(asked.sampled, self.device)] if asked else None   # a copy
         places = self._places(batch)
         if batch.logit_edits: apply_logit_edits(logits, batch.logit_edits, places, self.token_pool)
         if mask is not None: apply_mask(logits, mask)
@@ -135,10 +144,17 @@ class Engine:
         tokens, finite = sample(logits, batch.sampling, places[1], known)   # position, seed decide
         self._write_tokens(places, tokens)
         results += tokens, finite
-        if asked is None or as_made is None: return
-        reported = logprobs(as_made, tokens[rows], self._width(asked))
-        if launched.prompts: reported = [torch.cat(o) for o in zip(reported, launched.prompts)]
-        results += reported
+        if asked and as_made is not None:
+            results += self._reported(asked, as_made, tokens, launched.prompts)
+        results += launched.pooled
+
+    def _reported(self, asked: LogprobRequests, as_made: torch.Tensor, tokens: torch.Tensor,
+                  prompts: list[torch.Tensor]) -> list[torch.Tensor]:
+        "What `logprobs` returns for sampled tokens, and then for those of prompts"
+        named = [row[:len(asked.sampled)] for row in asked.named]
+        rows = to_device(np.stack([asked.sampled, *named]), self.device)
+        new = logprobs(as_made, tokens[rows[0]], self._width(asked), rows[1:].T)
+        return [torch.cat(o) for o in zip(new, prompts)] if prompts else new
 
     # %% ../../nbs/41_engine.engine.ipynb #42b9f088
     def _places(self, batch: Batch) -> np.ndarray:
@@ -149,7 +165,7 @@ class Engine:
         "On the stream: write the tokens that rank 0 has sampled to `token_pool`, in every rank"
         if tokens is None: tokens = torch.empty(places.shape[1], dtype=torch.int64, device=self.device)
         tokens = self.group.broadcast(tokens)
-        if self._host_pool is not None: self._host_pool[*places] = tokens.numpy()   # torch takes far longer
+        if self._host_pool is not None: self._host_pool[*places] = tokens.numpy()   # torch is slow
         else: self.token_pool[*to_device(places, self.device)] = tokens.int()
 
     # %% ../../nbs/41_engine.engine.ipynb #d03efe24

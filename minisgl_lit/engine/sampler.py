@@ -150,11 +150,13 @@ def logprobs(
     logits: torch.Tensor,   # As the model made them, float32, [n, vocab_size]
     targets: torch.Tensor,  # The tokens in question, int64, [n]
     width: int,             # How many of the likeliest to report
-) -> list[torch.Tensor]:    # Of the targets, [n]; likeliest tokens and their own, [n, width]
-    "Log-probabilities: of the targets, and of the likeliest tokens"
+    named: torch.Tensor,    # Tokens asked for by name, int64, [n, n_named]
+) -> list[torch.Tensor]:    # Of the targets, [n]; likeliest tokens and their own, [n, width]; named
+    "Log-probabilities: of the targets, of the likeliest tokens, and of those with a name"
     total = logits.logsumexp(-1, keepdim=True)
     top, ids = logits.topk(width)
-    return [(logits.gather(1, targets[:, None]) - total)[:, 0], ids, top - total]
+    own = (logits.gather(1, targets[:, None]) - total)[:, 0]
+    return [own, ids, top - total, logits.gather(1, named) - total]
 
 # %% ../../nbs/40_engine.sampler.ipynb #879dd3db
 largest_c = team_c + r"""

@@ -139,7 +139,7 @@ class BatchMsg(msgspec.Struct):
         "What to send of a batch"
         arrays = {name: getattr(batch, name) for name in _batch_arrays}
         asked = batch.logprob_requests
-        if asked: asked = replace(asked, sampled=_none, owners=_none)
+        if asked: asked = replace(asked, sampled=_none, owners=_none, named=_none)
         return cls(batch.mode, batch.step, **arrays, logprob_requests=asked)
 
     def to_batch(self) -> Batch:

@@ -99,7 +99,7 @@ class CacheManager:
         "The longest cached prefix of its namespace that leaves the tokens that must be computed"
         matchable_len = 0
         if pending.shares_cache:
-            matchable_len = pending.prompt_logprobs.matchable_len(pending.n_tokens)
+            matchable_len = pending.matchable_len
         ids, params = pending.input_ids[:matchable_len], pending.params
         return self.prefix.match_prefix(ids, params.extra_key, params.priority)
 

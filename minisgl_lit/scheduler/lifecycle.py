@@ -17,7 +17,7 @@ import numpy as np
 from ..config import EngineConfig
 from ..core.request import (
     AnswerEnd, Batch, Caller, FinishReason, ForwardOutput, Grammar, Lengths, Logprob,
-    LogprobRequests, LogprobResults, PendingReq, StopCheck, StopChecks)
+    LogprobRequests, LogprobResults, PendingReq, PoolingRequests, StopCheck, StopChecks)
 from ..core.sampling_params import QueueFull, RequestError, SamplingParams
 from ..kv_cache.manager import CacheManager, ReleaseList
 from ..core.outputs import EngineCoreOutputs, EngineCoreOutput, final_output
@@ -343,7 +343,7 @@ class Lifecycle:
             assert output.logprobs is not None   # the engine answers what a batch asks
             for k, i in enumerate(batch.logprob_requests.sampled.tolist()):
                 top_n = pendings[i].params.logprobs or 0
-                logprobs[i] = [_logprob(output.logprobs, k, tokens[i], top_n)]
+                logprobs[i] = [_logprob(output.logprobs, k, tokens[i], top_n, pendings[i].params)]
                 special[i] = True
         if special.any():
             for i in np.flatnonzero(special).tolist():
@@ -417,6 +417,9 @@ class Lifecycle:
         if batch.logprob_requests:
             assert output.logprobs is not None   # the engine answers what a batch asks
             self._process_prompt_logprobs(batch, batch.logprob_requests, output.logprobs)
+        if batch.pooling_requests:
+            assert output.pooled is not None
+            self._process_pooled(batch, batch.pooling_requests, output.pooled)
         for req, computed in zip(batch.reqs, batch.device_lens.tolist()):
             if isinstance(req, ChunkedReq): self._process_chunk(req.pending, computed)
             elif 'first_token' not in req.pending.times: self._start_output(req.pending, now)
@@ -449,15 +452,27 @@ class Lifecycle:
             own = np.flatnonzero(requests.owners == i).tolist()
             if pending.finish_reason or pending.to_finish or pending.kv_invalid: continue
             if np.isfinite(results.logprobs[[first + k for k in own]]).all():
-                top_n = pending.params.prompt_logprobs or 0
-                pending.prompt_logprobs.reported += [_logprob(results, first + k, targets[k], top_n)
-                                                 for k in own]
+                params = pending.params
+                pending.prompt_logprobs.reported += [
+                    _logprob(results, first + k, targets[k], params.prompt_logprobs or 0, params)
+                    for k in own]
+            else: self._process_one_token(pending, no_token, finite=False)
+
+    def _process_pooled(self, batch: Batch, requests: PoolingRequests,
+                        sums: np.ndarray) -> None:
+        "Collect hidden states of prompts"
+        for i, states in zip(requests.owners.tolist(), sums):
+            pending = batch.reqs[i].pending
+            if pending.finish_reason or pending.to_finish or pending.kv_invalid: continue
+            if np.isfinite(states).all(): pending.pooled.add(states, int(batch.device_lens[i]))
             else: self._process_one_token(pending, no_token, finite=False)
 
 # %% ../../nbs/23_scheduler.lifecycle.ipynb #e1af016d
 no_token = -1   # in place of a token that was not sampled
 
-def _logprob(results: LogprobResults, i: int, token: int, top_n: int) -> Logprob:
+def _logprob(results: LogprobResults, i: int, token: int, top_n: int,
+             params: SamplingParams) -> Logprob:
     "Entry `i` of the results, on this token, as a caller gets it"
     top = zip(results.top_ids[i, :top_n].tolist(), results.top[i, :top_n].tolist())
-    return Logprob(token, float(results.logprobs[i]), list(top))
+    named = zip(params.token_ids_logprob, results.named[i].tolist())
+    return Logprob(token, float(results.logprobs[i]), list(top), list(named))

@@ -151,7 +151,7 @@ def one_per_shared_prefix(
     n, seen = -(-min_shared_tokens // page_size) * page_size, set()
     for pending, match in zip(ordered, matches):
         end = match.cached_len + n
-        if end < pending.input_len and pending.params.prompt_logprobs is None:
+        if end <= pending.matchable_len:
             uncached = pending.params.extra_key, pending.input_ids[:end].tobytes()
             if uncached in seen and not is_starving(pending): continue
             seen.add(uncached)

@@ -255,14 +255,20 @@ class RequestValidator:
         return ids
 
     def _check_params(self, n: int, params: SamplingParams) -> None:
-        "`RequestError` if parameters name tokens that do not exist"
-        invalid = [o for o in params.logit_bias or () if o >= self.vocab_size]
-        if invalid:
-            raise RequestError('logit_bias', f'token id {invalid[0]} in logit_bias is outside the '
-                                             f'vocabulary, 0 to {self.vocab_size - 1}')
+        "`RequestError` if parameters name tokens that do not exist, or ask for too much"
+        for name in ('logit_bias', 'token_ids_logprob'):
+            invalid = [o for o in getattr(params, name) or () if o >= self.vocab_size]
+            if invalid:
+                raise RequestError(name, f'token id {invalid[0]} in {name} is outside the '
+                                         f'vocabulary, 0 to {self.vocab_size - 1}')
         if (start := params.logprob_start_len or 0) >= n:
             raise RequestError('logprob_start_len', f'logprob_start_len={start} must be less than '
                                                     f'the length of the prompt, {n}')
+        n_named = len(params.token_ids_logprob)
+        if params.prompt_logprobs is not None and n_named * (n - start) > _MAX_NAMED:
+            raise RequestError(
+                'token_ids_logprob', f'token_ids_logprob={n_named} tokens for each of {n - start} of '
+                f'the prompt are more than {_MAX_NAMED:,}; a larger logprob_start_len asks for fewer')
 
     def _max_len(self, n: int, wanted: int | None) -> int:
         "Longest that the sequence may become, in tokens; `RequestError` if it does not fit"
@@ -277,3 +283,7 @@ class RequestValidator:
             raise RequestError('max_tokens', f'max_tokens={wanted} does not fit after a prompt '
                                f'of {n} tokens: {limit}; at most {longest - n} are possible')
         return n + wanted
+
+# %% ../../nbs/21_scheduler.prefill.ipynb #e4000f8c
+
+_MAX_NAMED = 1 << 20   # logprobs of tokens by name that a prompt may be answered with

@@ -86,9 +86,13 @@ class RefusedMsg(Message, frozen=True):
         return (QueueFull if self.busy else RequestError)(self.field, self.message)
 
 # %% ../../nbs/50_server.messages.ipynb #9dea27c5
+_DTYPES = {'i': '<i8', 'f': '<f4'}   # token ids, and embeddings
+
 def _enc_hook(value: object) -> object:
     "A value that `msgspec` cannot write, as one that it can"
-    if isinstance(value, np.ndarray): return value.astype('<i8').tobytes()
+    if isinstance(value, np.ndarray):
+        kind = 'f' if value.dtype.kind == 'f' else 'i'
+        return kind, value.astype(_DTYPES[kind]).tobytes()
     if isinstance(value, np.generic): return value.item()
     if isinstance(value, Mapping): return dict(value)
     raise TypeError(f'a message cannot carry {value!r}')
@@ -96,8 +100,9 @@ def _enc_hook(value: object) -> object:
 def _dec_hook(cls: type, value: object) -> object:
     "A value of a type that `msgspec` does not know, from what was written for it"
     if cls is object: return value
-    if not isinstance(value, bytes): raise TypeError('Expected token ids as bytes')
-    return np.frombuffer(value, dtype='<i8')
+    match value:
+        case [str(kind), bytes(data)] if kind in _DTYPES: return np.frombuffer(data, _DTYPES[kind])
+    raise TypeError('Expected an array as its kind and its bytes')
 
 # %% ../../nbs/50_server.messages.ipynb #89f1eacf
 ToScheduler = UserMsg | AbortMsg | ControlMsg | StopMsg

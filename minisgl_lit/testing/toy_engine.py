@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['nan_hash', 'mix', 'powers', 'prefix_hashes', 'choose', 'toy_next', 'expected_output', 'segments', 'running_sums',
-           'ToyKV', 'ToyError', 'ToyLaunch', 'ToyEngine']
+           'toy_states', 'ToyKV', 'ToyError', 'ToyLaunch', 'ToyEngine']
 
 # %% ../../nbs/03_testing.toy_engine.ipynb #abd593cc
 import time
@@ -97,6 +97,12 @@ def running_sums(
 
 # %% ../../nbs/03_testing.toy_engine.ipynb #f73df66f
 nan_hash = np.uint64(2**64 - 1)   # in a slot that holds NaN
+
+def toy_states(
+    hashes: np.ndarray,  # Of prefixes, uint64, [n]
+) -> np.ndarray:         # float32, [n]
+    "What stands for the hidden state of each one's last token; NaN where its numbers are lost"
+    return np.where(hashes == nan_hash, np.nan, hashes >> np.uint64(52)).astype(np.float32)
 
 class ToyKV:
     "The toy's keys and values: a slot holds a position and the hash of the prefix up to it."
@@ -238,12 +244,15 @@ class ToyLaunch:
     batch: Batch                # The scheduler's own, which must not change
     hashes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))  # Of prefixes
     done: Event | None = None   # When its next tokens have arrived
+    pooled: np.ndarray = field(init=False)   # Sums of toy states, float32, [m, 1]
     # with `verify`, what was true at the launch:
     copy: Batch = field(init=False)
     known: list[np.ndarray] = field(default_factory=list)   # tokens that the host knew
     users: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # of rows and pages
 
-    def __post_init__(self): self.copy = self.batch
+    def __post_init__(self):
+        self.copy, asked = self.batch, self.batch.pooling_requests
+        self.pooled = np.zeros((len(asked.owners) if asked else 0, 1), np.float32)
 
     # %% ../../nbs/03_testing.toy_engine.ipynb #867cd009
     def take_snapshot(
@@ -335,7 +344,8 @@ class ToyEngine:
         tokens, finite = np.full(n, -1), np.zeros(n, dtype=bool)
         self.stream.submit(partial(self._sample, launched, tokens, finite, mask))
         launched.done = self.stream.record()
-        return ForwardOutput(tokens, finite, launched.done)
+        pooled = launched.pooled if batch.pooling_requests else None
+        return ForwardOutput(tokens, finite, launched.done, pooled=pooled)
 
     # %% ../../nbs/03_testing.toy_engine.ipynb #a2460ce5
     def reset(self) -> None:
@@ -364,6 +374,10 @@ class ToyEngine:
             self.kv.check_tokens(batch, launch.known)
         launch.hashes = self.kv.extend(batch)
         if self.nan_rids: self._poison(launch)
+        if asked := batch.pooling_requests:
+            states = toy_states(self.kv.hash[batch.out_loc])
+            spans = zip(asked.starts, asked.ends)
+            launch.pooled[:] = [[states[start:end].sum()] for start, end in spans]
         if self.verify: self.kv.check_reads(batch)
 
     # %% ../../nbs/03_testing.toy_engine.ipynb #55eb4884

@@ -10,7 +10,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -378,6 +378,8 @@ class RequestOutput:
     prompt_logprobs: list[Logprob] | None = None   # Of the prompt's tokens, if requested
     matched: str | int | None = None               # The stop token or string that ended it
     weight_version: str = ''                       # Of the weights that have computed it
+    # Its pooled hidden state, as the model makes it, float32, [hidden_size], if requested
+    embedding: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def completion_tokens(self) -> int:
@@ -418,7 +420,7 @@ class OutputCollector:
         if reason: self.output = RequestOutput(
             ''.join(self._texts), self._token_ids, reason, new.error, of.prompt_tokens,
             of.cached_tokens, new.times, self._logprobs, new.prompt_logprobs, new.matched,
-            of.weight_version)
+            of.weight_version, new.embedding)
         return Piece(text, ids, reason, new.error, start, new.logprobs, new.prompt_logprobs,
                      new.matched, of.prompt_tokens, of.cached_tokens, n, new.times,
                      of.weight_version)
