@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['nan_hash', 'mix', 'powers', 'prefix_hashes', 'choose', 'toy_next', 'expected_output', 'segments', 'running_sums',
-           'toy_states', 'ToyKV', 'ToyError', 'ToyLaunch', 'ToyEngine']
+           'ToyKV', 'ToyError', 'ToyLaunch', 'ToyEngine', 'toy_states']
 
 # %% ../../nbs/03_testing.toy_engine.ipynb #abd593cc
 import time
@@ -16,7 +16,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from ..core.request import Batch, Event, ForwardOutput
+from ..core.request import Batch, Event, ForwardOutput, PoolingRequests
 from ..device import InlineStream, Stream
 
 # %% ../../nbs/03_testing.toy_engine.ipynb #aeab9693
@@ -97,12 +97,6 @@ def running_sums(
 
 # %% ../../nbs/03_testing.toy_engine.ipynb #f73df66f
 nan_hash = np.uint64(2**64 - 1)   # in a slot that holds NaN
-
-def toy_states(
-    hashes: np.ndarray,  # Of prefixes, uint64, [n]
-) -> np.ndarray:         # float32, [n]
-    "What stands for the hidden state of each one's last token; NaN where its numbers are lost"
-    return np.where(hashes == nan_hash, np.nan, hashes >> np.uint64(52)).astype(np.float32)
 
 class ToyKV:
     "The toy's keys and values: a slot holds a position and the hash of the prefix up to it."
@@ -244,15 +238,14 @@ class ToyLaunch:
     batch: Batch                # The scheduler's own, which must not change
     hashes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))  # Of prefixes
     done: Event | None = None   # When its next tokens have arrived
-    pooled: np.ndarray = field(init=False)   # Sums of toy states, float32, [m, 1]
+    pooled: np.ndarray = field(init=False)   # Sums of toy states first, [n, 1]
     # with `verify`, what was true at the launch:
     copy: Batch = field(init=False)
     known: list[np.ndarray] = field(default_factory=list)   # tokens that the host knew
     users: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # of rows and pages
 
     def __post_init__(self):
-        self.copy, asked = self.batch, self.batch.pooling_requests
-        self.pooled = np.zeros((len(asked.owners) if asked else 0, 1), np.float32)
+        self.copy, self.pooled = self.batch, np.zeros((len(self.batch.reqs), 1), np.float32)
 
     # %% ../../nbs/03_testing.toy_engine.ipynb #867cd009
     def take_snapshot(
@@ -344,8 +337,7 @@ class ToyEngine:
         tokens, finite = np.full(n, -1), np.zeros(n, dtype=bool)
         self.stream.submit(partial(self._sample, launched, tokens, finite, mask))
         launched.done = self.stream.record()
-        pooled = launched.pooled if batch.pooling_requests else None
-        return ForwardOutput(tokens, finite, launched.done, pooled=pooled)
+        return ForwardOutput(tokens, finite, launched.done, pooled=launched.pooled)
 
     # %% ../../nbs/03_testing.toy_engine.ipynb #a2460ce5
     def reset(self) -> None:
@@ -374,13 +366,16 @@ class ToyEngine:
             self.kv.check_tokens(batch, launch.known)
         launch.hashes = self.kv.extend(batch)
         if self.nan_rids: self._poison(launch)
-        if asked := batch.pooling_requests:
-            states = toy_states(self.kv.hash[batch.out_loc])
-            spans = zip(asked.starts, asked.ends)
-            launch.pooled[:] = [[states[start:end].sum()] for start, end in spans]
+        if batch.pooling_requests: self._pool(launch, batch.pooling_requests)
         if self.verify: self.kv.check_reads(batch)
 
     # %% ../../nbs/03_testing.toy_engine.ipynb #55eb4884
+    def _pool(self, launch: ToyLaunch, asked: PoolingRequests) -> None:
+        "Add up the states of the requests that ask for them"
+        states = toy_states(self.kv.hash[launch.batch.out_loc])
+        for i, (start, end) in enumerate(zip(asked.starts, asked.ends)):
+            launch.pooled[i] = states[start:end].sum()
+
     def _poison(self, launch: ToyLaunch) -> None:
         "Let the requests in `nan_rids` become NaN, in their pages and on the way to `sample`"
         batch = launch.batch
@@ -397,3 +392,10 @@ class ToyEngine:
         batch, hashes = launch.batch, launch.hashes[launch.batch.sampled]
         tokens[:], finite[:] = choose(hashes, self.kv.vocab_size, mask), hashes != nan_hash
         self.kv.tokens[batch.rows[batch.sampled], batch.device_lens[batch.sampled]] = tokens
+
+# %% ../../nbs/03_testing.toy_engine.ipynb #c3178b3b
+def toy_states(
+    hashes: np.ndarray,  # Of prefixes, uint64, [n]
+) -> np.ndarray:         # float32, [n]
+    "What stands for the hidden state of each one's last token; NaN where its numbers are lost"
+    return np.where(hashes == nan_hash, np.nan, hashes >> np.uint64(52)).astype(np.float32)
