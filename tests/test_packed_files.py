@@ -1,6 +1,7 @@
-"""Checkpoints in the layouts of GPTQ, AWQ, compressed-tensors and FP8, packed here by their published layouts, and by the package
-compressed-tensors itself: the same tokens as `transformers` on the weights that are meant, and refusals."""
-import json
+"""Checkpoints in the layouts of GPTQ, AWQ, compressed-tensors and FP8, packed here by their published layouts, by the package
+compressed-tensors itself, and by AutoRound, GPTQModel and transformers (`tests/data/make_packed.py`): the same tokens as
+`transformers` on the weights that are meant, and refusals."""
+import hashlib, json
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,34 @@ def test_what_others_wrote(kind, tmp_path, capfd):
         got = [o.token_ids for o in llm.generate(prompts(), GREEDY)]
     assert got == [generate(plain, o) for o in prompts()]
     assert ('widened to float32' in capfd.readouterr().err) == THEIRS[kind][1]
+
+
+DATA = Path(__file__).parent/'data'
+SUMS = json.loads((DATA/'packed_files.json').read_text())['sha256']
+
+@pytest.mark.parametrize('name', SUMS)
+def test_files_that_people_make(name, tmp_path, capfd):
+    "The weights of each layer are those that GPTQModel reads (FP8: transformers), and the tokens those of `transformers` on them"
+    meant = {}
+    for part, o, first in open_checkpoint(DATA/name, True).read():
+        assert first == 0, 'small tensors are read whole'
+        meant[part] = o if isinstance(o, torch.Tensor) else o.dequantize()
+    sums = {part: hashlib.sha256((meant[part].half() + 0.).contiguous().numpy().tobytes()).hexdigest() for part in SUMS[name]}
+    assert sums == SUMS[name] and len(sums) == 14
+    config = json.loads((DATA/name/'config.json').read_text())
+    del config['quantization_config']
+    (tmp_path/'config.json').write_text(json.dumps(config))
+    save_file({part: o.float().contiguous() for part, o in meant.items()}, tmp_path/'model.safetensors', metadata=dict(format='pt'))
+    asked = prompts(90)
+    with LLM(DATA/name, dtype='float32', quantization_compute='exact', num_pages=64) as llm:
+        got = [o.token_ids for o in llm.generate(asked, GREEDY)]
+    assert got == [generate(tmp_path, o) for o in asked] and len({t for o in got for t in o}) > 10
+    assert ('widened to float32' in capfd.readouterr().err) == (name in ('gptq-act-order', 'fp8-blocks'))
+
+def test_act_order_mixes_groups():
+    "In the file, too: else it would show nothing"
+    stated = load_file(DATA/'gptq-act-order/model.safetensors')['model.layers.0.mlp.down_proj.g_idx']
+    assert not torch.equal(stated, stated.sort().values) and stated.bincount().tolist() == [32] * 8
 
 
 def refused(sentence, **settings):
