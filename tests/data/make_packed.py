@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-os.environ |= dict(GPTQMODEL_DISABLE_PACK_EXT='1', GPTQMODEL_CPU_WORKERS='2')
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -105,6 +104,7 @@ def checksum(weight: torch.Tensor) -> str:
     return hashlib.sha256((weight.detach().half() + 0.).contiguous().numpy().tobytes()).hexdigest()
 
 def main() -> None:
+    os.environ |= dict(GPTQMODEL_DISABLE_PACK_EXT='1', GPTQMODEL_CPU_WORKERS='2')   # as GPTQModel reads them
     from reference import make_checkpoint
     with TemporaryDirectory() as folder:
         plain = Path(folder)/'plain'

@@ -1,18 +1,16 @@
 """Write two models in the formats that people have, for `measure.py`: by llama.cpp, GPTQModel, AutoRound, and `minisgl-lit quantize`.
 
     pip install torch==2.13.0 transformers==5.24.0 auto-round==0.16.1 gptqmodel==7.6.0 gguf llama-cpp-python==0.3.36
-    python tests/fewer_bits/train.py WORK/second
-    python tests/fewer_bits/make.py WORK"""
+    PYTHONPATH=. python tests/fewer_bits/train.py WORK/second
+    PYTHONPATH=. python tests/fewer_bits/make.py WORK"""
 import json, os, shutil, sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-os.environ |= dict(GPTQMODEL_DISABLE_PACK_EXT='1', GPTQMODEL_CPU_WORKERS='2')
 import torch
 from tokenizers import Tokenizer
 
-sys.path[:0] = [str(Path(__file__).parents[1]/'data'), str(Path(__file__).parents[2])]
 from minisgl_lit.models.embedded import embedded_path
 from minisgl_lit.models.embedded_tasks import conversation
 
@@ -31,6 +29,7 @@ def examples(folder: Path) -> list[str]:
     return [''.join(text for text, _ in conversation(rng, 3)) for _ in range(EXAMPLES)]
 
 def by_llamacpp(plain: Path, work: Path) -> None:
+    sys.path.append(str(Path(__file__).parents[1]/'data'))
     from make_gguf import quantize, write
     full = work/f'{plain.name}.gguf'
     write(plain, full)
@@ -38,6 +37,7 @@ def by_llamacpp(plain: Path, work: Path) -> None:
 
 def by_gptqmodel(plain: Path, work: Path, texts: Sequence[str]) -> None:
     "GPTQ; its AWQ asks for a GPU"
+    os.environ |= dict(GPTQMODEL_DISABLE_PACK_EXT='1', GPTQMODEL_CPU_WORKERS='2')
     from gptqmodel import GPTQModel, QuantizeConfig
     tokenizer = Tokenizer.from_file(str(plain/'tokenizer.json'))
     coded = [dict(input_ids=ids, attention_mask=[1] * len(ids)) for ids in (tokenizer.encode(o).ids[:LENGTH] for o in texts)]
