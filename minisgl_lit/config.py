@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DTypeName', 'KVDTypeName', 'CacheName', 'EvictionName', 'PolicyName', 'AdmissionName', 'QuantizationName',
-           'ProductName', 'T', 'Config', 'setting', 'kinds', 'accepts', 'allowed', 'check_names', 'EngineConfig',
-           'ServerConfig', 'read', 'add_arguments', 'from_args']
+           'ProductName', 'UnknownName', 'T', 'Config', 'setting', 'kinds', 'accepts', 'allowed', 'check_names',
+           'EngineConfig', 'ServerConfig', 'read', 'add_arguments', 'from_args']
 
 # %% ../nbs/01_config.ipynb #4b337cc6
 import difflib
@@ -28,6 +28,7 @@ PolicyName = Literal['fcfs', 'lpm', 'dfs-weight', 'lof', 'random', 'fair']
 AdmissionName = Literal['reserve', 'optimistic']
 QuantizationName = Literal['int8', 'int4']
 ProductName = Literal['int8', 'exact']
+UnknownName = Literal['refuse', 'ignore']
 _attention = '(auto|native|torch|flashinfer)'
 
 # %% ../nbs/01_config.ipynb #26694a0f
@@ -209,6 +210,8 @@ class ServerConfig(EngineConfig):
     cors: str | None = setting(
         None, 'Web site whose pages may call this server, such as https://example.org; '
         "'*' is any")
+    unknown_fields: UnknownName = setting(
+        'refuse', 'What becomes of a field of a request that has no meaning here')
     max_body_mb: int = setting(32, 'Largest request, in megabytes', low=1)
     max_connections: int | None = setting(
         None, 'Connections at once; None is as many as the limit of open files leaves room for',

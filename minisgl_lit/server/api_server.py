@@ -28,6 +28,7 @@ from ..core.request import FinishReason
 from ..core.sampling_params import RequestError, SamplingParams
 from .callers import Account, Callers
 from .engine_client import EngineClient
+from .fields import ApiError, checking_fields, explain
 from .middleware import middleware_stack
 from .metrics import LiveFeed, Metrics, RequestTimer
 from .messages import UserMsg
@@ -36,7 +37,7 @@ from .native_protocol import (
 from .openai_protocol import (
     ChatRequest, ChatWriter, CompletionRequest, CompletionWriter, ConversationWriter,
     ResponseWriter, check_model, new_id)
-from .protocol import ApiError, GenerateRequest, explain
+from .protocol import GenerateRequest
 from .sse import (
     ClientDisconnected, EventStream, unless_disconnected)
 from .tokenizing import AsyncTokenizer
@@ -445,11 +446,11 @@ def _add_routes(app: FastAPI, api: Api) -> None:
             '/get_model_info': api.model_info, '/get_server_info': api.server_info,
             '/metrics': api.metrics_page}
     for_browsers = {**dict.fromkeys(_PAGE_FILES, api.page), '/live': api.live_events}
-    for path, route in posts.items():
-        app.add_api_route(path, route, methods=['POST'], response_model=None)
-    for path, route in for_admin.items():
-        app.add_api_route(path, route, methods=['POST'], response_model=None,
-                          dependencies=[Depends(needs_admin)])
+    refuse_unknown = api.info.get('unknown_fields') != 'ignore'
+    for path, route in (posts | for_admin).items():
+        app.add_api_route(path, checking_fields(route, refuse_unknown), methods=['POST'],
+                          response_model=None,
+                          dependencies=[Depends(needs_admin)] if path in for_admin else [])
     for path, route in gets.items(): app.add_api_route(path, route, response_model=None)
     for path, route in for_browsers.items():
         app.add_api_route(path, route, response_model=None, include_in_schema=False)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ..core.request import FinishReason, Logprob
+from .fields import ApiObject
 from .openai_protocol import Messages, ResponseWriter
 from ..text.tokenizer import Piece, RequestOutput
 
@@ -88,16 +89,16 @@ class GenerateWriter(ResponseWriter):
         return [event if self.single else event | {'index': index}]
 
 # %% ../../nbs/54a_server.native_protocol.ipynb #1563ef20
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(ApiObject):
     "The body of `/tokenize`."
-    model_config = ConfigDict(strict=True)
+    without_effect = {'model'}
     prompt: str | list[str] | None = None        # A text, or several
     messages: Messages | None = None             # or a conversation
     add_special_tokens: bool = True              # As in a prompt: with the BOS token
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(ApiObject):
     "The body of `/detokenize`."
-    model_config = ConfigDict(strict=True)
+    without_effect = {'model'}
     tokens: list[int] | list[list[int]]   # Of a text, or of several
     skip_special_tokens: bool = True      # Leave out BOS, EOS and the like
 
@@ -108,13 +109,11 @@ class DetokenizeRequest(BaseModel):
         return cast(list[list[int]], self.tokens if several else [self.tokens])
 
 # %% ../../nbs/54a_server.native_protocol.ipynb #060fe856
-class AbortRequest(BaseModel):
+class AbortRequest(ApiObject):
     "The body of `/abort_request`: a rid, or all requests."
-    model_config = ConfigDict(strict=True)
     rid: str | None = Field(default=None, min_length=1, max_length=256)   # Or a prefix and `*`
     abort_all: bool = False                               # or all
 
-class PauseRequest(BaseModel):
+class PauseRequest(ApiObject):
     "The body of `/pause_generation`."
-    model_config = ConfigDict(strict=True)
     mode: Literal['abort', 'in_place', 'retract'] = 'abort'   # What becomes of running requests

@@ -1,0 +1,94 @@
+"What becomes of a field of a request: served on every route, without effect, or refused by name; and no error is in the words of a library."
+import json, re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai.types.chat.completion_create_params as chat_params
+import openai.types.completion_create_params as completion_params
+import pytest
+
+from minisgl_lit import serve
+from minisgl_lit.server.openai_protocol import ChatRequest, CompletionRequest
+from test_serve import HELLO, SMALL, info, post, until, web
+
+LONG = "The pages of a tree are shared by all requests that begin alike, and that is why a tenant has a key of its own."
+ROUTES = {   # what generates: the body of a long prompt
+    "/v1/chat/completions": dict(messages=[dict(role="user", content=LONG)], max_tokens=1),
+    "/v1/completions": dict(prompt=LONG, max_tokens=1), "/generate": dict(text=LONG, sampling_params=dict(max_tokens=1))}
+NEEDED = ROUTES | {"/detokenize": dict(tokens=[5]), "/tokenize": dict(prompt="x"), "/abort_request": dict(rid="x")}   # other bodies may be empty
+
+@pytest.fixture(scope="module")
+def server():
+    with serve(**SMALL, max_seq_len=256, log_interval=0, admin_key="admin") as s: yield s
+
+def ask(server, path, admin=False, **body):
+    headers = {"content-type": "application/json"} | ({"authorization": "Bearer admin"} if admin else {})
+    return web.post(server.url + path, content=json.dumps(body), headers=headers)
+
+def bodies(server):
+    "Each route that takes a body, as the server describes itself"
+    paths = web.get(server.url + "/openapi.json").json()["paths"]
+    return [path for path, routes in paths.items() if "requestBody" in routes.get("post", {})]
+
+def test_an_unknown_field_is_refused_on_every_route(server):
+    for path in bodies(server):
+        error = ask(server, path, admin=True, **NEEDED.get(path, {}), colour_of_the_page="red")
+        assert error.status_code == 400, (path, error.text)
+        assert error.json()["error"]["param"] == "colour_of_the_page" and "colour_of_the_page is not a field" in error.json()["error"]["message"]
+    for path, near in (("/v1/chat/completions", "temprature"), ("/v1/completions", "temprature"), ("/generate", "sampling_param")):
+        assert "did you mean" in ask(server, path, **ROUTES[path], **{near: 0}).json()["error"]["message"]
+    nested = ask(server, "/generate", text="x", sampling_params=dict(temprature=0)).json()["error"]
+    assert nested["param"] == "sampling_params.temprature" and "did you mean temperature?" in nested["message"]
+
+def test_fields_of_others_are_refused_by_name(server):
+    for path, body in ROUTES.items():
+        for name in ("image_data", "lora_path", "session_params", "input_embeds", "web_search_options", "prediction"):
+            error = ask(server, path, **body, **{name: {"a": 1}}).json()["error"]
+            assert error["param"] == name and "is refused: " in error["message"]
+            assert ask(server, path, **body, **{name: None}).status_code == 200
+
+def test_all_fields_of_openai_are_known():
+    "Served, without effect, or refused by name"
+    for ours, theirs in ((ChatRequest, chat_params), (CompletionRequest, completion_params)):
+        names = {*theirs.CompletionCreateParamsBase.__annotations__}
+        unknown = names - {*ours.model_fields} - {*ours.without_effect} - {*ours.refused}
+        assert not unknown, f"{ours.__name__}: {unknown}"
+
+def test_the_guide_lists_fields_without_effect_and_refused_ones():
+    guide = (Path(__file__).parents[1]/"docs/guides/openai-client.md").read_text()
+    rows = {kind: {*re.findall(r"`(\w+)`", row)} for kind, row in re.findall(r"(?m)^\| (served|without effect|refused) \| (.*) \|$", guide)}
+    requests = ChatRequest, CompletionRequest
+    assert rows["without effect"] == {name for o in requests for name in o.without_effect}
+    assert rows["refused"] == {name for o in requests for name in o.refused} | {"best_of"}
+    assert rows["served"] <= {name for o in requests for name in o.model_fields}
+
+def test_unknown_fields_may_be_ignored():
+    with serve(**SMALL, max_seq_len=256, log_interval=0, unknown_fields="ignore") as s:
+        for path, body in ROUTES.items():
+            assert ask(s, path, **body, temprature=0).status_code == 200
+            assert ask(s, path, **body, image_data="cat.png").status_code == 400   # it would change the answer
+
+def cached(server, path, **more):
+    told = ask(server, path, **ROUTES[path], **more).json()
+    return told["meta_info"]["cached_tokens"] if path == "/generate" else told["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_keys_keep_tenants_apart(server, path):
+    "A prompt that was computed under one key is found under it alone, whichever name the key has"
+    assert [cached(server, path, cache_salt=path + "a") > 0, cached(server, path, cache_salt=path + "a") > 0] == [False, True]
+    assert cached(server, path, extra_key=path + "a") > 0
+    assert cached(server, path, extra_key=path + "b") == 0
+
+def test_a_priority_overtakes():
+    "One row; whoever waits with the higher priority is next, on every route"
+    with serve(**SMALL | dict(max_running_req=1), log_interval=0) as s, ThreadPoolExecutor(3) as pool:
+        for path, body in ROUTES.items():
+            ended = []
+            def call(name, **more): ended.append((name, ask(s, path, **body, **more).status_code))
+            running = pool.submit(post, s, "/generate", text="x", sampling_params=dict(max_tokens=250, ignore_eos=True))
+            until(lambda: info(s)["running"] == 1)
+            low = pool.submit(call, "low")
+            until(lambda: info(s)["waiting"] == 1)
+            high = pool.submit(call, "high", priority=5)
+            for o in (running, low, high): o.result()
+            assert ended == [("high", 200), ("low", 200)], path
