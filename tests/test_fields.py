@@ -9,7 +9,7 @@ import pytest
 
 from minisgl_lit import serve
 from minisgl_lit.server.openai_protocol import ChatRequest, CompletionRequest
-from test_serve import HELLO, SMALL, info, post, until, web
+from test_serve import SMALL, info, post, until, web
 
 LONG = "The pages of a tree are shared by all requests that begin alike, and that is why a tenant has a key of its own."
 ROUTES = {   # what generates: the body of a long prompt
@@ -19,7 +19,7 @@ NEEDED = ROUTES | {"/detokenize": dict(tokens=[5]), "/tokenize": dict(prompt="x"
 
 @pytest.fixture(scope="module")
 def server():
-    with serve(**SMALL, max_seq_len=256, log_interval=0, admin_key="admin") as s: yield s
+    with serve(**SMALL | dict(max_running_req=1), max_seq_len=256, log_interval=0, admin_key="admin") as s: yield s
 
 def ask(server, path, admin=False, **body):
     headers = {"content-type": "application/json"} | ({"authorization": "Bearer admin"} if admin else {})
@@ -62,6 +62,7 @@ def test_the_guide_lists_fields_without_effect_and_refused_ones():
     assert rows["refused"] == {name for o in requests for name in o.refused} | {"best_of"}
     assert rows["served"] <= {name for o in requests for name in o.model_fields}
 
+@pytest.mark.long
 def test_unknown_fields_may_be_ignored():
     with serve(**SMALL, max_seq_len=256, log_interval=0, unknown_fields="ignore") as s:
         for path, body in ROUTES.items():
@@ -79,16 +80,18 @@ def test_keys_keep_tenants_apart(server, path):
     assert cached(server, path, extra_key=path + "a") > 0
     assert cached(server, path, extra_key=path + "b") == 0
 
-def test_a_priority_overtakes():
-    "One row; whoever waits with the higher priority is next, on every route"
-    with serve(**SMALL | dict(max_running_req=1), log_interval=0) as s, ThreadPoolExecutor(3) as pool:
-        for path, body in ROUTES.items():
-            ended = []
-            def call(name, **more): ended.append((name, ask(s, path, **body, **more).status_code))
-            running = pool.submit(post, s, "/generate", text="x", sampling_params=dict(max_tokens=250, ignore_eos=True))
-            until(lambda: info(s)["running"] == 1)
-            low = pool.submit(call, "low")
-            until(lambda: info(s)["waiting"] == 1)
-            high = pool.submit(call, "high", priority=5)
-            for o in (running, low, high): o.result()
-            assert ended == [("high", 200), ("low", 200)], path
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_priority_overtakes(server, path):
+    "One row; whoever waits with the higher priority is next"
+    ended, body = [], ROUTES[path]
+    def call(name, **more): ended.append((name, ask(server, path, **body, **more).status_code))
+    with ThreadPoolExecutor(3) as pool:
+        running = pool.submit(post, server, "/generate", text="x", rid="first", sampling_params=dict(max_tokens=250, ignore_eos=True))
+        until(lambda: info(server)["running"] == 1)
+        low = pool.submit(call, "low")
+        until(lambda: info(server)["waiting"] == 1)
+        high = pool.submit(call, "high", priority=5)
+        until(lambda: info(server)["waiting"] == 2)
+        ask(server, "/abort_request", admin=True, rid="first")
+        for o in (running, low, high): o.result()
+    assert ended == [("high", 200), ("low", 200)]
