@@ -19,6 +19,7 @@ def flags(parser):
 def command(name, parser, depth, said):
     "The section of one command, and those of its own commands; rows in `said` stand on the page already"
     if fill := getattr(parser, "fill", None): fill(parser)
+    parser.show_all()
     first, _, rest = (parser.description or "").partition("\n\n")
     parts = [f"{'#'*depth} minisgl-lit {name}", cell(first)]
     if rest.strip(): parts.append(cell(rest))
@@ -38,7 +39,7 @@ def command(name, parser, depth, said):
 def cli(parser):
     "The reference of the command line"
     [commands] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    intro = ("# The command line\n\nMade from the program itself: `minisgl-lit COMMAND --help` says the same. A flag of the settings is a field of "
+    intro = ("# The command line\n\nMade from the program itself: `minisgl-lit COMMAND --help-all` says the same. A flag of the settings is a field of "
              "{py:obj}`EngineConfig <minisgl_lit.config.EngineConfig>` or {py:obj}`ServerConfig <minisgl_lit.config.ServerConfig>` with dashes, so `LLM(page_size=32)`, "
              "`serve(page_size=32)` and `--page-size 32` are one thing. With no command, the program serves.")
     said = set()

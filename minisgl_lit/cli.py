@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Ask', 'keys', 'Question', 'benchmarks', 'examples', 'serve', 'local', 'remote', 'reply', 'talk', 'ChatConfig', 'chat',
-           'question', 'generate', 'settings_of', 'serving', 'bench', 'doctor', 'quantize', 'make_parser', 'main']
+           'question', 'generate', 'settings_of', 'serving', 'bench', 'doctor', 'config', 'quantize', 'completion',
+           'complete', 'make_parser', 'main']
 
 # %% ../nbs/63_cli.ipynb #a7348d20
 import asyncio
@@ -25,7 +26,8 @@ from typing import TYPE_CHECKING, cast
 import minisgl_lit
 from .cli_arguments import (
     Parser, add_sampling_arguments, add_settings, read_sampling_params, sampling_flags)
-from .config import EngineConfig, ServerConfig, check_names, from_args, setting
+from .config import EngineConfig, ServerConfig, check_names, setting
+from .config_sources import PREFIX, from_args, sourced_settings
 from .log import LogFile, write_text
 
 if TYPE_CHECKING:   # only names in annotations: `--help` shall not wait for them
@@ -40,13 +42,6 @@ def _interruptible() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-def _key(given: str | None, variable: str) -> str | None:
-    "A key: the flag's, else that of the environment variable, which must be valid"
-    value = os.environ.get(variable)
-    if given or value is None: return given
-    if (key := value.strip()) and key.isascii(): return key
-    raise ValueError(f'{variable} must be ASCII text that is not empty, or not set')
-
 def _say(sentence: str) -> None:
     "A line of `serve` on standard error; if none can be written within a second, none"
     with LogFile(sys.stderr) as log: print(f'minisgl-lit serve: {sentence}', file=log)
@@ -59,13 +54,11 @@ def serve(
     When it is ready, one line on standard output ends in the URL."""
     from minisgl_lit.server.middleware import keep_little_memory
     config, start = from_args(ServerConfig, args), minisgl_lit.serve
-    for name in 'api_key', 'admin_key':
-        if getattr(config, name): _say(
-            f'--{name.replace("_", "-")} can be read in the list of processes by every user of '
-            f'this machine; set MINISGL_LIT_{name.upper()} instead')
-    if not config.api_keys:
-        config = replace(config, api_key=_key(config.api_key, 'MINISGL_LIT_API_KEY'))
-    config = replace(config, admin_key=_key(config.admin_key, 'MINISGL_LIT_ADMIN_KEY'))
+    typed = [o for o in ('api_key', 'admin_key') if vars(args).get(o)]
+    for name in typed: _say(
+        f'--{name.replace("_", "-")} can be read in the list of processes by every user of '
+        f'this machine; set MINISGL_LIT_{name.upper()} instead')
+    if config.api_keys and 'api_key' not in typed: config = replace(config, api_key=None)
     _interruptible()
     keep_little_memory()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -167,7 +160,8 @@ class ChatConfig(EngineConfig):
         form=r'https?://[^/\s]+\S*', words='an address such as http://127.0.0.1:1919')
     api_key: str | None = setting(
         None,
-        'What that server wants as a bearer token; None takes the variable OPENAI_API_KEY')
+        'What that server wants as a bearer token; None takes the variable OPENAI_API_KEY',
+        form='[ -~]+', words='ASCII text that is not empty')
 
 def _engine_settings(config: EngineConfig) -> dict[str, object]:
     "Those settings of a config that are the engine's, without the model"
@@ -380,6 +374,22 @@ def doctor(
     print(json.dumps([asdict(o) for o in findings]) if args.json else table(findings))
     return 0
 
+# %% ../nbs/63_cli.ipynb #da198246
+def config(
+    args: Namespace,  # With the fields of `ServerConfig`, `settings_file`, `json`, `all`
+) -> int:
+    "Print the settings that hold for serve, and where each was given. Keys are not shown."
+    found = sourced_settings(ServerConfig, args)
+    shown = {k: '(not shown)' if k.endswith('_key') and o.value else o.value for k, o in found.items()}
+    given = {k: o.source for k, o in found.items() if args.all or o.source != 'default'}
+    known = {PREFIX + k.upper() for k in found}
+    for name in sorted(o for o in os.environ if o.startswith(PREFIX) and o not in known):
+        print(f'{name} is no setting and has no effect', file=sys.stderr)
+    if args.json: print(json.dumps({k: dict(value=shown[k], source=o) for k, o in given.items()}))
+    else: print('\n'.join(f'{k:24} {shown[k]!s:28} {o}' for k, o in given.items())
+                or 'all settings have their defaults; --all shows them')
+    return 0
+
 # %% ../nbs/63_cli.ipynb #2e74be1d
 def quantize(
     args: Namespace,  # With `model`, `out`, `bits`, `group` and `calibrate`
@@ -391,6 +401,21 @@ def quantize(
     before, after = (f'{o / 1e6:,.1f} MB' for o in sizes)
     print(f'{after} of weights instead of {before}; minisgl-lit serve --model {args.out}')
     return 0
+
+# %% ../nbs/63_cli.ipynb #acd70692
+def completion(
+    args: Namespace,  # With `shell`
+) -> int:
+    "Print what makes a shell complete commands and flags: eval it, or add it to its startup file."
+    from argcomplete import shellcode
+    print(shellcode(['minisgl-lit'], shell=args.shell))
+    return 0
+
+def complete() -> None:
+    "If a shell asks for completions, answer, and leave"
+    if '_ARGCOMPLETE' not in os.environ: return
+    import argcomplete
+    argcomplete.autocomplete(make_parser(), print_suppressed=True)   # all flags, not ten
 
 # %% ../nbs/63_cli.ipynb #9b4b4ba2
 examples = dict(
@@ -406,8 +431,12 @@ examples = dict(
            'start --json'],
     doctor=['',
             '--model Qwen/Qwen3-0.6B'],
+    config=['--config serve.toml --port 8000',
+            '--all'],
     quantize=['Qwen/Qwen3-0.6B small --bits 4',
-              'path/to/checkpoint small --calibrate texts.jsonl'])
+              'path/to/checkpoint small --calibrate texts.jsonl'],
+    completion=['bash >> ~/.bashrc',
+                'fish > ~/.config/fish/completions/minisgl-lit.fish'])
 
 def _add_command(
     parent: Parser, run: Callable[[Namespace], int], config: type[EngineConfig] | None,
@@ -427,7 +456,8 @@ def make_parser() -> Parser:
     "The whole command line"
     parser = Parser(
         'minisgl-lit', description='An LLM serving engine that is a book. Alone, it serves.',
-        epilog='minisgl-lit COMMAND --help shows all settings of a command, with examples.')
+        epilog='minisgl-lit COMMAND --help shows a command with examples, --help-all all its '
+               'settings.')
     version = f'minisgl-lit {minisgl_lit.__version__}'
     parser.add_argument('--version', action='version', version=version)
     parser.add_commands(title='commands', dest='command', metavar='COMMAND')
@@ -450,6 +480,12 @@ def make_parser() -> Parser:
     looking.add_argument('--json', action='store_true', help='print JSON, in one line')
     looking.add_argument('--model', metavar='NAME', help='say, too, what of this model fits; on '
                          'the hub only its config is read')
+    asking = _add_command(parser, config, ServerConfig)
+    asking.add_argument('--all', action='store_true', help='show defaults, too')
+    asking.add_argument('--json', action='store_true', help='print JSON, in one line')
+    completing = _add_command(parser, completion, None)
+    completing.add_argument('shell', choices=('bash', 'zsh', 'fish'), metavar='SHELL',
+                            help='bash, zsh or fish')
     add = _add_command(parser, quantize, None).add_argument
     add('model', metavar='MODEL', help="a folder, a name on the model hub, or 'embedded'")
     add('out', metavar='OUT', help='the folder to write, which must not exist or be empty')
@@ -475,6 +511,7 @@ def main(
 ) -> int:                           # Exit code
     "The program `minisgl-lit`, also `python -m minisgl_lit`"
     try:
+        complete()
         try: return _run(sys.argv[1:] if argv is None else argv)
         finally: sys.stdout.flush()
     except KeyboardInterrupt: return 130

@@ -11,7 +11,7 @@ __all__ = ['DTypeName', 'KVDTypeName', 'CacheName', 'EvictionName', 'PolicyName'
 import difflib
 import os
 import re
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
@@ -197,14 +197,14 @@ class ServerConfig(EngineConfig):
     served_model_name: str | None = setting(
         None, "What callers call the model; None is the last part of model's name")
     api_key: str | None = setting(
-        None, 'What callers must send as their bearer token; None asks for nothing, but the '
-        'command line then takes the variable MINISGL_LIT_API_KEY')
+        None, 'What callers must send as their bearer token; None asks for nothing',
+        form='[ -~]+', words='ASCII text that is not empty')
     api_keys: str | None = setting(
         None, 'A TOML or JSON file that names several callers, each with a key, and if wanted '
         'a weight and limits; instead of api_key')
     admin_key: str | None = setting(
         None, 'The bearer token for /pause_generation, /flush_cache and the like, which the keys '
-        'of callers do not open; None takes the variable MINISGL_LIT_ADMIN_KEY')
+        'of callers do not open', form='[ -~]+', words='ASCII text that is not empty')
     protect_metrics: bool = setting(
         False, 'Whether /health and /metrics ask for a key too')
     cors: str | None = setting(
@@ -238,8 +238,6 @@ def read(
     return next((o for o in values if accepts(f, o)), values[0])
 
 # %% ../nbs/01_config.ipynb #78272d00
-Config = TypeVar('Config', bound=EngineConfig)
-
 def add_arguments(
     parser: ArgumentParser,   # Gets one flag for each field
     cls: type[EngineConfig],  # The config whose fields they are
@@ -250,12 +248,3 @@ def add_arguments(
         about = f'{f.metadata["help"]} ({allowed(f)}; default: {default})'
         parser.add_argument('--' + f.name.replace('_', '-'), type=partial(read, f),
                             default=SUPPRESS, help=about.replace('%', '%%'))
-
-def from_args(
-    cls: type[Config],  # What to make
-    args: Namespace,    # What a parser with its flags returned
-) -> Config:
-    "A config from the command line; wrong values are refused as `cls` refuses them"
-    given, names = vars(args), [f.name for f in fields(cls)]
-    make = cast(Callable[..., Config], cls)   # it checks its fields itself
-    return make(**{name: given[name] for name in names if name in given})

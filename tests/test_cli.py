@@ -165,6 +165,7 @@ def test_every_benchmark_has_flags_for_all_it_takes():
         config = cli.from_args(parsed.config, parsed)
         assert {k: getattr(config, k) for k in params if k != 'config'} == {k: o.default for k, o in params.items() if k != 'config'}
         assert isinstance(config, EngineConfig) == ('config' in params)
+        parsed.parser.show_all()
         text = parsed.parser.format_help()
         for k in params.keys() - {'config'}: assert '--' + k.replace('_', '-') in text
 
@@ -191,7 +192,7 @@ def test_the_nearest_command_is_named(run, typed, meant):
 
 def test_nothing_is_near(run):
     code, out, err = run('nonsense')
-    assert (code, out, err.count('\n')) == (2, '', 1) and 'nonsense is none of serve, chat, generate, bench, doctor, quantize; see' in err
+    assert (code, out, err.count('\n')) == (2, '', 1) and 'nonsense is none of serve, chat, generate, bench, doctor, config, completion, quantize; see' in err
 
 def test_a_failed_request_is_code_1(run, monkeypatch, llm):
     "Others' answers are printed all the same"

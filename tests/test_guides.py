@@ -13,7 +13,8 @@ from urllib.request import urlopen
 import pytest, yaml
 
 from minisgl_lit import cli, serve
-from minisgl_lit.config import ServerConfig, from_args
+from minisgl_lit.config import ServerConfig
+from minisgl_lit.config_sources import from_args
 from minisgl_lit.models.embedded import embedded_path
 
 root = Path(__file__).resolve().parents[1]
@@ -103,6 +104,7 @@ def follow(page, it):
     for kind, body in blocks(page):
         if kind == "text" and printed is not None: check(body, printed, page.stem)
         printed = it.python(body) if kind == "python" else None
+        if kind == "toml": Path(body.split()[1]).write_text(body)   # its first line is `# name`
         if kind == "console":
             for command, expected in commands(body):
                 if not why_not(command): it.console(command, expected)
@@ -128,7 +130,7 @@ def test_commands_that_are_only_read(page, command, reason):
 
 def test_every_block_is_of_a_kind_that_is_checked():
     kinds = {kind for page in guides for kind, _ in blocks(page)}
-    assert kinds - {"{toctree}"} == {"python", "console", "text", "ini", "nginx", "yaml"}
+    assert kinds - {"{toctree}"} == {"python", "console", "text", "toml", "ini", "nginx", "yaml"}
 
 def one(name, kind): return next(body for k, body in blocks(root/"docs"/"guides"/name) if k == kind)
 

@@ -3,6 +3,7 @@
 Work is counted in tokens and steps; nothing is timed.
 """
 import asyncio, json, logging
+from argparse import Namespace
 from concurrent.futures import Future
 from itertools import combinations
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from minisgl_lit import serve
-from minisgl_lit.cli import _key
+from minisgl_lit.config_sources import from_args
 from minisgl_lit.config import EngineConfig, ServerConfig
 from minisgl_lit.core.request import Caller, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull, RequestError, SamplingParams
@@ -390,7 +391,7 @@ def test_a_server_starts_with_right_keys_only(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="other users of this machine may read"): callers = Callers.from_config(ServerConfig(api_keys=str(file)))
     assert callers.identify(b"bEaReR 0123456789abcdef").name == "a" and callers.identify(b"Bearer 0123456789abcdeF") is None
     monkeypatch.setenv("MINISGL_LIT_ADMIN_KEY", " operator\n")
-    assert _key(None, "MINISGL_LIT_ADMIN_KEY") == "operator"
+    assert from_args(ServerConfig, Namespace()).admin_key == "operator"
 
 def test_an_account_without_limits_counts_nothing():
     account = Account("a")
