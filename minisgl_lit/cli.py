@@ -407,7 +407,7 @@ def completion(
     args: Namespace,  # With `shell`
 ) -> int:
     "Print what makes a shell complete commands and flags: eval it, or add it to its startup file."
-    from argcomplete import shellcode
+    from argcomplete.shell_integration import shellcode
     print(shellcode(['minisgl-lit'], shell=args.shell))
     return 0
 

@@ -11,7 +11,7 @@ from argparse import (
     SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction)
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn
 
 import minisgl_lit
 from .config import EngineConfig, ServerConfig, add_arguments

@@ -65,13 +65,14 @@ def gather(
     environ: Mapping[str, str],      # Variables of the environment
     path: str | None = None,         # A file with settings
 ) -> dict[str, Sourced]:
-    "The value of every setting, and its source; `ValueError` names the source of a wrong one"
+    "The value of every setting, and its source; `ValueError` says which one is wrong, and where"
     in_file, gathered = read_file(path) if path else {}, {}
     for f in fields(cls):
         first, *_ = _sources(f, flags, environ, in_file, path or '')
         if not accepts(f, first.value):
             shown = 'this one' if f.name.endswith('_key') else repr(first.value)
-            raise ValueError(f'{f.name} must be {allowed(f)}, not {shown} ({first.source})')
+            where = '' if f.name in flags else f' ({first.source})'
+            raise ValueError(f'{f.name} must be {allowed(f)}, not {shown}{where}')
         gathered[f.name] = first
     return gathered
 
