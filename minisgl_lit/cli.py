@@ -380,7 +380,8 @@ def config(
 ) -> int:
     "Print the settings that hold for serve, and where each was given. Keys are not shown."
     found = sourced_settings(ServerConfig, args)
-    shown = {k: '(not shown)' if k.endswith('_key') and o.value else o.value for k, o in found.items()}
+    keys = {k: '(not shown)' for k, o in found.items() if k.endswith('_key') and o.value}
+    shown = {k: o.value for k, o in found.items()} | keys
     given = {k: o.source for k, o in found.items() if args.all or o.source != 'default'}
     known = {PREFIX + k.upper() for k in found}
     for name in sorted(o for o in os.environ if o.startswith(PREFIX) and o not in known):
@@ -415,7 +416,7 @@ def complete() -> None:
     "If a shell asks for completions, answer, and leave"
     if '_ARGCOMPLETE' not in os.environ: return
     import argcomplete
-    argcomplete.autocomplete(make_parser(), print_suppressed=True)   # all flags, not ten
+    argcomplete.autocomplete(make_parser(), print_suppressed=True)
 
 # %% ../nbs/63_cli.ipynb #9b4b4ba2
 examples = dict(

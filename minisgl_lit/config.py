@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DTypeName', 'KVDTypeName', 'CacheName', 'EvictionName', 'PolicyName', 'AdmissionName', 'QuantizationName',
-           'ProductName', 'UnknownName', 'T', 'Config', 'setting', 'kinds', 'accepts', 'allowed', 'check_names',
-           'EngineConfig', 'ServerConfig', 'read', 'add_arguments', 'from_args']
+           'ProductName', 'UnknownName', 'T', 'setting', 'kinds', 'accepts', 'allowed', 'check_names', 'EngineConfig',
+           'ServerConfig', 'read', 'add_arguments']
 
 # %% ../nbs/01_config.ipynb #4b337cc6
 import difflib

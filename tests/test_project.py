@@ -109,7 +109,7 @@ def test_modules_import_each_other_relatively():
 
 def test_every_import_is_required():
     "What the package imports is the standard library, itself, or in a list of settings.ini."
-    dist = {"flashinfer": "flashinfer-python", "zmq": "pyzmq", "IPython": "ipywidgets", "prometheus_client": "prometheus-client"}
+    dist = {"flashinfer": "flashinfer-python", "yaml": "pyyaml", "zmq": "pyzmq", "IPython": "ipywidgets", "prometheus_client": "prometheus-client"}
     listed = {re.match(r"[\w-]+", o)[0] for k in cfg for o in cfg[k].split() if k.endswith("requirements") and k[:4] not in ("dev_", "docs")}
     used = {i.split(".")[0]: m for m in modules(root) for i in imports((root/m).read_text(), dotted(m))}
     bad = {i: m for i, m in used.items() if i not in sys.stdlib_module_names and i != pkg and dist.get(i, i) not in listed}
