@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DTypeName', 'KVDTypeName', 'CacheName', 'EvictionName', 'PolicyName', 'AdmissionName', 'QuantizationName',
-           'ProductName', 'UnknownName', 'T', 'setting', 'kinds', 'accepts', 'allowed', 'check_names', 'EngineConfig',
-           'ServerConfig', 'read', 'add_arguments']
+           'ProductName', 'UnknownName', 'ReasoningParserName', 'T', 'setting', 'kinds', 'accepts', 'allowed',
+           'check_names', 'EngineConfig', 'ServerConfig', 'read', 'add_arguments']
 
 # %% ../nbs/01_config.ipynb #4b337cc6
 import difflib
@@ -29,6 +29,7 @@ AdmissionName = Literal['reserve', 'optimistic']
 QuantizationName = Literal['int8', 'int4']
 ProductName = Literal['int8', 'exact']
 UnknownName = Literal['refuse', 'ignore']
+ReasoningParserName = Literal['auto', 'none', 'qwen3', 'deepseek-r1', 'gpt-oss']
 _attention = '(auto|native|torch|flashinfer)'
 
 # %% ../nbs/01_config.ipynb #26694a0f
@@ -161,6 +162,8 @@ class EngineConfig:
         'auto', 'Largest batch whose decode steps are captured, as CUDA graphs or, on a CPU, as a '
         'plan; 0 captures none')
     seed: int | None = setting(None, 'Start of all randomness; None draws one')
+    reasoning_parser: ReasoningParserName = setting(
+        'auto', "How the model's thinking is told from its answer; auto: as its chat template says")
     max_queued_req: int = setting(4096, 'Requests that may wait; more are refused', low=1)
     threads: int | None = setting(
         None, 'Threads that compute on a CPU; None is one for each core it may use',

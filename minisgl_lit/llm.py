@@ -28,6 +28,7 @@ from .core.outputs import EngineCoreOutput
 from .core.request import Logprob
 from .core.sampling_params import QueueFull, RequestError, SamplingParams
 from .runtime import Runtime, build
+from .text.chat_template import ChatOptions
 from .text.embedding import (
     EmbeddingConfig, embedding, embedding_params, joined, label_scores, score_params)
 from .text.tokenizer import OutputCollector, Piece, RequestOutput, Tokenizer
@@ -219,7 +220,7 @@ class EngineDriver:
                 except RequestError as e:
                     what = f'prompt {i}: {e}' if len(prompts) > 1 else str(e)
                     raise RequestError(e.field, what) from None
-                collector = OutputCollector(self.tokenizer, choice)
+                collector = OutputCollector(self.tokenizer, choice, ids)
                 requests.append(RequestState(next(self._rids), ids, choice, collector, streamed))
         return requests
 
@@ -314,11 +315,20 @@ class LLM(LoadedModel):
         messages: Dialog | Sequence[Dialog],   # A conversation, or a list of them
         params: Params = None,                 # Sampling parameters: for all, or one for each
         progress: bool | None = None,          # A bar; `None`: for four or more, in a terminal
+        *,
+        chat_template_kwargs: Mapping[str, object] | None = None,   # For the chat template
+        reasoning_effort: str | None = None,        # How much to think; 'none': not at all
+        add_generation_prompt: bool | None = None,  # End with the header of the model's turn? Yes
+        continue_final_message: bool = False,       # Go on in the last message, the model's own
     ) -> RequestOutput | list[RequestOutput]:  # One for a conversation; else as in `generate`
-        "Write the next message of a conversation"
+        "Write the next message of a conversation; what the model thinks first is told from it"
+        options = ChatOptions(chat_template_kwargs or {}, reasoning_effort, add_generation_prompt,
+                              continue_final_message)
+        encode = partial(self.tokenizer.chat, options=options)
         many = len(messages) > 0 and not isinstance(messages[0], Mapping)
         dialogs = cast(Sequence[Dialog], messages if many else [messages])
-        requests = self._driver.make_requests(dialogs, self.tokenizer.chat, params)
+        own = [o.for_chat() for o in params_per_prompt(params, len(dialogs))]
+        requests = self._driver.make_requests(dialogs, encode, own)
         answers = self._driver.collect(requests, progress)
         return answers if many or len(answers) > 1 else answers[0]
 

@@ -23,7 +23,7 @@ from .models.decoder import ModelConfig, shard_config
 from .scheduler.control import Control
 from .scheduler.lifecycle import Observer
 from .scheduler.scheduler import Scheduler
-from .text.tokenizer import TextStopChecks, Tokenizer
+from .text.tokenizer import TextStopChecks, Tokenizer, thinking_maker
 
 # %% ../nbs/51a_runtime.ipynb #aed8c4f1
 @dataclass
@@ -67,7 +67,8 @@ def build(
     threads = set_threads(config.threads, config.tp)
     if not on_gpu: warn_if_spinning(threads)
     shard_config(model, config.tp)   # raises if `tp` does not fit, before a process is started
-    tokenizer, eos = Tokenizer(resolved.path), frozenset(model.eos_token_ids)
+    tokenizer = Tokenizer(resolved.path, config.reasoning_parser)
+    eos = frozenset(model.eos_token_ids)
     grammars = GrammarCompiler(tokenizer.backend, model.vocab_size, eos)
     ranks = start_ranks(config.tp)
     try:
@@ -78,7 +79,7 @@ def build(
         scheduler = Scheduler(
             leader, CacheManager(memory.num_pages, table, prefix), model.vocab_size, clock,
             replace(config, overlap=overlap), eos, model.generation,
-            TextStopChecks(tokenizer), make_grammar=grammars)
+            TextStopChecks(tokenizer), None, grammars, thinking_maker(tokenizer))
         if observe: scheduler.observer = observe(scheduler)
         scheduler.idle_step()
     except BaseException:

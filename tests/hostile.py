@@ -98,6 +98,22 @@ post('arguments of a call of 10 MB', 'text', CHAT, lambda i: {'messages': [{'rol
 post('arguments of a call, nested 100,000 deep', 'text', CHAT, lambda i: {'messages': [{'role': 'assistant', 'tool_calls': [
     {'id': 'a', 'type': 'function', 'function': {'name': 'f', 'arguments': '[' * 100_000}}]}]})
 
+# what goes to the chat template, and thinking
+def switches(name: str, make: Callable[[int], object], allowed: Iterable[int] = REFUSED, **fields: object) -> None:
+    post(f'switches of a template, {name}', 'text', CHAT, lambda i: chat(chat_template_kwargs=make(i), **fields), allowed)
+switches('10 MB', lambda i: {'enable_thinking': text(TEN_MB)})
+switches('100,000 of them', lambda i: {f's{k}': False for k in range(100_000)})
+switches('nested 900 deep', lambda i: {'enable_thinking': json.loads('[' * 900 + ']' * 900)}, LEGAL)
+switches('a name of 1 MB', lambda i: {'e' * 1_000_000: True})
+switches('those of the request', lambda i: {'messages': [], 'tools': [], 'self': 1, 'budget': 1})
+switches('what the template calls', lambda i: {'range': 1, 'namespace': 2, 'raise_exception': 'x', 'strftime_now': []}, LEGAL)
+post('a thought of 10 MB', 'text', CHAT, lambda i: {'messages': [{'role': 'assistant', 'content': 'x', 'reasoning_content': text(TEN_MB)}]}, LEGAL)
+post('a message of 10 MB, to be continued', 'text', CHAT, lambda i: MODEL | {'messages': [{'role': 'assistant', 'content': text(TEN_MB)}], 'continue_final_message': True})
+post('reasoning_effort of 1 MB', 'text', CHAT, lambda i: chat(reasoning_effort='much' * 250_000))
+post('a budget for thinking of 10³⁰ tokens', 'text', CHAT, lambda i: chat(max_thinking_tokens=10**30))
+post('a budget for thinking of half a token', 'text', GENERATE, lambda i: generate('x', max_thinking_tokens=.5))
+post('a prompt of marks of thinking', 'text', COMPLETIONS, lambda i: completion('<think></think>' * 900, separate_reasoning=True), LEGAL)
+
 def hang_up(key: bytes, i: int) -> Iterator[Step]:
     yield posted(COMPLETIONS, json.dumps(completion(text(TEN_MB))).encode(), key)
     yield from (.5, HANG_UP)

@@ -8,10 +8,11 @@ from unittest.mock import patch
 
 from hypothesis import HealthCheck, Phase, seed, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+import numpy as np
 import pytest
 
 from minisgl_lit.config import AdmissionName, EngineConfig, EvictionName, PolicyName
-from minisgl_lit.core.request import Caller, ForwardMode
+from minisgl_lit.core.request import Caller, ForwardMode, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
 from minisgl_lit.device import ManualStream
 from minisgl_lit.kv_cache.manager import CacheManager
@@ -21,6 +22,7 @@ from minisgl_lit.scheduler.control import Control
 from minisgl_lit.scheduler.policy import Fair
 from minisgl_lit.scheduler.prefill import PrefillAdder
 from minisgl_lit.scheduler.scheduler import Observer, Scheduler
+from minisgl_lit.scheduler.thinking import AnswerAfterThinking, is_allowed
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output, prefix_hashes, toy_states
 
 VOCAB, MAX_SEQ_LEN = 13, 40
@@ -37,7 +39,7 @@ SETTINGS = dict(    # drawn anew for each life, by the names of the config
     max_prefill_streak=st.none() | st.integers(1, 3), preempt_threshold=st.integers(0, 3), priority_aging=st.none() | st.integers(1, 9),
     queue_timeout=st.sampled_from([None, None, 40.]), run_timeout=st.sampled_from([None, None, 60.]), seed=st.just(0))
 ELSEWHERE = dict(   # settings that the scheduler does not see
-    model='parity', device='parity', dtype='parity', attention='parity', memory_ratio='engine', max_seq_len='fixed: rows of 40 tokens',
+    model='parity', reasoning_parser='reasoning', device='parity', dtype='parity', attention='parity', memory_ratio='engine', max_seq_len='fixed: rows of 40 tokens',
     max_recv_per_step='workers', threads='engine', dummy_weights='weights', tp='parallel', cuda_graph_max_bs='graph',
     kv_dtype='attention', quantization='quantized', quantization_group='quantized', quantization_compute='quantized')
 
@@ -61,6 +63,31 @@ def in_threes(prompt: list[int], n: int, stop) -> list[int]:
         tokens.append(next(t % VOCAB for t in range(token, token + VOCAB) if t % VOCAB % 3 == i % 3))
         if tokens[-1] in stop: break
     return tokens[len(prompt):]
+
+class Thoughts:
+    "Tokens from 1 on to the next 2; an odd prompt has had its 1, an even one leaves that to the model"
+    opening, in_answer = [1], False
+    def __init__(self, pending): self.n_tokens, self.active, self.over = 0, bool(pending.input_len % 2), False
+    @property
+    def ending(self): return [2] if self.active else []
+    def push(self, token):
+        before, first = self.active, not (self.active or self.over)
+        if before: self.active, self.over = token != 2, token == 2
+        elif first: self.active, self.over = token == 1, token != 1
+        self.n_tokens += before and self.active
+
+def with_thoughts(prompt, params, stop):
+    "The answer to a prompt whose thinking is told from it, as the model alone would give it under the same masks"
+    pending, mask = PendingReq('', np.array(prompt), params, MAX_SEQ_LEN), np.zeros(1, dtype=np.int32)
+    thoughts, tokens = Thoughts(pending), list(prompt)
+    rules = AnswerAfterThinking(thoughts, InThrees(pending) if params.regex else None, params.max_thinking_tokens, stop)
+    for _ in range(params.max_tokens):
+        rules.mask(mask)
+        token = expected_output(tokens, 1, VOCAB)[0]
+        tokens.append(next(t % VOCAB for t in range(token, token + VOCAB) if is_allowed(mask, t % VOCAB)))
+        thoughts.push(tokens[-1])
+        if rules.accept(tokens[-1]) or tokens[-1] in stop: break
+    return tokens[len(prompt):], thoughts.n_tokens
 
 class Ledger(CacheManager):
     "Notes duplicates, and prompts that are passed over"
@@ -112,7 +139,7 @@ def serving(seen: Counter, lives: list[int]):
             self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']))
             config = EngineConfig(**setting | dict(num_pages=num_pages))
             self.notes = Notes(config)
-            self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, make_grammar=InThrees)
+            self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, make_grammar=InThrees, make_thinking=Thoughts)
             self.s.prefill.policy.min_shared_tokens = at_least   # tokens worth waiting for, if somebody else computes them
             self.right, self.told, self.ends, self.pooled, self.aborted, self.n = {}, {}, {}, {}, set(), 0
             self.timed = config.queue_timeout or config.run_timeout
@@ -125,10 +152,11 @@ def serving(seen: Counter, lives: list[int]):
 
         @rule(head=st.integers(0, len(SYSTEM)), tail=st.lists(st.integers(1, 4), max_size=6), max_tokens=st.integers(0, 12), ignore_eos=st.booleans(),
               priority=st.sampled_from([0, 0, 0, 2, 5, -1]), extra_key=st.sampled_from([None, None, 'x']), form=st.sampled_from([None, None, 'threes']),
-              caller=st.sampled_from(CALLERS))
-        def arrive(self, head, tail, max_tokens, ignore_eos, priority=0, extra_key=None, form=None, caller=Caller()):
+              caller=st.sampled_from(CALLERS), thinks=st.sampled_from([None, None, True]), budget=st.none() | st.integers(0, 5))
+        def arrive(self, head, tail, max_tokens, ignore_eos, priority=0, extra_key=None, form=None, caller=Caller(), thinks=None, budget=None):
             prompt, rid = (SYSTEM[:head] + tail) or [7], str(self.n)
-            params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0, priority=priority, extra_key=extra_key, regex=form)
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0, priority=priority, extra_key=extra_key, regex=form,
+                                    separate_reasoning=thinks, max_thinking_tokens=budget if thinks else None)
             full = len(self.s.prefill.waiting) >= self.full
             try: self.s.add(rid, prompt, params, caller)
             except QueueFull:
@@ -136,7 +164,10 @@ def serving(seen: Counter, lives: list[int]):
                 return
             self.displaced |= full
             stop = () if ignore_eos else EOS
-            self.right[rid] = in_threes(prompt, max_tokens, stop) if form else expected_output(prompt, max_tokens, VOCAB, stop)
+            if thinks:
+                self.right[rid], thought = with_thoughts(prompt, params, stop)
+                if thought: self.marks.add('thinking')
+            else: self.right[rid] = in_threes(prompt, max_tokens, stop) if form else expected_output(prompt, max_tokens, VOCAB, stop)
             self.told[rid] = []
             if form: self.marks.add('grammar')
             self.n += 1
@@ -261,7 +292,7 @@ def run(examples: int, shard: int, tell, steps: int = 40) -> None:
     phases = [Phase.generate] + [Phase.shrink]*(os.environ.get('TST_SHRINK') != '0')   # minutes, where only the failure counts
     how = settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck))
     with patch.object(PrefillAdder, '_pass_over', pass_over): run_state_machine_as_test(machine, settings=how)
-    shares = {o: seen[o] / len(lives) for o in ('hit', 'eviction', 'chunk', 'beside', 'passed_over', 'abort in flight', 'dedup', 'retraction', 'grammar')}
+    shares = {o: seen[o] / len(lives) for o in ('hit', 'eviction', 'chunk', 'beside', 'passed_over', 'abort in flight', 'dedup', 'retraction', 'grammar', 'thinking')}
     tell('schedules', f'{len(lives)} lives, median {median(lives):.0f} steps; ' + ', '.join(f'{k} {v:.0%}' for k, v in shares.items()))
     if examples >= 250: assert median(lives) >= 25 and min(shares.values()) >= .02, shares
 

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['AnswerEnd', 'PendingFinish', 'ForwardResult', 'FinishReason', 'Lengths', 'SamplingArrays', 'Logprob',
-           'PromptLogprobs', 'PooledStates', 'CacheHandle', 'Grammar', 'SearchedTokens', 'StopCheck', 'StopChecks',
-           'Caller', 'PendingReq', 'Req', 'ForwardMode', 'LogitEdits', 'LogprobRequests', 'PoolingRequests', 'Batch',
-           'Event', 'LogprobResults', 'ForwardOutput', 'EngineProtocol']
+           'PromptLogprobs', 'PooledStates', 'CacheHandle', 'Grammar', 'Thinking', 'SearchedTokens', 'StopCheck',
+           'StopChecks', 'Caller', 'PendingReq', 'Req', 'ForwardMode', 'LogitEdits', 'LogprobRequests',
+           'PoolingRequests', 'Batch', 'Event', 'LogprobResults', 'ForwardOutput', 'EngineProtocol']
 
 # %% ../../nbs/00b_core.request.ipynb #a29a3ccb
 from collections.abc import Sequence
@@ -175,6 +175,30 @@ class Grammar(Protocol):
         "Take in a new token; whether it completes the answer"
         ...
 
+class Thinking(Protocol):
+    "Where one answer stands: what is asked of an answer begins behind the thinking."
+    n_tokens: int     # Of thinking so far, without the marks around it
+    in_answer: bool   # Text of the answer has come
+    @property
+    def active(self) -> bool:
+        "Whether the model thinks"
+        ...
+    @property
+    def over(self) -> bool:
+        "Whether the answer begins with the next token, or has begun"
+        ...
+    @property
+    def opening(self) -> Sequence[int]:
+        "Tokens with which a model begins to think by itself"
+        ...
+    @property
+    def ending(self) -> Sequence[int]:
+        "Tokens that lead from here to the answer; none if it may as well think first"
+        ...
+    def push(self, token: int) -> None:
+        "Take in a new token"
+        ...
+
 AnswerEnd = tuple[FinishReason, str | int | None]   # why an answer ended, and the stop in it
 
 @dataclass(slots=True)
@@ -246,6 +270,7 @@ class PendingReq:
         self.faulty_field = ''                  # what in it has caused its error, if anything
         self.weight_version = ''                # of the weights that have computed it
         self.stop_check: StopCheck | None = None  # finds its stop strings, if it has any
+        self.thinking: Thinking | None = None   # where its answer begins, if that matters
         self.grammar: Grammar | None = None     # what its answer must follow, if anything
         self.forbidden_tokens: tuple[int, ...] = ()   # not chosen before `min_tokens`
         self.prompt_logprobs = PromptLogprobs(self.input_ids, params)

@@ -82,7 +82,8 @@ _rules = dict(
     repetition_penalty=_real(.01, 100), logit_bias=_map_of(_whole(0), _real(-100, 100), 4096),
     logprobs=_whole(0, 20), prompt_logprobs=_whole(0, 20), logprob_start_len=_whole(0),
     token_ids_logprob=_tuple_of(_whole(0), 128), pooling=_one_of('last', 'mean'),
-    n=_whole(1, 128), stop_regex=_text, json_schema=_text, regex=_text, ebnf=_text)
+    n=_whole(1, 128), stop_regex=_text, json_schema=_text, regex=_text, ebnf=_text,
+    separate_reasoning=_flag, max_thinking_tokens=_whole(0))
 
 # %% ../../nbs/00a_core.sampling_params.ipynb #73b0d877
 def _tuple(value: object) -> object:
@@ -110,6 +111,9 @@ def _check(params: 'SamplingParams') -> None:
     if params.pooling and params.max_tokens != 0:
         raise RequestError('pooling', f'pooling={params.pooling!r} must come with max_tokens=0, '
                                       f'not {params.max_tokens}')
+    if params.max_thinking_tokens is not None and params.separate_reasoning is False:
+        raise RequestError('max_thinking_tokens', 'max_thinking_tokens cannot be combined with '
+                                                  'separate_reasoning=False')
     exclusive = ['min_tokens', *params.grammars] if params.min_tokens else params.grammars
     if len(exclusive) > 1:
         other, name, *_ = exclusive
@@ -145,6 +149,8 @@ class SamplingParams:
     json_schema: str | None = None    # The answer must be JSON of this schema
     regex: str | None = None          # The answer must match this pattern
     ebnf: str | None = None           # The answer must follow this grammar
+    separate_reasoning: bool | None = None   # Tell thinking from the answer; `None`: in chats
+    max_thinking_tokens: int | None = None   # Then thinking is ended, and the answer begins
     priority: int = 0                 # Larger goes first
     extra_key: str | None = None      # Share cached prefixes only within this key
 
@@ -158,6 +164,17 @@ class SamplingParams:
     def grammars(self) -> list[str]:
         "Names of the fields that give the answer a grammar; one at most"
         return [o for o in ('json_schema', 'regex', 'ebnf') if getattr(self, o) is not None]
+
+    @property
+    def tells_thinking(self) -> bool:
+        "Whether thinking is told from the answer: then what is asked of an answer begins behind it"
+        if self.separate_reasoning is not None: return self.separate_reasoning
+        return self.max_thinking_tokens is not None
+
+    def for_chat(self) -> 'SamplingParams':
+        "The same for a chat: thinking is told from the answer, unless the caller wants otherwise"
+        if self.separate_reasoning is not None: return self
+        return replace(self, separate_reasoning=True)
 
     # %% ../../nbs/00a_core.sampling_params.ipynb #0e9dd378
     def resolve(

@@ -17,13 +17,15 @@ import numpy as np
 from ..config import EngineConfig
 from ..core.request import (
     AnswerEnd, Batch, Caller, FinishReason, ForwardOutput, Grammar, Lengths, Logprob,
-    LogprobRequests, LogprobResults, PendingReq, PoolingRequests, StopCheck, StopChecks)
+    LogprobRequests, LogprobResults, PendingReq, PoolingRequests)
+from ..core.request import StopCheck, StopChecks, Thinking
 from ..core.sampling_params import QueueFull, RequestError, SamplingParams
 from ..kv_cache.manager import CacheManager, ReleaseList
 from ..core.outputs import EngineCoreOutputs, EngineCoreOutput, final_output
 from .decode import DecodeManager, NewTokenRatio
 from .policy import make_policy
 from .prefill import ChunkedReq, RequestValidator, PrefillManager
+from .thinking import AnswerAfterThinking
 
 # %% ../../nbs/23_scheduler.lifecycle.ipynb #0a291397
 def check_finish(
@@ -121,11 +123,13 @@ class Lifecycle:
         stop_checks: StopChecks | None = None,   # Finds stop strings
         observer: Observer | None = None,   # Sees what happens
         make_grammar: Callable[[PendingReq], Grammar] | None = None,  # For structured output
+        make_thinking: Callable[[PendingReq], Thinking | None] | None = None,  # If the model thinks
     ):
         self.cache, self.table, self.clock, self.config = cache, cache.table, clock, config
         self.observer = observer or Observer()
         self.eos_token_ids, self.defaults = eos_token_ids, defaults or {}
         self.stop_checks, self.make_grammar = stop_checks, make_grammar
+        self.make_thinking = make_thinking
         self._is_eos = np.isin(np.arange(vocab_size), list(eos_token_ids))
         self.validator = RequestValidator(cache, vocab_size)
         self.ratio = NewTokenRatio(config.admission, config.schedule_conservativeness)
@@ -173,15 +177,26 @@ class Lifecycle:
         if self.config.schedule_low_priority_values_first:
             params = replace(params, priority=-params.priority)
         pending = PendingReq(rid, ids, params, max_len, self.clock(), caller)
+        if params.tells_thinking and self.make_thinking:
+            pending.thinking = self.make_thinking(pending)
         has_stops = params.stop or params.stop_regex
         if has_stops and self.stop_checks: pending.stop_check = self.stop_checks.make(pending)
         if params.grammars and self.make_grammar: pending.grammar = self.make_grammar(pending)
+        if pending.thinking: self._let_think(pending, pending.thinking)
         if params.min_tokens: pending.forbidden_tokens = self._end_token_ids(params)
         self._make_room(pending)
         self.alive[rid] = pending
         self.prefill.add(pending)
         self._queue_timeout.add(pending, pending.arrival)
         return pending
+
+    # %% ../../nbs/23_scheduler.lifecycle.ipynb #6354ee4f
+    def _let_think(self, pending: PendingReq, thinking: Thinking) -> None:
+        "Let grammar and stops of a request begin behind its thinking, and its budget end that"
+        grammar, budget = pending.grammar, pending.params.max_thinking_tokens
+        if grammar or budget is not None: pending.grammar = AnswerAfterThinking(
+            thinking, grammar, budget, self._end_token_ids(pending.params))
+        elif not pending.stop_check: pending.thinking = None
 
     # %% ../../nbs/23_scheduler.lifecycle.ipynb #98458fa0
     def validate(
@@ -195,6 +210,9 @@ class Lifecycle:
         for name, maker in makers.items():
             if getattr(params, name) and not maker:
                 raise RequestError(name, f'{name} needs a tokenizer, and there is none here')
+        if params.max_thinking_tokens is not None and not self.make_thinking: raise RequestError(
+            'max_thinking_tokens', 'max_thinking_tokens needs a model that thinks, and the chat '
+            'template of this one shows no thinking (see reasoning_parser)')
         if self.stop_checks: self.stop_checks.validate(params)
         if params.n > 1:
             raise RequestError('n', f'n={params.n} answers are as many requests, see choices()')
@@ -367,6 +385,7 @@ class Lifecycle:
             return self.finish(pending, FinishReason.ERROR, error=error)
         pending.append(token)
         try:
+            if pending.thinking and not pending.thinking.in_answer: pending.thinking.push(token)
             found = check_finish(pending, self.eos_token_ids)
             if pending.stop_check:
                 pending.stop_check.push(token, logprobs[0] if logprobs else None, found)

@@ -13,7 +13,7 @@ import numpy as np
 from ..config import EngineConfig
 from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import Batch, EngineProtocol, FinishReason, ForwardMode
-from ..core.request import ForwardOutput, Grammar, PendingReq, Req, StopChecks
+from ..core.request import ForwardOutput, Grammar, PendingReq, Req, StopChecks, Thinking
 from ..kv_cache.manager import CacheManager
 from ..kv_cache.table import dummy_batch
 from .batch import BatchPlan, make_batch
@@ -40,9 +40,10 @@ class Scheduler(Lifecycle):
         stop_checks: StopChecks | None = None,   # Finds stop strings
         observer: Observer | None = None,   # Sees every batch
         make_grammar: Callable[[PendingReq], Grammar] | None = None,  # For structured output
+        make_thinking: Callable[[PendingReq], Thinking | None] | None = None,  # If the model thinks
     ):
         super().__init__(cache, vocab_size, clock, config, eos_token_ids, defaults,
-                         stop_checks, observer, make_grammar)
+                         stop_checks, observer, make_grammar, make_thinking)
         self.engine = engine
         self.paused, self.n_steps = False, 0
         self._prefill_streak = 0   # prefill steps in a row while other requests wait to decode

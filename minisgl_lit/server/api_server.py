@@ -66,7 +66,7 @@ class RequestGroup:
         self.index = {r: i for i, r in enumerate(rids)}
         self.prompt_tokens = sum(map(len, prompts))
         self.requests = [UserMsg(r, ids, p, caller) for r, (ids, p) in zip(rids, each)]
-        self.collectors = [OutputCollector(tokenizer, p) for _, p in each]
+        self.collectors = [OutputCollector(tokenizer, p, ids) for ids, p in each]
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
         "Each piece of text as it comes, with the index of its request; to close it aborts"
@@ -121,7 +121,7 @@ async def events(
     opening = ''.join(map(writer.line, writer.opening(n)))   # sent with the first piece
     def events_of(i: int, piece: Piece) -> str:
         frame = frames[i]
-        if frame is None or piece.finish_reason or piece.logprobs:
+        if frame is None or piece.finish_reason or piece.logprobs or piece.reasoning:
             return ''.join(map(writer.line, writer.events(i, piece)))
         before, after = frame
         return f'{before}{_json_string(piece.text)}{after}' if piece.text else ''
@@ -226,7 +226,7 @@ class Api:
         (messages, tools), template = body.dialog(), self.tokenizer.tool_template
         if body.forced and not (template and template.takes_tools):
             tools = []   # the grammar is enough
-        return await self.texts.chat(request, messages, tools)
+        return await self.texts.chat(request, messages, tools, body.options)
 
     async def answer(
         self,
@@ -236,7 +236,7 @@ class Api:
     ) -> Response:
         "Answer a conversation, as a protocol writes it"
         check_model(body.model, self.client.model)
-        params = body.params()
+        params = body.params().for_chat()
         self.check_requests(params.n)
         ids = await self.prompt_of(body, request)
         writer = new_writer(

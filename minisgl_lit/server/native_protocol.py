@@ -59,12 +59,14 @@ class GenerateWriter(ResponseWriter):
                 'prompt_tokens': output.prompt_tokens, 'cached_tokens': output.cached_tokens,
                 'completion_tokens': output.completion_tokens,
                 'weight_version': output.weight_version}
+        thought = {'reasoning_text': output.reasoning} if output.reasoning else {}
+        if thought: meta['reasoning_tokens'] = output.reasoning_tokens
         if output.times: meta |= {'e2e_latency': output.times[2], 'times': output.times}
         if output.logprobs is not None:
             text = self.token_text if self.with_text else lambda token: None
             meta |= _triples('input', output.prompt_logprobs, text)
             meta |= _triples('output', output.logprobs, text)
-        return {'text': output.text, 'output_ids': output.token_ids, 'meta_info': meta}
+        return {'text': output.text, **thought, 'output_ids': output.token_ids, 'meta_info': meta}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, object] | list[dict]:
         "All answers"
@@ -79,7 +81,7 @@ class GenerateWriter(ResponseWriter):
         if before.logprobs is not None: before.logprobs.extend(piece.logprobs or [])
         self._so_far[index] = joined = replace(
             piece, text=before.text + piece.text, start=0, token_ids=before.token_ids,
-            logprobs=before.logprobs)
+            logprobs=before.logprobs, reasoning=before.reasoning + piece.reasoning)
         return joined
 
     def events(self, index: int, piece: Piece) -> list[dict]:

@@ -19,6 +19,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, SkipValidation, field_validator, model_validator
 
 from ..core.request import FinishReason, Logprob
+from ..text.chat_template import ChatOptions
+from ..text.reasoning import AnswerPart, ReasoningDelta
 from ..text.tool_calls import ParsedPart, ToolCall, ToolParser, join_calls
 from ..text.tokenizer import RequestOutput, Piece
 from .sse import DONE, sse
@@ -110,6 +112,7 @@ class ChatMessage(ApiObject):
     tool_calls: list[MessageCall] | None = None  # Of an assistant
     tool_call_id: str | None = None              # The call whose result this is
     name: str | None = None                      # Of a user or tool; some templates use it
+    reasoning_content: str | None = None         # What an assistant has thought before
 
     @model_validator(mode='after')
     def _check_not_empty(self) -> Self:
@@ -124,7 +127,8 @@ class ChatMessage(ApiObject):
         role = 'system' if self.role == 'developer' else self.role
         message = {'role': role, 'content': content,
                    'tool_calls': [o.template_dict for o in self.tool_calls or []],
-                   'tool_call_id': self.tool_call_id, 'name': self.name}
+                   'tool_call_id': self.tool_call_id, 'name': self.name,
+                   'reasoning_content': self.reasoning_content}
         return {k: v for k, v in message.items() if v or k in ('role', 'content')}
 
 # More, or more tools, would be refused as a prompt, but only after each has been looked at.
@@ -203,6 +207,10 @@ class ChatRequest(ApiRequest):
     tools: Tools | None = None                # Tools that the model may call
     tool_choice: Literal['none', 'auto', 'required'] | NamedTool | None = None   # Must it?
     parallel_tool_calls: bool | None = None   # False: one call at most
+    chat_template_kwargs: dict[str, object] | None = None   # This and the next: `ChatOptions`
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @property
     def offered(self) -> list[Function]:
@@ -221,6 +229,12 @@ class ChatRequest(ApiRequest):
     def forced(self) -> bool:
         "Whether one of them must be called"
         return self.tool_choice not in (None, 'none', 'auto')
+
+    @property
+    def options(self) -> ChatOptions:
+        "How the conversation is rendered; `RequestError` for what cannot be"
+        return ChatOptions(self.chat_template_kwargs or {}, self.reasoning_effort,
+                           self.add_generation_prompt, bool(self.continue_final_message))
 
     def sampling_fields(self) -> dict[str, object]:
         "Fields of `SamplingParams`, from those that only chats have, too"
@@ -292,9 +306,11 @@ def usage(
     completion = sum(len(o.token_ids) for o in outputs)
     prompt = sum(o.prompt_tokens for o in outputs[::n])   # once for each prompt
     cached = sum(o.cached_tokens for o in outputs[::n])
+    reasoning = sum(o.reasoning_tokens for o in outputs)
     return {'prompt_tokens': prompt, 'completion_tokens': completion,
             'total_tokens': prompt + completion,
-            'prompt_tokens_details': {'cached_tokens': cached}}
+            'prompt_tokens_details': {'cached_tokens': cached},
+            'completion_tokens_details': {'reasoning_tokens': reasoning}}
 
 # %% ../../nbs/54_server.openai_protocol.ipynb #6523f72a
 _Json = dict[str, object]
@@ -324,15 +340,20 @@ class ResponseWriter:
         "Events that end a stream which has begun"
         return [{**error.body}]
 
-    def parts(self, index: int, output: _Output) -> list[ParsedPart]:
-        "The parts of an output: texts, and tool calls or parts of them"
+    def parts(self, index: int, output: _Output) -> list[AnswerPart]:
+        "The parts of an output: thinking, texts, and tool calls or parts of them"
+        thought = [ReasoningDelta(output.reasoning)] if output.reasoning else []
+        return [*thought, *self.answer_parts(index, output)]
+
+    def answer_parts(self, index: int, output: _Output) -> Sequence[ParsedPart]:
+        "Those of what comes behind the thinking"
         return [output.text] if output.text else []
 
-    def content(self, index: int, parts: list[ParsedPart]) -> _Json:
+    def content(self, index: int, parts: list[AnswerPart]) -> _Json:
         "The parts as fields of a whole choice"
         raise NotImplementedError
 
-    def delta(self, index: int, part: ParsedPart) -> _Json:
+    def delta(self, index: int, part: AnswerPart) -> _Json:
         "One part, or an empty text, as fields of a choice in a chunk"
         raise NotImplementedError
 
@@ -407,9 +428,9 @@ class ConversationWriter(ResponseWriter):
     max_calls: int = 1 << 30      # Calls in each choice, at most
     _parsers: dict[int, ToolParser] = field(default_factory=dict)   # of each choice
 
-    def parts(self, index: int, output: _Output) -> list[ParsedPart]:
+    def answer_parts(self, index: int, output: _Output) -> Sequence[ParsedPart]:
         "Texts, calls, and deltas of their arguments"
-        if not self.tools: return super().parts(index, output)
+        if not self.tools: return super().answer_parts(index, output)
         parser = self._parsers.setdefault(index, ToolParser(self.tools, self.max_calls))
         return parser.push(output.text) + (parser.finish() if output.finish_reason else [])
 
@@ -429,12 +450,14 @@ class ChatWriter(ConversationWriter):
     _n_calls: dict[int, int] = field(default_factory=dict)   # streamed in each choice
     object_types = 'chat.completion', 'chat.completion.chunk'
 
-    def content(self, index: int, parts: list[ParsedPart]) -> _Json:
+    def content(self, index: int, parts: list[AnswerPart]) -> _Json:
         "A message"
-        joined = join_calls(parts)
+        thought = ''.join(o.text for o in parts if isinstance(o, ReasoningDelta))
+        joined = join_calls(o for o in parts if not isinstance(o, ReasoningDelta))
         text = ''.join(o for o in joined if isinstance(o, str))
         calls = [self._call(o) for o in joined if isinstance(o, ToolCall)]
         message: _Json = {'role': 'assistant', 'content': text, 'refusal': None}
+        if thought: message['reasoning_content'] = thought
         if calls: message |= {'content': text or None, 'tool_calls': calls}
         return {'message': message}
 
@@ -453,8 +476,9 @@ class ChatWriter(ConversationWriter):
         function = {'name': call.name, 'arguments': call.arguments}
         return {'id': call.id, 'type': 'function', 'function': function}
 
-    def delta(self, index: int, part: ParsedPart) -> _Json:
+    def delta(self, index: int, part: AnswerPart) -> _Json:
         "What one part adds to a message"
+        if isinstance(part, ReasoningDelta): return {'delta': {'reasoning_content': part.text}}
         if isinstance(part, str): return {'delta': {'content': part} if part else {}}
         if isinstance(part, ToolCall):
             self._n_calls[index] = self._n_calls.get(index, 0) + 1
@@ -485,12 +509,15 @@ class CompletionWriter(ResponseWriter):
         "The prompt that a choice repeats"
         return self.echo[index // self.n] if self.echo else ''
 
-    def content(self, index: int, parts: list[ParsedPart]) -> _Json:
+    def content(self, index: int, parts: list[AnswerPart]) -> _Json:
         "The text"
-        return {'text': self._prompt(index) + ''.join(o for o in parts if isinstance(o, str))}
+        thought = ''.join(o.text for o in parts if isinstance(o, ReasoningDelta))
+        text = self._prompt(index) + ''.join(o for o in parts if isinstance(o, str))
+        return {'text': text, 'reasoning_text': thought} if thought else {'text': text}
 
-    def delta(self, index: int, part: ParsedPart) -> _Json:
+    def delta(self, index: int, part: AnswerPart) -> _Json:
         "New text"
+        if isinstance(part, ReasoningDelta): return {'text': '', 'reasoning_text': part.text}
         return {'text': part}
 
     def logprob_fields(self, index: int, output: _Output, start: int) -> _Json:

@@ -134,6 +134,8 @@ class SamplingRequest(ApiObject):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    separate_reasoning: bool | None = None
+    max_thinking_tokens: int | None = None
     priority: int | None = None
     extra_key: str | None = None
     cache_salt: str | None = None     # Another name of `extra_key`
@@ -237,6 +239,7 @@ class GenerateRequest(ApiObject):
     cache_salt: str | list[str] | None = None   # Another name of `extra_key`
     priority: int | list[int] | None = None     # As in `sampling_params`
     user: str | None = None                # The end user, to be fair among those of a caller
+    separate_reasoning: bool | list[bool] | None = None   # As in `sampling_params`
     return_logprob: bool | list[bool] | None = None    # Whether to report each token's logprob
     top_logprobs_num: int | list[int] | None = None    # and those of so many of the likeliest
     logprob_start_len: int | list[int] | None = None   # and the prompt's from there; -1: none
@@ -308,8 +311,8 @@ class GenerateRequest(ApiObject):
         except RequestError as e: raise ApiError.of(e, _THEIR_NAMES.get(e.field)) from None
 
 # %% ../../nbs/48_server.protocol.ipynb #ffa19f9a
-_BESIDE = ('extra_key', 'cache_salt', 'priority', 'return_logprob', 'top_logprobs_num',
-           'logprob_start_len')
+_BESIDE = ('extra_key', 'cache_salt', 'priority', 'separate_reasoning', 'return_logprob',
+           'top_logprobs_num', 'logprob_start_len')
 _THEIR_NAMES = {'logprobs': 'top_logprobs_num', 'prompt_logprobs': 'top_logprobs_num'}
 
 def _with_fields(params: SamplingParams, own: Mapping[str, object]) -> SamplingParams:
@@ -322,4 +325,7 @@ def _with_fields(params: SamplingParams, own: Mapping[str, object]) -> SamplingP
     asked = {'logprobs': top} if own['return_logprob'] else {}
     if asked and start not in (None, -1):
         asked |= dict(prompt_logprobs=top, logprob_start_len=start)
-    return replace(params, extra_key=key, priority=priority or 0, **asked)
+    separate = one_value(**{'sampling_params.separate_reasoning': params.separate_reasoning,
+                            'separate_reasoning': own['separate_reasoning']})
+    return replace(params, extra_key=key, priority=priority or 0, separate_reasoning=separate,
+                   **asked)

@@ -266,7 +266,7 @@ class Server:
             info: dict[str, object] = {
                 **asdict(c), 'max_seq_len': ready.max_seq_len, 'vocab_size': ready.vocab_size,
                 'api_key': None, 'admin_key': None}
-            tokenizer = Tokenizer(ready.model_path)
+            tokenizer = Tokenizer(ready.model_path, c.reasoning_parser)
             if problem := tokenizer.template_problem: self._log(problem)
             app = create_app(client, tokenizer, info, self._callers,
                              c.protect_metrics, c.cors, c.max_body_mb, c.log_json)

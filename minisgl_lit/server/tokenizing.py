@@ -19,7 +19,7 @@ from fastapi import Request
 
 from ..core.sampling_params import RequestError
 from .sse import unless_disconnected
-from ..text.chat_template import written_size
+from ..text.chat_template import ChatOptions, written_size
 from ..text.tokenizer import Tokenizer, too_long
 
 # %% ../../nbs/54b_server.tokenizing.ipynb #d2dd11a2
@@ -127,11 +127,13 @@ class AsyncTokenizer:
         request: Request,                          # Of the caller
         messages: Sequence[Mapping[str, object]],  # Each with a 'role' and a 'content'
         tools: Sequence[Mapping[str, object]] | None = None,   # Functions the model may call
+        options: ChatOptions = ChatOptions(),      # How it ends, and what the caller adds
     ) -> np.ndarray:
         "Token ids of a conversation, int64, [n]; `RequestError` if it is too long for the model"
         def encode(dialog: Sequence[Mapping[str, object]]) -> np.ndarray:
-            return self.tokenizer.chat(dialog, True, tools, self.max_len)
-        cost = _ITEM_COST*len(messages) + written_size([messages, tools], LONG_TEXT)
+            return self.tokenizer.chat(dialog, tools, options, self.max_len)
+        given = [messages, tools, options.chat_template_kwargs]
+        cost = _ITEM_COST*len(messages) + written_size(given, LONG_TEXT)
         return (await self._run(request, cost, encode, [messages]))[0]
 
     async def texts(

@@ -64,6 +64,18 @@ function addTurn(role, text) {
   return turn
 }
 
+// what a model has thought before its answer, folded; the function is told what there is so far
+function thoughts(place, started) {
+  const summary = element('summary', ''), text = element('div', ''), folded = element('details', 'thought', summary, text)
+  return (thought, answer) => {
+    if (!thought) return
+    if (!folded.isConnected) place.before(folded)
+    text.textContent = thought
+    if (!answer) summary.textContent = 'Thinking …'
+    else if (!folded.dataset.done) summary.textContent = folded.dataset.done = `Thought for ${number((performance.now() - started) / 1e3, 1)} s`
+  }
+}
+
 function follow(act) {   // stay at the end, unless the reader has scrolled up
   const log = $('log'), atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60
   act()
@@ -92,7 +104,8 @@ function bill(reason, usage, started, first, ended) {
   const parts = []
   if (usage) {
     const {prompt_tokens, completion_tokens, prompt_tokens_details} = usage, cached = prompt_tokens_details?.cached_tokens
-    parts.push(`${number(completion_tokens)} tokens`)
+    const thought = usage.completion_tokens_details?.reasoning_tokens
+    parts.push(`${number(completion_tokens)} tokens` + (thought ? `, ${number(thought)} of thinking` : ''))
     if (ended > first && completion_tokens > 1) parts.push(`${number((completion_tokens - 1) / (ended - first) * 1e3)} tok/s`)
     parts.push(`prompt of ${number(prompt_tokens)}` + (cached ? `, ${number(cached)} cached` : ''))
   }
@@ -111,8 +124,9 @@ async function send() {
   busy(new AbortController())
   const mine = answering, question = addTurn('user', text), turn = addTurn('assistant', '')
   const place = turn.firstChild, started = performance.now()
-  let answer = '', reason = null, usage = null, first = 0, drawn = 0
-  const draw = () => { drawn = 0; follow(() => place.replaceChildren(...formatted(answer))) }
+  let answer = '', thought = '', reason = null, usage = null, first = 0, drawn = 0
+  const fold = thoughts(place, started)
+  const draw = () => { drawn = 0; follow(() => { fold(thought, answer); place.replaceChildren(...formatted(answer)) }) }
   $('text').value = ''
   $('log').scrollTop = $('log').scrollHeight
   try {
@@ -121,8 +135,9 @@ async function send() {
       usage = event.usage ?? usage
       const [choice] = event.choices
       answer += choice?.delta.content ?? ''
+      thought += choice?.delta.reasoning_content ?? ''
       reason = choice?.finish_reason ?? reason
-      if (answer) first ||= performance.now()
+      if (answer || thought) first ||= performance.now()
       drawn ||= requestAnimationFrame(draw)
     }
     if (!reason) throw new Error('The answer broke off.')
