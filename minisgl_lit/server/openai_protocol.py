@@ -197,7 +197,6 @@ class ResponseFormat(ApiObject):
 # %% ../../nbs/54_server.openai_protocol.ipynb #8a377191
 class ChatRequest(ApiRequest):
     "The body of `/v1/chat/completions`."
-    without_effect = ApiRequest.without_effect | {'reasoning_effort'}
     refused = ApiRequest.refused | {'prompt': Refused('send messages')}
     messages: Messages
     max_completion_tokens: int | None = None  # The newer name of `max_tokens`
