@@ -114,6 +114,15 @@ post('a budget for thinking of 10³⁰ tokens', 'text', CHAT, lambda i: chat(max
 post('a budget for thinking of half a token', 'text', GENERATE, lambda i: generate('x', max_thinking_tokens=.5))
 post('a prompt of marks of thinking', 'text', COMPLETIONS, lambda i: completion('<think></think>' * 900, separate_reasoning=True), LEGAL)
 
+EMBEDDINGS, SCORE = '/v1/embeddings', '/v1/score'
+post('text of 10 MB, embeddings', 'text', EMBEDDINGS, lambda i: {'input': text(TEN_MB)})
+post('a million token ids, embeddings', 'text', EMBEDDINGS, lambda i: {'input': [5] * 1_000_000})
+post('100,000 texts of a letter, embeddings', 'text', EMBEDDINGS, lambda i: {'input': ['x'] * 100_000})
+post('4,000 texts of a letter, embeddings', 'text', EMBEDDINGS, lambda i: {'input': ['x'] * 4_000}, {200, 400, 503}, longest_reply=40_000_000)
+post('dimensions of 10⁹', 'text', EMBEDDINGS, lambda i: {'input': 'x', 'dimensions': 10**9})
+post('a query of 1 MB for 10,000 items', 'text', SCORE, lambda i: {'query': text(1_000_000), 'items': ['x'] * 10_000, 'label_token_ids': [1]})
+post('a million labels', 'text', SCORE, lambda i: {'query': 'x', 'items': ['x'], 'label_token_ids': [1] * 1_000_000})
+
 def hang_up(key: bytes, i: int) -> Iterator[Step]:
     yield posted(COMPLETIONS, json.dumps(completion(text(TEN_MB))).encode(), key)
     yield from (.5, HANG_UP)

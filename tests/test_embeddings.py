@@ -99,3 +99,23 @@ def test_two_ranks(checkpoint):
         assert np.abs(np.array(llm.score([], texts(), LABELS)) - probs[:, [*LABELS]]).max() < EPS
         out, = llm.generate([texts()[1]], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, logprobs=0, token_ids_logprob=LABELS))
         assert len(out.prompt_logprobs[5].named) == len(out.logprobs[0].named) == 3
+
+@pytest.mark.long
+def test_over_http():
+    "OpenAI's client, which asks for base64 unless it is told not to; and SGLang's route"
+    openai, urllib = pytest.importorskip('openai'), pytest.importorskip('urllib.request')
+    import json
+    from minisgl_lit import serve
+    asked = ['A page holds slots.', 'The scheduler runs.', 'Berlin']
+    with LLM() as llm: right, scores = llm.embed(asked, 'mean'), llm.score('A page', [' has', ''], LABELS)
+    with serve(port=0) as server, openai.OpenAI(base_url=server.url + '/v1', api_key='x') as client:
+        for given in ({}, {'encoding_format': 'float'}):
+            data = client.embeddings.create(model=server.model, input=asked, extra_body={'pooling': 'mean'}, **given).data
+            assert [o.index for o in data] == [0, 1, 2]
+            assert np.abs(np.array([o.embedding for o in data]) - right).max() < EPS
+        few = np.array(client.embeddings.create(model=server.model, input=asked[0], dimensions=8).data[0].embedding)
+        assert len(few) == 8 and abs(np.linalg.norm(few) - 1) < EPS
+        with pytest.raises(openai.BadRequestError, match='dimensions=0'): client.embeddings.create(model=server.model, input='a', dimensions=0)
+        body = json.dumps({'query': 'A page', 'items': [' has', ''], 'label_token_ids': LABELS}).encode()
+        request = urllib.Request(server.url + '/v1/score', body, {'content-type': 'application/json'})
+        with urllib.urlopen(request) as reply: assert np.abs(np.array(json.load(reply)['scores']) - scores).max() < EPS

@@ -27,6 +27,7 @@ from ..core.outputs import EngineCoreOutput
 from ..core.request import FinishReason
 from ..core.sampling_params import RequestError, SamplingParams
 from .callers import Account, Callers
+from .embedding_protocol import EmbeddingRoutes
 from .engine_client import EngineClient
 from .fields import ApiError, checking_fields, explain
 from .middleware import middleware_stack
@@ -172,19 +173,34 @@ class Api:
         names: Sequence[str] = (),
     ) -> Response:
         "Have the engine answer, whole or as a stream"
-        self.check_alive()
-        n_tokens = sum(len(ids) * p.n for ids, p in zip(prompts, params))
-        if n_tokens > _MAX_CALL_TOKENS: raise RequestError(
-            'prompt', f'the prompts of one call may have at most {_MAX_CALL_TOKENS:,} tokens, '
-            f'each counted n times, not {n_tokens:,}')
-        group = RequestGroup(self.client, self.tokenizer, writer.id, prompts, params, self.metrics,
-                             request.state.account, user, names)
+        group = self._group(request, writer.id, params, prompts, user, names)
         if not stream:
             outputs = await unless_disconnected(request, group.done())
             return JSONResponse(writer.whole(outputs))
         rest = events(group, writer)
         first = await unless_disconnected(request, anext(rest))
         return EventStream(first, rest, writer.media_type)
+
+    def _group(
+        self, request: Request, rid: str, params: list[SamplingParams], prompts: list[np.ndarray],
+        user: str | None, names: Sequence[str] = (),
+    ) -> RequestGroup:
+        "The requests of a call; `RequestError` if they have too many tokens together"
+        self.check_alive()
+        n_tokens = sum(len(ids) * p.n for ids, p in zip(prompts, params))
+        if n_tokens > _MAX_CALL_TOKENS: raise RequestError(
+            'prompt', f'the prompts of one call may have at most {_MAX_CALL_TOKENS:,} tokens, '
+            f'each counted n times, not {n_tokens:,}')
+        return RequestGroup(self.client, self.tokenizer, rid, prompts, params, self.metrics,
+                            request.state.account, user, names)
+
+    async def outputs(
+        self, request: Request, kind: str, params: list[SamplingParams],
+        prompts: list[np.ndarray], user: str | None,
+    ) -> list[RequestOutput]:
+        "The answers of requests that are no text, for `EmbeddingRoutes`"
+        group = self._group(request, self._head(kind)[0], params, prompts, user)
+        return await unless_disconnected(request, group.done())
 
     def check_alive(self) -> None:
         "Raise `ApiError` 503 if the engine accepts no requests"
@@ -397,7 +413,8 @@ def _control_route(api: Api, command: str) -> Callable[[], Awaitable[dict[str, o
 # %% ../../nbs/55_server.api_server.ipynb #833da32d
 _FIELD_NAMES = {   # of each route, by the scheduler's name
     '/v1/chat/completions': {'prompt': 'messages', 'json_schema': 'response_format'},
-    '/generate': {'prompt': 'text'}}
+    '/generate': {'prompt': 'text'}, '/v1/embeddings': {'prompt': 'input'},
+    '/v1/score': {'prompt': 'items', 'token_ids_logprob': 'label_token_ids'}}
 
 def as_api_error(
     error: Exception,  # What was raised
@@ -438,7 +455,7 @@ def _add_routes(app: FastAPI, api: Api) -> None:
     posts = {'/v1/chat/completions': api.chat, '/v1/completions': api.completions,
              '/generate': api.generate,
              '/tokenize': api.tokenize, '/detokenize': api.detokenize,
-             '/abort_request': api.abort_request}
+             '/abort_request': api.abort_request, **EmbeddingRoutes(api).posts}
     for_admin = {'/pause_generation': api.pause,
                  **{path: _control_route(api, command) for path, command in controls.items()}}
     gets = {'/v1/models': api.models, '/v1/models/{name:path}': api.model,

@@ -118,7 +118,7 @@ class Tokenizer:
         path: str | Path,  # Folder of the checkpoint
         reasoning_parser: str = 'auto',   # How thinking is told from answers, see `find_format`
     ):
-        path = Path(path)
+        self.path = path = Path(path)
         names = 'special_tokens_map.json', 'tokenizer_config.json'
         config = _read_json(path/names[0]) | _read_json(path/names[1])
         self.backend, self.special = _load(path), _special_tokens(config)
