@@ -128,6 +128,7 @@ class EngineDriver:
         while not (request.pieces or request.output):
             if request.error: raise request.error
             with self.exclusive():   # another caller's step may have brought it meanwhile
+                if broken := self.runtime.control.broken: raise RuntimeError(broken)
                 if not (request.pieces or request.output or request.error): self._step()
 
     # %% ../nbs/52_llm.ipynb #572a2ff6
@@ -189,6 +190,15 @@ class EngineDriver:
                 outputs.append(request.output)
         finally: self.release(requests)
         return outputs
+
+    def update_weights(self, path: str, version: str | None) -> None:
+        "End what has begun its answer, then change the weights; `ValueError` if they cannot be"
+        control, weights = self.runtime.control, self.runtime.weights
+        with self.exclusive():
+            weights.check(path)
+            control.hold()
+            while control.unfinished(): self._step()
+            control.swap(partial(weights.load, path), version)
 
     def close(self) -> None:
         "Abort all requests, and end the engine; a second time does nothing"
@@ -264,6 +274,14 @@ class LoadedModel:
     def stats(self) -> dict[str, object]:
         "Statistics: requests `running` and `waiting`, `pages`, `hit_rate` and more"
         with self._driver.exclusive(): return {**self._driver.scheduler.stats()}
+
+    def update_weights(
+        self,
+        path: str | os.PathLike[str],   # Folder with another checkpoint of the same model
+        version: str | None = None,     # What it is called in outputs; `None`: as before
+    ) -> None:
+        "Load other weights in place; answers that have begun are finished with the old ones"
+        self._driver.update_weights(os.fspath(path), version)
 
     def close(self) -> None:
         "Abort all requests, and end the engine"

@@ -231,6 +231,9 @@ post('a field that is refused, of 10 MB', 'names', CHAT, lambda i: chat(image_da
 post('10,000 unknown fields in messages', 'names', CHAT, lambda i: {'messages': [{'role': 'user', 'content': 'x', f'f{k}': 1} for k in range(9_000)]}, NEVER)
 post('priority beyond all numbers', 'names', COMPLETIONS, lambda i: completion(priority=10**30))
 post('sampling_params, 10,000 maps for a prompt', 'names', GENERATE, lambda i: {'text': 'x', 'sampling_params': [{}] * 10_000})
+post('weights from a path of 1 MB', 'names', '/update_weights_from_disk', lambda i: {'model_path': '/x' * 500_000}, {400, 403})
+post('weights from a device', 'names', '/update_weights_from_disk', lambda i: {'model_path': '/dev/zero'}, {400, 403})
+post('a weight version of 1 MB', 'names', '/update_weight_version', lambda i: {'new_version': 'v' * 1_000_000}, {400, 403})
 post('abort a rid of 1 MB', 'names', '/abort_request', lambda i: {'rid': 'r' * 1_000_000})
 
 # ---- JSON that is odd

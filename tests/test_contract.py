@@ -259,7 +259,9 @@ def test_names_and_keys(tokenizer, url):
 def test_models(client, url):
     assert client.models.retrieve("scripted").id == client.models.list().data[0].id == "scripted"
     with pytest.raises(openai.NotFoundError): client.models.retrieve("other/model")
-    assert httpx.get(url + "/get_model_info").json() == {"model_path": "/x/scripted", "served_model_name": "scripted", "is_generation": True, "max_model_len": 4096, "vocab_size": 256}
+    told = httpx.get(url + "/model_info").json()
+    assert told == httpx.get(url + "/get_model_info").json() and {k: told[k] for k in ("model_path", "served_model_name", "is_generation", "max_model_len", "vocab_size")} == {
+        "model_path": "/x/scripted", "served_model_name": "scripted", "is_generation": True, "max_model_len": 4096, "vocab_size": 256}
 
 def test_generate(url):
     one = post(url, "/generate", text="SAY:abc", sampling_params={"max_new_tokens": 2}, return_logprob=True, top_logprobs_num=1, logprob_start_len=2).json()
@@ -275,8 +277,8 @@ def test_generate(url):
 
 def test_tokens_and_orders(url, engine):
     said = post(url, "/tokenize", prompt=["Grüße", "👋"]).json()
-    assert said["count"] == 11 and post(url, "/detokenize", tokens=said["tokens"]).json() == {"text": ["Grüße", "👋"]}
-    assert post(url, "/detokenize", tokens=[]).json() == {"text": ""} and post(url, "/tokenize", prompt=[]).json()["count"] == 0
+    assert said["count"] == 11 and post(url, "/v1/detokenize", tokens=said["tokens"]).json() == {"text": ["Grüße", "👋"], "prompt": ["Grüße", "👋"]}
+    assert post(url, "/detokenize", tokens=[]).json()["text"] == "" and post(url, "/tokenize", prompt=[]).json()["count"] == 0
     engine.orders.clear()
     for path, body in [("/flush_cache", {}), ("/abort_request", {"abort_all": True}), ("/pause_generation", {"mode": "in_place"}), ("/continue_generation", {}),
                        ("/start_profile", {}), ("/stop_profile", {})]: assert post(url, path, **body).json() == {"success": True, "n": 1}

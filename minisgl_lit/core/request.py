@@ -294,6 +294,11 @@ class PendingReq:
         n = self.prompt_logprobs.matchable_len(self.n_tokens)
         return n if self.pooled.complete else min(n, self.pooled.next)
 
+    @property
+    def has_output(self) -> bool:
+        "Whether the host knows a token of the answer"
+        return self.n_tokens > self.input_len
+
     def append(self, token: int) -> None:
         "Add the next token of the answer"
         self.tokens[self.n_tokens] = token

@@ -48,9 +48,10 @@ from ..models.decoder import Decoder, ModelConfig, Weights, dtypes, shard_config
 from ..models.embedded import embedded_path
 from ..models.checkpoint import read_config, resolve_model
 from ..models.quantization import Quantization, pack_parts, stored_bytes
+from ..models.weight_update import Put, WeightUpdater
 from ..models.weights import dummy_weights, load_weights, open_checkpoint
 from ..kernels.compiler import warn_once
-from ..kernels.linear import pack_weight
+from ..kernels.linear import PackedWeight, pack_weight
 
 # %% ../../nbs/44_engine.worker.ipynb #584ad095
 def choose_dtype(
@@ -177,15 +178,30 @@ class ResolvedConfig:
         return bucket_sizes(most if wanted == 'auto' else min(wanted, most))
 
     # %% ../../nbs/44_engine.worker.ipynb #7da453c7
-    def weights(self) -> Weights:
+    def weights(
+        self,
+        path: Path | None = None,   # Another checkpoint of this model
+        put: Put = lambda name, weight: weight,   # What becomes of each weight that is packed
+    ) -> Weights:
         "This rank's share of the weights, packed where our kernel reads them"
         config, group = self.config, ProcessGroup(self.rank, self.config.tp)
         rounds_input, on_cpu = config.quantization_compute == 'int8', self.device.type == 'cpu'
         join = partial(pack_parts, dtype=self.dtype, rounds_input=rounds_input) if on_cpu else None
-        make = partial(load_weights, self.path, join=join)
-        if config.dummy_weights: make = dummy_weights
+        make = partial(load_weights, path or self.path, join=join)
+        if config.dummy_weights and not path: make = dummy_weights
         pack = self.quantization.pack if self.quantization else lambda name, weight: pack_weight(weight)
-        return make(self.model, self.dtype, self.device, group=group, finish=pack)
+        def finish(name: str, weight: torch.Tensor) -> torch.Tensor | PackedWeight:
+            return put(name, pack(name, weight))
+        return make(self.model, self.dtype, self.device, group=group, finish=finish)
+
+    def updater(
+        self,
+        weights: Weights,   # Those of this rank, as `weights` has made them
+    ) -> WeightUpdater:
+        "Loads other checkpoints into them"
+        path = None if self.config.dummy_weights else self.path
+        return WeightUpdater(path, self.model, weights, self.weights,
+                             ProcessGroup(self.rank, self.config.tp))
 
     # %% ../../nbs/44_engine.worker.ipynb #572bf9d0
     def for_other_ranks(self) -> EngineConfig:
@@ -325,7 +341,13 @@ def _run_rank(messages: Iterator[bytes], reply: SendToLeader) -> None:
     group = TorchProcessGroup.join(start.rank, config.tp, Path(join.store), resolved.device)
     table, attention = make_tables(resolved, join.num_pages)
     decoder, stream = Decoder(resolved.model, weights, group), make_stream(resolved.device, False)
-    follow(messages, Engine(decoder, attention, table.token_pool, stream), table)
+    engine = Engine(decoder, attention, table.token_pool, stream)
+    updater = resolved.updater(weights)
+    def load(path: str) -> None:
+        try: updater.load(Path(path))
+        except Exception as e: return reply(RankError(f'{type(e).__name__}: {e}'))
+        reply(RankReady(0))
+    follow(messages, engine, table, load)
 
 # %% ../../nbs/44_engine.worker.ipynb #ce0593dc
 def worker_main() -> None:

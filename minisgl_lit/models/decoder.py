@@ -339,7 +339,7 @@ class Decoder:
     ):
         self.config, self.group, self.shard = config, group, shard_config(config, group.size)
         self.embedding = weights['model.embed_tokens.weight']
-        self.norm = _norm(weights, 'model.norm.weight')
+        self.norm, self.weights = _norm(weights, 'model.norm.weight'), weights
         tied = config.tie_word_embeddings
         self.head = self.embedding if tied else weights['lm_head.weight']
         def layer(i: int) -> Weights:

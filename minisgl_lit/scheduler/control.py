@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 
-from ..core.request import FinishReason
+from ..core.request import FinishReason, PooledStates, PromptLogprobs
 from ..core.sampling_params import RequestError
 from .scheduler import Scheduler
 
@@ -23,6 +23,8 @@ class Control:
         scheduler: Scheduler,  # The one to control
     ):
         self.scheduler = scheduler
+        self.broken = ''   # why nothing may run, if the weights are not whole
+        self._paused_before = False   # before the weights were changed
 
     def abort(
         self,
@@ -81,7 +83,8 @@ class Control:
         for pending in started: s.retract(pending)
 
     def resume(self) -> None:
-        "Launch batches again"
+        "Launch batches again; `RequestError` if the weights are broken"
+        if self.broken: raise RequestError('weights', self.broken)
         self.scheduler.paused = False
 
     def flush_cache(self) -> None:
@@ -89,8 +92,44 @@ class Control:
         self.scheduler.quiesce()
         self.scheduler.cache.reset()
 
+    # %% ../../nbs/26_scheduler.control.ipynb #45a93b2f
+    def hold(self) -> None:
+        "Start no request; those that have begun their answer run on"
+        s = self.scheduler
+        s.quiesce()
+        chunked, s.prefill.held = s.prefill.chunked, True
+        if chunked and not chunked.has_output: s.retract(chunked)
+
+    def unfinished(self) -> int:
+        "How many requests have begun their answer; processes the batch in flight"
+        self.scheduler.quiesce()
+        return sum(o.has_output for o in self.scheduler.alive.values())
+
+    def swap(
+        self,
+        load: Callable[[], None],  # Changes the weights of the engine
+        version: str | None = None,   # What they are called from now on; `None`: as before
+    ) -> None:
+        "Change the weights for all requests to come; `RequestError` while one is unfinished"
+        if n := self.unfinished(): raise RequestError(
+            'weights', f'{n} requests have begun their answer with the weights of now')
+        s = self.scheduler
+        s.cache.reset()
+        if not self.broken: self._paused_before = s.paused
+        s.paused, self.broken = True, _BROKEN
+        load()
+        for pending in s.alive.values():   # what is known of a part of a prompt is of the old weights
+            pending.prompt_logprobs = PromptLogprobs(pending.input_ids, pending.params)
+            pending.pooled = PooledStates(pending.input_len, pending.params.pooling)
+        s.paused, s.prefill.held, self.broken = self._paused_before, False, ''
+        if version is not None: s.weight_version = version
+
 # %% ../../nbs/26_scheduler.control.ipynb #4ede0ff7
 _CHECKS_PER_SLICE = 4096   # some milliseconds
+
+# %% ../../nbs/26_scheduler.control.ipynb #45a93b2f
+
+_BROKEN = 'the weights could not be replaced as a whole; update them once more'
 
 # %% ../../nbs/26_scheduler.control.ipynb #fc314b83
 class Watchdog:

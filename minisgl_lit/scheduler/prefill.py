@@ -158,6 +158,7 @@ class PrefillManager:
         self.chunked: PendingReq | None = None      # admitted, its prompt launched in part
         self.blocked: PendingReq | None = None      # head of the queue, if none could start
         self._blocked_at: tuple[int, ...] = ()      # what there was for it
+        self.held = False   # whether only requests may start that have a part of their answer
 
     @property
     def runnable(self) -> bool:
@@ -214,8 +215,9 @@ class PrefillManager:
 
     def candidates(self) -> Iterator[PendingReq]:
         "Waiting requests to try: the retracted, then the others as the policy says"
-        yield from list(self.retracted.values())
-        if self.waiting: yield from self.policy.order(list(self.waiting.values()))
+        def may_start(pending: PendingReq) -> bool: return pending.has_output or not self.held
+        yield from [*filter(may_start, self.retracted.values())]
+        if waiting := [*filter(may_start, self.waiting.values())]: yield from self.policy.order(waiting)
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #93850ea7
 class RequestValidator:

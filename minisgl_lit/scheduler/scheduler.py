@@ -282,7 +282,7 @@ class Scheduler(Lifecycle):
         if self.config.overlap is True: self.overlap_loop()
         else: self.normal_loop()
         if self.completed == before[1]: self._search_stops()   # no batch was processed
-        busy = self._outputs or self.paused or self._unsearched
+        busy = self._outputs or self.paused or self.prefill.held or self._unsearched
         if not self.alive: self.ratio.reset()
         elif before == (self.launched, self.completed) and not busy:
             stuck = list(self.alive)

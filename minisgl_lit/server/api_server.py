@@ -33,6 +33,7 @@ from .fields import ApiError, checking_fields, explain
 from .middleware import middleware_stack
 from .metrics import LiveFeed, Metrics, RequestTimer
 from .messages import UserMsg
+from .operations import Operations
 from .native_protocol import (
     AbortRequest, DetokenizeRequest, GenerateWriter, PauseRequest, TokenizeRequest)
 from .openai_protocol import (
@@ -162,6 +163,7 @@ class Api:
         self.metrics = Metrics(client.model)
         self.live = LiveFeed(lambda: self.ask(client.control, 'live'))
         self._probe: asyncio.Future[dict[str, object]] | None = None   # of `/health_generate`
+        self.operations = Operations(client, self.ask, tokenizer, self.info)
 
     def _head(self, kind: str) -> tuple[str, str, int]:
         "Id, model and time of a response"
@@ -303,12 +305,6 @@ class Api:
         return {'id': name, 'object': 'model', 'created': self.started,
                 'owned_by': 'minisgl_lit', 'max_model_len': self.info.get('max_seq_len')}
 
-    async def model_info(self) -> dict[str, object]:
-        "What a client may want to know before its first request"
-        return {'model_path': self.info.get('model'), 'served_model_name': self.client.model,
-                'is_generation': True, 'max_model_len': self.info.get('max_seq_len'),
-                'vocab_size': self.info.get('vocab_size')}
-
     # %% ../../nbs/55_server.api_server.ipynb #e9dae8f0
     async def health(self) -> dict[str, object]:
         "Whether the engine is there, as far as its client knows"
@@ -369,7 +365,8 @@ class Api:
         "The text of some tokens, or of several lists of them"
         texts = await self.texts.texts(request, body.token_lists, body.skip_special_tokens)
         several = body.tokens and isinstance(body.tokens[0], list)
-        return JSONResponse({'text': texts if several else texts[0]})
+        text = texts if several else texts[0]
+        return JSONResponse({'text': text, 'prompt': text})   # SGLang's name, and vLLM's
 
     # %% ../../nbs/55_server.api_server.ipynb #65f25cb6
     async def control(self, command: str, argument: str = '') -> dict[str, object]:
@@ -392,7 +389,8 @@ class Api:
         return await self.control('pause', (body or PauseRequest()).mode)
 
 # %% ../../nbs/55_server.api_server.ipynb #76b666b1
-_PAGE_FILES = {'/': 'index.html', '/webui/style.css': 'style.css', '/webui/app.js': 'app.js'}
+_PAGE_FILES = {'/': 'index.html', '/webui/style.css': 'style.css', '/webui/app.js': 'app.js',
+               '/docs': 'docs.html', '/webui/docs.css': 'docs.css', '/webui/docs.js': 'docs.js'}
 _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'")
@@ -454,13 +452,20 @@ def _add_routes(app: FastAPI, api: Api) -> None:
                 '/start_profile': 'profile_start', '/stop_profile': 'profile_stop'}
     posts = {'/v1/chat/completions': api.chat, '/v1/completions': api.completions,
              '/generate': api.generate,
-             '/tokenize': api.tokenize, '/detokenize': api.detokenize,
+             '/tokenize': api.tokenize, '/v1/tokenize': api.tokenize,
+             '/detokenize': api.detokenize, '/v1/detokenize': api.detokenize,
              '/abort_request': api.abort_request, **EmbeddingRoutes(api).posts}
+    about = api.operations
     for_admin = {'/pause_generation': api.pause,
+                 '/update_weights_from_disk': about.update_weights,
+                 '/update_weight_version': about.update_weight_version,
                  **{path: _control_route(api, command) for path, command in controls.items()}}
     gets = {'/v1/models': api.models, '/v1/models/{name:path}': api.model,
-            '/health': api.health, '/health_generate': api.health_generate,
-            '/get_model_info': api.model_info, '/get_server_info': api.server_info,
+            '/health': api.health, '/health_generate': api.health_generate, '/ping': api.health,
+            '/get_model_info': about.model_info, '/get_server_info': api.server_info,
+            '/model_info': about.model_info, '/server_info': api.server_info,
+            '/version': about.version, '/tokenizer_info': about.tokenizer_info,
+            '/load': about.load, '/get_load': about.get_load,
             '/metrics': api.metrics_page}
     for_browsers = {**dict.fromkeys(_PAGE_FILES, api.page), '/live': api.live_events}
     refuse_unknown = api.info.get('unknown_fields') != 'ignore'

@@ -35,10 +35,11 @@ from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import Batch, FinishReason, PendingReq
 from ..core.sampling_params import RequestError, SamplingParams
 from ..log import unblock_stderr, write_text
-from ..runtime import Runtime, build
+from ..runtime import ModelWeights, Runtime, build
 from ..scheduler.control import Control, Watchdog
 from ..scheduler.lifecycle import Observer, request_failure
 from ..scheduler.scheduler import Scheduler
+from .weight_updates import WeightUpdates
 from .messages import (
     AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, MessageError, ReadyMsg,
     RefusedMsg, StopMsg, ToScheduler, UserMsg, decode, encode)
@@ -217,14 +218,16 @@ _LIVE_SECONDS = 1   # how far back `live` looks
 class ControlHandler:
     "Carries out control requests, by the name of their command."
     names = ('abort', 'flush_cache', 'health', 'live', 'pause', 'profile_start', 'profile_stop',
-             'resume', 'stats')
+             'resume', 'stats', 'update_weights', 'weight_version', 'weights')
 
     def __init__(
         self,
         control: Control,             # Carries most of them out
         grammar_queue: GrammarQueue,  # Requests that are not in the scheduler yet
+        weights: ModelWeights | None = None,   # Loads other checkpoints; `None`: there are none
     ):
         self.control, self.grammar_queue, self.profiler = control, grammar_queue, Profiler()
+        self.updates = WeightUpdates(control, weights)
 
     def handle(
         self,
@@ -246,6 +249,8 @@ class ControlHandler:
             case 'profile_start': return self.profiler.start(argument)
             case 'profile_stop': return self.profiler.stop()
             case 'stats': return self._stats()
+            case 'weight_version': self.control.scheduler.weight_version = argument
+            case 'weights': return self.updates.describe()
             case _:
                 what = f'command must be one of {", ".join(self.names)}, not {command!r}'
                 raise RequestError('command', what)
@@ -256,6 +261,12 @@ class ControlHandler:
         "Abort a request, or all whose names begin so; how many there were"
         here = self.grammar_queue.abort(rid, whole)
         return here + (self.control.abort(rid) if whole else self.control.abort_all(rid))
+
+    def update_weights(self, message: ControlMsg) -> None:
+        "Begin an update; the reply comes with `updates.finish`"
+        update = self.updates.read(message.argument)
+        if update.abort_all_requests: self.abort('', whole=False)
+        self.updates.begin(message.id, update)
 
     def _stats(self) -> dict[str, object]:
         "The scheduler's statistics; requests in the grammar queue count as waiting"
@@ -291,7 +302,9 @@ def handle(
         case AbortMsg(): handler.abort(message.rid)
         case ControlMsg():
             id, command = message.id, message.command
-            try: return ControlReply(id, handler.handle(command, message.argument))
+            try:
+                if command == 'update_weights': return handler.update_weights(message)
+                return ControlReply(id, handler.handle(command, message.argument))
             except RequestError as e: return ControlReply(id, {}, str(e))
             except Exception as e: return ControlReply(id, {}, f'{command}: {e!r}', refused=False)
     return None
@@ -318,7 +331,7 @@ def receive_messages(
 # %% ../../nbs/53_server.engine_core.ipynb #5dfd3f4c
 _IDLE_WAIT = 1.        # seconds to block without work; then it is time to tidy up
 _GRAMMAR_WAIT = .002   # seconds to block while only grammars are compiled
-_READING = 'health', 'live', 'stats'   # commands that change nothing
+_READING = 'health', 'live', 'stats', 'weights'   # commands that change nothing
 
 def run_engine_core(
     socket: zmq.Socket,        # To the parent
@@ -340,6 +353,8 @@ def run_engine_core(
             if answer := handle(message, handler): socket.send(encode(answer))
         if idle: halfway = next(tidying, 'done') is None
         if outputs := scheduler.step(): socket.send(encode(outputs))
+        if reply := handler.updates.finish(): socket.send(encode(reply))
+        if reply := handler.updates.finish(): socket.send(encode(reply))
 
 # %% ../../nbs/53_server.engine_core.ipynb #c5236485
 class ThroughputLog(BatchLog):
@@ -475,7 +490,7 @@ def main(
         path, validator = str(runtime.model_path), scheduler.validator
         socket.send(encode(ReadyMsg(path, validator.max_seq_len, validator.vocab_size)))
         grammar_queue = GrammarQueue(scheduler, runtime.grammars.begin)
-        handler = ControlHandler(runtime.control, grammar_queue)
+        handler = ControlHandler(runtime.control, grammar_queue, runtime.weights)
         run_engine_core(socket, handler, config.max_recv_per_step)
         watched.clear()
         runtime.close()
