@@ -101,6 +101,12 @@ def web(engine, tokenizer):
 def post(web, path, **body): return asyncio.run(web.post(path, json=body))
 def say(*texts): return [{"role": "user", "content": o} for o in texts]
 
+def one_token(path, body):
+    "The same body for an answer of one token, as this route has it"
+    if path in (PLAIN, CHAT): return body | {"max_tokens": 1}
+    if path == GENERATE: return body | {"sampling_params": {"max_new_tokens": 1} | body.get("sampling_params", {})}
+    return body
+
 
 # -- long texts ----------------------------------------------------------------------------------
 
@@ -110,7 +116,7 @@ HUGE = "x" * 2_000_000
     (PLAIN, {"prompt": HUGE}), (PLAIN, {"prompt": ["x", HUGE]}), (GENERATE, {"text": HUGE}), (CHAT, {"messages": say("x", HUGE)}),
     ("/tokenize", {"prompt": HUGE}), ("/tokenize", {"messages": say(HUGE)}), (PLAIN, {"prompt": [5]*100_000}), ("/detokenize", {"tokens": [5]*600_000})])
 def test_what_cannot_fit_is_refused_by_its_length(web, tokenizer, engine, path, body):
-    r = post(web, path, max_tokens=1, **body)
+    r = post(web, path, **one_token(path, body))
     assert r.status_code in (400, 413) and any(limit in r.text for limit in (f"{MAX_LEN}", "524,288", "500,000")), r.text
     assert (tokenizer.backend.characters, engine.taken) == (0, 0)
 
@@ -228,8 +234,8 @@ def test_a_prompt_counts_for_each_answer(web, engine, monkeypatch):
     assert r.status_code == 400 and "at most 100 tokens, each counted n times, not 120" in r.text and engine.taken == 0
 
 def test_limits_are_not_passed_by_what_they_allow(web):
-    for path, body in [(PLAIN, {"prompt": ["x"]*QUEUED, "stop": ["~"*1000] + ["~"]*63, "extra_key": "k"*256}), (GENERATE, {"text": "x", "rid": "r"*128, "sampling_params": {"max_new_tokens": 1}})]:
-        assert post(web, path, max_tokens=1, **body).status_code == 200
+    for path, body in [(PLAIN, {"prompt": ["x"]*QUEUED, "stop": ["~"*1000] + ["~"]*63, "extra_key": "k"*256}), (GENERATE, {"text": "x", "rid": "r"*128})]:
+        assert post(web, path, **one_token(path, body)).status_code == 200
 
 def test_many_answers_are_checked_once(monkeypatch):
     import minisgl_lit.core.sampling_params as module
@@ -247,9 +253,7 @@ def test_many_answers_are_checked_once(monkeypatch):
     (GENERATE, {"text": "x"*48}, lambda k: {"sampling_params": {"extra_key": k}}), (GENERATE, {"text": "x"*48}, lambda k: {"sampling_params": {"cache_salt": k}})])
 def test_tenants_share_no_cache(web, path, body, key):
     def cached(tenant):
-        fields = key(tenant)
-        fields["sampling_params"] = {"max_new_tokens": 1} | fields.get("sampling_params", {})
-        said = post(web, path, max_tokens=1, **body, **fields).json()
+        said = post(web, path, **one_token(path, body | key(tenant))).json()
         return said["meta_info"]["cached_tokens"] if path == GENERATE else said["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert [cached(o) for o in ("A", "B", "A", "B")] == [0, 0, 44, 44]
 

@@ -173,10 +173,10 @@ def test_priority_grows_once_for_each_so_many_times():
 
 def test_prompt_logprobs_stand_aside():
     ids, cache = np.zeros(40, int), new_cache()
-    queue = [request(i, ids) for i in range(3)]
-    vars(queue[1].params)['prompt_logprobs'] = 1
+    def waiting(*reporting): return [request(i, ids, prompt_logprobs=1 if i in reporting else None) for i in range(3)]
+    queue = waiting(1)
     assert list(one_per_shared_prefix(queue, PrefixMatches(cache).of(queue), 2, 32)) == queue[:2]
-    vars(queue[0].params)['prompt_logprobs'] = 1
+    queue = waiting(0, 1)
     assert list(one_per_shared_prefix(queue, PrefixMatches(cache).of(queue), 2, 32)) == queue
 
 def test_without_a_cache_it_says_so_once_and_goes_by_arrival():

@@ -129,7 +129,9 @@ def test_logprobs_are_log_softmax(n, vocab_size, number):
     g = torch.Generator().manual_seed(number)
     logits, targets = torch.randn(n, vocab_size, generator=g) * 9, torch.randint(0, vocab_size, (n,), generator=g)
     right, width = logits.log_softmax(-1), min(vocab_size, 7)
-    own, ids, top = logprobs(logits, targets, width)
+    names = torch.randint(0, vocab_size, (n, number % 3), generator=g)
+    own, ids, top, named = logprobs(logits, targets, width, names)
+    assert torch.allclose(named, right.gather(1, names), atol=1e-5)
     assert torch.allclose(own, right[torch.arange(n), targets], atol=1e-5)
     assert torch.allclose(top, right.topk(width).values, atol=1e-5) and torch.equal(right.gather(1, ids), right.topk(width).values)
 
@@ -322,7 +324,7 @@ class TalkingToy(ToyEngine):
     def sample(self, batch: Batch, launched, mask=None) -> ForwardOutput:
         r = batch.logprob_requests
         if r is None: return super().sample(batch, launched, mask)
-        told = LogprobResults(np.zeros(len(r.sampled) + len(r.tokens), np.float32), *(np.zeros((len(r.sampled) + len(r.tokens), 0)),)*2)
+        told = LogprobResults(np.zeros(len(r.sampled) + len(r.tokens), np.float32), *(np.zeros((len(r.sampled) + len(r.tokens), 0)),)*3)
         output = ForwardOutput(np.full(len(batch.sampled), -1), np.zeros(len(batch.sampled), bool), None, told)
         def work():
             self._sample(launched, output.next_tokens, output.finite, mask)
