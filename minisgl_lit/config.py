@@ -216,6 +216,9 @@ class ServerConfig(EngineConfig):
     unknown_fields: UnknownName = setting(
         'refuse', 'What becomes of a field of a request that has no meaning here')
     max_body_mb: int = setting(32, 'Largest request, in megabytes', low=1)
+    response_store_mb: int = setting(
+        64, 'Megabytes of answers that are kept for previous_response_id of /v1/responses; 0 keeps '
+        'none')
     max_connections: int | None = setting(
         None, 'Connections at once; None is as many as the limit of open files leaves room for',
         low=1)

@@ -128,6 +128,42 @@ def hang_up(key: bytes, i: int) -> Iterator[Step]:
     yield from (.5, HANG_UP)
 add('text of 10 MB, the caller hangs up', 'text', {400, CLOSED}, hang_up, callers=5)
 
+# ---- other protocols: the same orders in other bodies
+RESPONSES, MESSAGES, COUNT, OLLAMA, SHOW = '/v1/responses', '/v1/messages', '/v1/messages/count_tokens', '/api/chat', '/api/show'
+def responses(given: object = 'x', **fields: object) -> dict: return {'max_output_tokens': 2, 'temperature': 0, 'input': given} | fields
+def messages(content: object = 'x', **fields: object) -> dict: return MODEL | {'messages': [{'role': 'user', 'content': content}]} | fields
+def flat(name: str, **more) -> dict: return {'type': 'function', 'name': name, 'parameters': {'type': 'object'}, **more}
+USER = {'role': 'user', 'content': 'x'}
+
+for path, body in {RESPONSES: responses, MESSAGES: messages, COUNT: messages, OLLAMA: messages}.items():
+    post(f'text of 10 MB, {path}', 'text', path, lambda i, body=body: body(text(TEN_MB)))
+    post(f'wrong types, {path}', 'json', path, lambda i, body=body: body(7) | {'tools': 5})
+    post(f'NaN, {path}', 'json', path, lambda i, body=body: body('x') | {'temperature': float('nan'), 'options': {'temperature': float('nan')}})
+    post(f'nested 900 deep, {path}', 'json', path, lambda i, body=body: body('x') | {'tools': [{'type': 'function', 'name': 'f', 'parameters': json.loads('{"a":' * 900 + '1' + '}' * 900)}]})
+post('30,000 items', 'text', RESPONSES, lambda i: responses([USER] * 30_000))
+post('9,000 items, each another turn', 'text', RESPONSES, lambda i: responses([USER, USER | {'role': 'assistant'}] * 4_500))
+post('9,000 references', 'text', RESPONSES, lambda i: responses([{'type': 'item_reference', 'id': f'msg_{k}'} for k in range(9_000)]), NOT_FOUND)
+post('16,000 parts of an item', 'text', RESPONSES, lambda i: responses([{'role': 'user', 'content': [{'type': 'input_text', 'text': 'x'}] * 16_000}]))
+post('instructions of 10 MB', 'text', RESPONSES, lambda i: responses(instructions=text(TEN_MB)))
+post('previous_response_id of 1 MB', 'names', RESPONSES, lambda i: responses(previous_response_id='r' * 1_000_000))
+post('metadata of 1 MB', 'names', RESPONSES, lambda i: responses(metadata={'a': 'x' * 1_000_000}))
+post('metadata of 10,000 names', 'names', RESPONSES, lambda i: responses(metadata={f'a{k}': 'x' for k in range(10_000)}))
+post('10,000 tools, responses', 'grammar', RESPONSES, lambda i: responses(tools=[flat(f'f{k}') for k in range(10_000)]))
+post('tools of 10 MB, responses', 'grammar', RESPONSES, lambda i: responses(tools=[flat('f', description=text(TEN_MB))]))
+post('text.format with an enum of 40,000', 'grammar', RESPONSES, lambda i: responses(text={'format': {'type': 'json_schema', 'name': 'a', 'schema': {'enum': [*range(40_000)]}}}))
+post('30,000 messages, messages', 'text', MESSAGES, lambda i: MODEL | {'messages': [USER] * 30_000})
+post('9,000 blocks of a message', 'text', MESSAGES, lambda i: messages([{'type': 'text', 'text': 'x'}, {'type': 'tool_result', 'tool_use_id': 'a'}] * 4_500))
+post('16,000 blocks of a message', 'text', MESSAGES, lambda i: messages([{'type': 'text', 'text': 'x'}] * 16_000))
+post('two messages that come to 12,000', 'text', MESSAGES, lambda i: MODEL | {'messages': [{'role': 'user', 'content': [{'type': 'tool_result', 'tool_use_id': 'a'}] * 6_000}] * 2})
+post('system of 10 MB', 'text', MESSAGES, lambda i: messages(system=text(TEN_MB)))
+post('user_id of 1 MB', 'names', MESSAGES, lambda i: messages(metadata={'user_id': 'u' * 1_000_000}))
+post('20,000 stop_sequences', 'stop', MESSAGES, lambda i: messages(stop_sequences=[f'stop {k}' for k in range(20_000)]))
+post('10,000 tools, messages', 'grammar', MESSAGES, lambda i: messages(tools=[{'name': f'f{k}', 'input_schema': {}} for k in range(10_000)]))
+post('30,000 messages, Ollama', 'text', OLLAMA, lambda i: {'messages': [USER] * 30_000})
+post('a prompt of 10 MB, Ollama', 'text', '/api/generate', lambda i: {'prompt': text(TEN_MB)})
+post('a format with an enum of 40,000', 'grammar', OLLAMA, lambda i: messages(format={'enum': [*range(40_000)]}))
+post('model of 1 MB, Ollama', 'names', SHOW, lambda i: {'model': 'm' * 1_000_000}, NOT_FOUND)
+
 # ---- stops
 def stops(name: str, pattern: str, allowed: Iterable[int] = REFUSED, n_tokens: int = 2, **more) -> None:
     post(f'stop_regex {name}', 'stop', GENERATE, lambda i: generate('x', stop_regex=pattern, max_new_tokens=n_tokens, ignore_eos=True), allowed, **more)

@@ -272,7 +272,8 @@ def web(tokenizer, tmp_path):   # noqa: F811
     call.engine, call.now, call.file = engine, now, file
     return call
 
-ROUTES = {"/v1/completions": dict(prompt="SAY:hi"), "/generate": dict(text="SAY:hi"), "/v1/chat/completions": dict(messages=[dict(role="user", content="SAY:hi")])}
+ROUTES = {"/v1/completions": dict(prompt="SAY:hi"), "/generate": dict(text="SAY:hi"), "/v1/chat/completions": dict(messages=[dict(role="user", content="SAY:hi")]),
+          "/v1/responses": dict(input="SAY:hi")}
 
 def test_a_request_says_whose_it_is(web):
     for path, body in ROUTES.items():
@@ -353,6 +354,20 @@ def test_nobody_aborts_or_takes_the_names_of_others(web):
     for rid in ("mine", "*", "alice/mine", "../alice/mine"): assert web("/abort_request", rid=rid).status_code == 200
     assert web.engine.orders == [("abort", "bob/mine"), ("abort", "bob/*"), ("abort", "bob/alice/mine"), ("abort", "bob/../alice/mine")]
     assert web("/abort_request", "operator", rid="alice/mine").status_code == 200 and web.engine.orders[-1] == ("abort", "alice/mine")
+
+def test_nobody_reads_or_goes_on_with_the_answers_of_others(web):
+    said = web("/v1/responses", input="SAY:hi").json()
+    path, alice = f"/v1/responses/{said['id']}", "k-alice-0123456789"
+    for r in (web(path, alice, "GET"), web(path, alice, "DELETE"), web("/v1/responses", alice, input="x", previous_response_id=said["id"]),
+              web("/v1/responses", alice, input=[dict(type="item_reference", id=said["output"][0]["id"])])):
+        assert r.status_code == 404
+    assert web(path, method="GET").json() == said
+    assert web("/v1/responses", input="x", previous_response_id=said["id"]).status_code == 200
+    assert web(path, method="DELETE").json()["deleted"] and web(path, method="GET").status_code == 404
+
+def test_keys_of_other_clients(web):
+    "Anthropic's clients send theirs in `x-api-key`"
+    assert web("/v1/messages", "wrong", max_tokens=9, messages=[dict(role="user", content="SAY:hi")]).json()["error"]["type"] == "authentication_error"
 
 def test_a_star_reaches_nobody_elses_requests():
     "With one key for all, or none beside an admin's, a prefix would be one of everybody's names"

@@ -11,7 +11,9 @@ import pytest
 import regex
 
 from beside import Beside, hostile_callers, program, until
-from hostile import CHAT, COMPLETIONS, GENERATE, chat, completion, corpus, generate, read_statuses, text
+from hostile import (
+    CHAT, COMPLETIONS, COUNT, GENERATE, MESSAGES, OLLAMA, RESPONSES, SHOW, chat, completion, corpus, generate, messages, read_statuses, responses,
+    text)
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.engine.grammar import GrammarCompiler
 from minisgl_lit.kv_cache.manager import CacheManager
@@ -283,14 +285,20 @@ def test_what_can_never_fit_is_not_told_to_try_again(server, name):
 
 # ---- isolation
 
-@pytest.mark.parametrize('path, name', [(GENERATE, 'extra_key'), (COMPLETIONS, 'cache_salt'), (CHAT, 'cache_salt')])
+def cached_tokens(told):
+    "As each route calls them"
+    usage = told['usage'] if 'usage' in told else told['meta_info']
+    details = usage.get('prompt_tokens_details') or usage.get('input_tokens_details') or usage
+    return details.get('cached_tokens', details.get('cache_read_input_tokens'))
+
+@pytest.mark.parametrize('path, name', [(GENERATE, 'extra_key'), (COMPLETIONS, 'cache_salt'), (CHAT, 'cache_salt'), (RESPONSES, 'cache_salt'), (MESSAGES, 'extra_key')])
 def test_tenants_do_not_find_each_others_tokens(server, path, name):
-    base = dict(chat(text(150)) if path == CHAT else dict(generate(text(150))) if path == GENERATE else completion(text(150)))
+    base = {GENERATE: generate, COMPLETIONS: completion, CHAT: chat, RESPONSES: responses, MESSAGES: messages}[path](text(150))
     async def use(web, engine):
         found = []
         for tenant in ('A', 'B', 'A', 'B'):
             told = (await post(web, path, **base | {name: tenant})).json()
-            found.append(told['meta_info']['cached_tokens'] if path == GENERATE else told['usage']['prompt_tokens_details']['cached_tokens'])
+            found.append(cached_tokens(told))
         return found
     a, b, again, and_again = server.run(use)
     assert a == b == 0 < again == and_again
@@ -329,7 +337,7 @@ def test_many_who_ask_for_a_step_share_it(server):
 def test_each_row_and_route_has_its_entries():
     assert len(corpus) >= 60 and all(o.allowed for o in corpus.values())
     paths = {o.path for o in corpus.values()}
-    assert paths >= {CHAT, COMPLETIONS, GENERATE, '/tokenize', '/detokenize', '/abort_request', '/pause_generation', '/continue_generation',
+    assert paths >= {CHAT, COMPLETIONS, GENERATE, RESPONSES, MESSAGES, COUNT, OLLAMA, SHOW, '/api/generate', '/tokenize', '/detokenize', '/abort_request', '/pause_generation', '/continue_generation',
                      '/flush_cache', '/start_profile', '/stop_profile'}
     assert {o.row for o in corpus.values()} == {'text', 'stop', 'grammar', 'names', 'json', 'http', 'control'}
 

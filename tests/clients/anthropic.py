@@ -6,7 +6,7 @@ import anthropic
 
 url, model = sys.argv[1:]
 client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-ask = dict(model=model, temperature=0, max_tokens=100, messages=[dict(role="user", content="Count from 3 to 5")])
+ask = dict(model=model, extra_body=dict(temperature=0), max_tokens=100, messages=[dict(role="user", content="Count from 3 to 5")])
 
 said = client.messages.create(**ask)
 assert said.content[0].text == "3, 4, 5" and said.stop_reason == "end_turn"
