@@ -1,5 +1,5 @@
 # needs: ollama
-"Chats, completions, streams, tools, a schema, thinking, lists of models"
+"Chats, completions, streams, tools, a schema, lists of models"
 import sys
 import ollama
 
@@ -26,4 +26,3 @@ dialog += [call, dict(role="tool", tool_name="get_time", content=get_time("Oslo"
 assert client.chat(model, dialog, tools=[get_time], options=options).message.content == "It is 14:30 in Oslo."
 schema = dict(type="object", properties=dict(city=dict(enum=["Oslo", "Rome"])), required=["city"])
 assert "city" in client.chat(model, dialog[:1], format=schema, options=options).message.content
-assert len(client.embed(model, "a page").embeddings[0]) > 8
