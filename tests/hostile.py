@@ -139,7 +139,7 @@ for path, body in {RESPONSES: responses, MESSAGES: messages, COUNT: messages, OL
     post(f'text of 10 MB, {path}', 'text', path, lambda i, body=body: body(text(TEN_MB)))
     post(f'wrong types, {path}', 'json', path, lambda i, body=body: body(7) | {'tools': 5})
     post(f'NaN, {path}', 'json', path, lambda i, body=body: body('x') | {'temperature': float('nan'), 'options': {'temperature': float('nan')}})
-    post(f'nested 900 deep, {path}', 'json', path, lambda i, body=body: body('x') | {'tools': [{'type': 'function', 'name': 'f', 'parameters': json.loads('{"a":' * 900 + '1' + '}' * 900)}]})
+    post(f'nested 900 deep, {path}', 'json', path, lambda i, body=body: body('x') | {'tools': [{'type': 'function', 'name': 'f', 'parameters': json.loads('{"a":' * 900 + '1' + '}' * 900)}]}, LEGAL)
 post('30,000 items', 'text', RESPONSES, lambda i: responses([USER] * 30_000))
 post('9,000 items, each another turn', 'text', RESPONSES, lambda i: responses([USER, USER | {'role': 'assistant'}] * 4_500))
 post('9,000 references', 'text', RESPONSES, lambda i: responses([{'type': 'item_reference', 'id': f'msg_{k}'} for k in range(9_000)]), NOT_FOUND)
