@@ -95,3 +95,12 @@ def test_a_priority_overtakes(server, path):
         ask(server, "/abort_request", admin=True, rid="first")
         for o in (running, low, high): o.result()
     assert ended == [("high", 200), ("low", 200)]
+
+@pytest.mark.parametrize("path, body, param", [
+    ("/v1/chat/completions", dict(messages=[dict(role="user", content="page " * 400)]), "messages"), ("/v1/completions", dict(prompt="page " * 400), "prompt"),
+    ("/v1/completions", dict(prompt=[5] * 257), "prompt"), ("/generate", dict(input_ids=[5] * 300), "text"), ("/v1/completions", dict(prompt="x", max_tokens=300), "max_tokens"),
+    ("/tokenize", dict(prompt="page " * 9_999), "prompt")])
+def test_what_does_not_fit_has_a_code(server, path, body, param):
+    "Frameworks branch on it: some shorten the conversation and ask again"
+    error = ask(server, path, **body).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param), error

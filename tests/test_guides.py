@@ -158,8 +158,17 @@ def test_metrics_are_all_named_and_none_is_invented(shared):
     from prometheus_client.parser import text_string_to_metric_families
     told = {o.name + "_total" * (o.type == "counter"): o.type for o in text_string_to_metric_families(urlopen(shared.url + "/metrics").read().decode())}
     told.pop("minisgl:num_aborted_requests_created")   # when counting began, which the library adds
+    for other in ("vllm:num_requests_running", "vllm:e2e_request_latency_seconds", "sglang:token_usage", "process_cpu_seconds_total"): assert other in told
+    told = {name: kind for name, kind in told.items() if name.startswith("minisgl:")}
     table = dict(re.findall(r"^\| `(minisgl:\w+)` \| (\w+) \|", (root/"docs/guides/monitor.md").read_text(), re.M))
     assert table == told
+
+def test_the_dashboard_shows_metrics_that_there_are(shared):
+    told = urlopen(shared.url + "/metrics").read().decode()
+    panels = json.loads((root/"docs"/"grafana.json").read_text())["panels"]
+    used = {name for p in panels for t in p["targets"] for name in re.findall(r"(?:minisgl:|process_)\w+", t["expr"])}
+    assert len(panels) == 9 and len(used) >= 14
+    for name in used: assert f"\n{name}{{" in told or f"\n{name} " in told, name
 
 def test_flags_and_defaults_in_the_prose():
     "Each flag that is named exists, and each default in a table is the default"

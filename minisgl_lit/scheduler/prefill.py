@@ -12,7 +12,7 @@ from operator import gt
 import numpy as np
 
 from ..core.request import CacheHandle, PendingReq, Req
-from ..core.sampling_params import RequestError, SamplingParams
+from ..core.sampling_params import ContextTooLong, RequestError, SamplingParams
 from ..kv_cache.manager import CacheManager
 from ..kv_cache.radix import PrefixHandle
 from .policy import Policy
@@ -278,12 +278,12 @@ class RequestValidator:
         limit = (f'the KV cache holds {self.slots} tokens' if self.slots < self.max_seq_len
                  else f'max_seq_len is {self.max_seq_len}')
         if n > min(self.max_seq_len, self.slots) or n == longest and wanted is None:
-            raise RequestError('prompt', f'the prompt has {n} tokens, '
-                                         f'too long for an answer: {limit}')
+            raise ContextTooLong('prompt', f'the prompt has {n} tokens, '
+                                           f'too long for an answer: {limit}')
         if wanted is None: return longest
         if n + wanted > longest:
-            raise RequestError('max_tokens', f'max_tokens={wanted} does not fit after a prompt '
-                               f'of {n} tokens: {limit}; at most {longest - n} are possible')
+            raise ContextTooLong('max_tokens', f'max_tokens={wanted} does not fit after a prompt '
+                                 f'of {n} tokens: {limit}; at most {longest - n} are possible')
         return n + wanted
 
 # %% ../../nbs/21_scheduler.prefill.ipynb #e4000f8c

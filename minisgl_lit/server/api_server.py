@@ -19,7 +19,6 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -331,10 +330,11 @@ class Api:
         "Settings, and the scheduler's statistics"
         return {**self.info, **await self.ask(self.client.stats)}
 
-    async def metrics_page(self) -> Response:
+    async def metrics_page(self, request: Request) -> Response:
         "Metrics for Prometheus"
-        text = self.metrics.page(await self.ask(self.client.stats))
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        accept = request.headers.get('accept', '')
+        text, content_type = self.metrics.page(await self.ask(self.client.stats), accept)
+        return Response(text, headers={'content-type': content_type})
 
     # %% ../../nbs/55_server.api_server.ipynb #76b666b1
     async def page(self, request: Request) -> Response:

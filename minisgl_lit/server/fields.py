@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from ..core.sampling_params import QueueFull, RequestError, quote
+from ..core.sampling_params import ContextTooLong, QueueFull, RequestError, quote
 
 # %% ../../nbs/47a_server.fields.ipynb #159fbfb0
 class ApiError(Exception):
@@ -36,7 +36,8 @@ class ApiError(Exception):
         param: str | None = None,  # The field's name in this request, if it is another
     ) -> 'ApiError':
         "The same error over HTTP: 503 if the queue is full, else 400"
-        status, code = (503, 'queue_full') if isinstance(error, QueueFull) else (400, None)
+        kinds = {QueueFull: (503, 'queue_full'), ContextTooLong: (400, 'context_length_exceeded')}
+        status, code = kinds.get(type(error), (400, None))
         return cls(str(error), status, param or error.field, code)
 
     @property

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ..core.request import Caller
-from ..core.sampling_params import QueueFull, RequestError, SamplingParams
+from ..core.sampling_params import ContextTooLong, QueueFull, RequestError, SamplingParams
 from ..core.outputs import EngineCoreOutputs
 
 # %% ../../nbs/50_server.messages.ipynb #643999ac
@@ -70,6 +70,7 @@ class RefusedMsg(Message, frozen=True):
     field: str    # The field that the caller would have to change
     message: str  # One sentence: the field, the value, what is allowed
     busy: bool    # True: the same request may be accepted later
+    too_long: bool = False   # True: prompt and answer do not fit
 
     @classmethod
     def of(
@@ -78,12 +79,14 @@ class RefusedMsg(Message, frozen=True):
         error: RequestError,  # What the scheduler raised
     ) -> 'RefusedMsg':
         "The message for an error"
-        return cls(rid, error.field, str(error), isinstance(error, QueueFull))
+        return cls(rid, error.field, str(error), isinstance(error, QueueFull),
+                   isinstance(error, ContextTooLong))
 
     @property
     def error(self) -> RequestError:
         "The same error, to be raised on this side"
-        return (QueueFull if self.busy else RequestError)(self.field, self.message)
+        kind = QueueFull if self.busy else ContextTooLong if self.too_long else RequestError
+        return kind(self.field, self.message)
 
 # %% ../../nbs/50_server.messages.ipynb #9dea27c5
 _DTYPES = {'i': '<i8', 'f': '<f4'}   # token ids, and embeddings

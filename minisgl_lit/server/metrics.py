@@ -12,9 +12,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from itertools import accumulate
 from time import monotonic, perf_counter
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric)
+from prometheus_client.exposition import choose_encoder
 
 from .sse import sse
 from .protocol import ApiError
@@ -88,16 +89,22 @@ class Metrics:
             'minisgl:num_aborted_requests',
             'Requests whose clients disconnected or aborted them',
             ['model_name'], registry=self.registry).labels(model)
+        ProcessCollector(registry=self.registry)   # memory, processor, files of this process
         self.registry.register(self)
 
-    def page(self, stats: Mapping[str, object]) -> bytes:
-        "All metrics in Prometheus' text format, with the scheduler's current statistics"
+    def page(
+        self,
+        stats: Mapping[str, object],   # Of the scheduler, now
+        accept: str = '',              # The formats that the client reads, as in its header
+    ) -> tuple[bytes, str]:
+        "All metrics, and their content type: Prometheus' text format, or OpenMetrics if asked for"
         self.stats = stats
-        return generate_latest(self.registry)
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
 
     # %% ../../nbs/49a_server.metrics.ipynb #37261cdd
-    def collect(self) -> Iterator[Metric]:
-        "All metrics; called by the registry"
+    def _own(self) -> Iterator[Metric]:
+        "All metrics, by our names"
         for histogram, name, about in (
             (self.ttft, 'time_to_first_token', 'From the request to its first token'),
             (self.inter_token, 'inter_token_latency', 'From one token to the next'),
@@ -115,6 +122,14 @@ class Metrics:
             metric.add_metric([self.model], value)
             yield metric
 
+    # %% ../../nbs/49a_server.metrics.ipynb #3b79063e
+    def collect(self) -> Iterator[Metric]:
+        "All metrics, by all of their names; called by the registry"
+        for metric in self._own():
+            yield metric
+            for name in _OTHER_NAMES[metric.name.removeprefix('minisgl:')]:
+                yield _renamed(metric, name)
+
     # %% ../../nbs/49a_server.metrics.ipynb #9906739e
     def _throughput(self, tokens: float) -> float:
         "Tokens per second since the last call, or the same as then within a second"
@@ -122,6 +137,34 @@ class Metrics:
         if now - then >= 1:
             self._last_rate, self._rate = (now, tokens), (tokens - before) / (now - then)
         return self._rate
+
+# %% ../../nbs/49a_server.metrics.ipynb #3b79063e
+_OTHER_NAMES = {   # of the same metric, in vLLM and SGLang
+    'num_running_reqs': ('vllm:num_requests_running', 'sglang:num_running_reqs'),
+    'num_queue_reqs': ('vllm:num_requests_waiting', 'sglang:num_queue_reqs'),
+    'token_usage': ('vllm:kv_cache_usage_perc', 'vllm:gpu_cache_usage_perc', 'sglang:token_usage'),
+    'cache_hit_rate': ('sglang:cache_hit_rate',),
+    'gen_throughput': ('sglang:gen_throughput',),
+    'prompt_tokens': (
+        'vllm:prompt_tokens', 'vllm:prefix_cache_queries', 'sglang:prompt_tokens'),
+    'cached_tokens': ('vllm:prefix_cache_hits', 'sglang:cached_tokens'),
+    'generation_tokens': ('vllm:generation_tokens', 'sglang:generation_tokens'),
+    'num_retracted_reqs': ('vllm:num_preemptions', 'sglang:num_retracted_reqs'),
+    'time_to_first_token_seconds': (
+        'vllm:time_to_first_token_seconds', 'sglang:time_to_first_token_seconds'),
+    'inter_token_latency_seconds': (
+        'vllm:inter_token_latency_seconds', 'vllm:time_per_output_token_seconds',
+        'sglang:inter_token_latency_seconds'),
+    'e2e_request_latency_seconds': (
+        'vllm:e2e_request_latency_seconds', 'sglang:e2e_request_latency_seconds'),
+    'queue_time_seconds': ('vllm:request_queue_time_seconds', 'sglang:queue_time_seconds')}
+
+def _renamed(metric: Metric, name: str) -> Metric:
+    "The same metric by another name"
+    other = Metric(name, metric.documentation, metric.type)
+    other.samples = [o._replace(name=name + o.name.removeprefix(metric.name))
+                     for o in metric.samples]
+    return other
 
 # %% ../../nbs/49a_server.metrics.ipynb #95652dbe
 class RequestTimer:

@@ -22,7 +22,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from ..core.request import (
     AnswerEnd, FinishReason, Logprob, PendingReq, SearchedTokens, StopCheck, Thinking)
-from ..core.sampling_params import RequestError, SamplingParams, quote
+from ..core.sampling_params import ContextTooLong, RequestError, SamplingParams, quote
 from ..core.outputs import EngineCoreOutput
 from .chat_template import ChatOptions, ChatTemplate
 from .reasoning import (
@@ -109,7 +109,7 @@ def too_long(
 ) -> RequestError:
     "The error for such a prompt, in the words of the scheduler"
     what = f'the prompt has {n} tokens, too long for an answer: max_seq_len is {max_len}'
-    return RequestError('prompt', what)
+    return ContextTooLong('prompt', what)
 
 class Tokenizer:
     "Text and conversations to token ids, and back. Immutable but for a cache of decoded tokens."
@@ -177,8 +177,8 @@ class Tokenizer:
         "`RequestError` if a text has so many characters that it must have over `max_len` tokens"
         if len(text) <= max_len * self.chars_per_token: return
         most = int(max_len * self.chars_per_token)
-        raise RequestError('prompt', f'the prompt has {len(text):,} characters; max_seq_len is '
-                                     f'{max_len:,} tokens, which hold {most:,} at most')
+        raise ContextTooLong('prompt', f'the prompt has {len(text):,} characters; max_seq_len '
+                                       f'is {max_len:,} tokens, which hold {most:,} at most')
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         "The text of all these tokens"
