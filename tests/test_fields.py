@@ -15,7 +15,8 @@ LONG = "The pages of a tree are shared by all requests that begin alike, and tha
 ROUTES = {   # what generates: the body of a long prompt
     "/v1/chat/completions": dict(messages=[dict(role="user", content=LONG)], max_tokens=1),
     "/v1/completions": dict(prompt=LONG, max_tokens=1), "/generate": dict(text=LONG, sampling_params=dict(max_tokens=1))}
-NEEDED = ROUTES | {"/detokenize": dict(tokens=[5]), "/tokenize": dict(prompt="x"), "/abort_request": dict(rid="x")}   # other bodies may be empty
+NEEDED = ROUTES | {"/detokenize": dict(tokens=[5]), "/tokenize": dict(prompt="x"), "/abort_request": dict(rid="x"),
+    "/v1/embeddings": dict(input="x"), "/v1/score": dict(query="x", items=["y"], label_token_ids=[5])}   # other bodies may be empty
 
 @pytest.fixture(scope="module")
 def server():
