@@ -15,8 +15,9 @@ LONG = "The pages of a tree are shared by all requests that begin alike, and tha
 ROUTES = {   # what generates: the body of a long prompt
     "/v1/chat/completions": dict(messages=[dict(role="user", content=LONG)], max_tokens=1),
     "/v1/completions": dict(prompt=LONG, max_tokens=1), "/generate": dict(text=LONG, sampling_params=dict(max_tokens=1))}
-NEEDED = ROUTES | {"/detokenize": dict(tokens=[5]), "/tokenize": dict(prompt="x"), "/abort_request": dict(rid="x"),
-    "/v1/embeddings": dict(input="x"), "/v1/score": dict(query="x", items=["y"], label_token_ids=[5])}   # other bodies may be empty
+VALUES = dict(   # of fields that some body must have
+    messages=[dict(role="user", content="x")], prompt="x", tokens=[5], rid="x", input="x", query="x", items=["y"], label_token_ids=[5], max_tokens=1,
+    model="embedded", model_path="x", documents=["x"], name="embedded", new_version="x")
 
 @pytest.fixture(scope="module")
 def server():
@@ -27,13 +28,17 @@ def ask(server, path, admin=False, **body):
     return web.post(server.url + path, content=json.dumps(body), headers=headers)
 
 def bodies(server):
-    "Each route that takes a body, as the server describes itself"
-    paths = web.get(server.url + "/openapi.json").json()["paths"]
-    return [path for path, routes in paths.items() if "requestBody" in routes.get("post", {})]
+    "Each route that takes a body, and what it must have, as the server describes itself"
+    told = web.get(server.url + "/openapi.json").json()
+    for path, routes in told["paths"].items():
+        if "requestBody" not in routes.get("post", {}): continue
+        schema = routes["post"]["requestBody"]["content"]["application/json"]["schema"]
+        kinds = [o["$ref"].rpartition("/")[2] for o in (schema, *schema.get("anyOf", ())) if "$ref" in o]
+        yield path, {name: VALUES[name] for kind in kinds for name in told["components"]["schemas"][kind].get("required", ())}
 
 def test_an_unknown_field_is_refused_on_every_route(server):
-    for path in bodies(server):
-        error = ask(server, path, admin=True, **NEEDED.get(path, {}), colour_of_the_page="red")
+    for path, body in bodies(server):
+        error = ask(server, path, admin=True, **body, colour_of_the_page="red")
         assert error.status_code == 400, (path, error.text)
         assert error.json()["error"]["param"] == "colour_of_the_page" and "colour_of_the_page is not a field" in error.json()["error"]["message"]
     for path, near in (("/v1/chat/completions", "temprature"), ("/v1/completions", "temprature"), ("/generate", "sampling_param")):
