@@ -40,9 +40,10 @@ def test_an_unknown_field_is_refused_on_every_route(server):
     for path, body in bodies(server):
         error = ask(server, path, admin=True, **body, colour_of_the_page="red")
         assert error.status_code == 400, (path, error.text)
-        assert error.json()["error"]["param"] == "colour_of_the_page" and "colour_of_the_page is not a field" in error.json()["error"]["message"]
+        assert "colour_of_the_page is not a field" in error.text, (path, error.text)   # in the shape of the route's protocol
     for path, near in (("/v1/chat/completions", "temprature"), ("/v1/completions", "temprature"), ("/generate", "sampling_param")):
         assert "did you mean" in ask(server, path, **ROUTES[path], **{near: 0}).json()["error"]["message"]
+    assert ask(server, "/generate", text="x", colour=1).json()["error"]["param"] == "colour"
     nested = ask(server, "/generate", text="x", sampling_params=dict(temprature=0)).json()["error"]
     assert nested["param"] == "sampling_params.temprature" and "did you mean temperature?" in nested["message"]
 
