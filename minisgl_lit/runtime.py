@@ -103,7 +103,8 @@ def build(
     shard_config(model, config.tp)   # raises if `tp` does not fit, before a process is started
     tokenizer = Tokenizer(resolved.path, config.reasoning_parser)
     eos = frozenset(model.eos_token_ids)
-    grammars = GrammarCompiler(tokenizer.backend, model.vocab_size, eos)
+    grammars = GrammarCompiler(tokenizer.backend, model.vocab_size, eos,
+                               additional_properties=config.additional_properties)
     ranks = start_ranks(config.tp)
     try:
         engine, table, memory = make_engine(resolved, ranks, overlap)

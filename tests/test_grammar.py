@@ -119,7 +119,7 @@ def test_all_that_matches_can_be_said(name, data):
 @FEW
 @given(data=st.data())
 def test_all_json_of_a_schema_can_be_said(name, data):
-    schema = dict(type="object", properties=dict(a=dict(type="integer"), b=dict(enum=["x", "é\n"])), required=["a"])
+    schema = dict(type="object", properties=dict(a=dict(type="integer"), b=dict(enum=["x", "é\n"])), required=["a"], additionalProperties=True)
     value = dict(a=data.draw(st.integers(-10**9, 10**9)))
     if data.draw(st.booleans()): value["b"] = data.draw(st.sampled_from(["x", "é\n"]))
     if data.draw(st.booleans()): value["more"] = data.draw(st.lists(st.text("a\"\\\t世", max_size=5) | st.none() | st.integers(), max_size=3))

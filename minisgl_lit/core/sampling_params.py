@@ -85,6 +85,7 @@ _rules = dict(
     repetition_penalty=_real(.01, 100), logit_bias=_map_of(_whole(0), _real(-100, 100), 4096),
     logprobs=_whole(0, 20), prompt_logprobs=_whole(0, 20), logprob_start_len=_whole(0),
     token_ids_logprob=_tuple_of(_whole(0), 128), pooling=_one_of('last', 'mean'),
+    visible_tokens=_tuple_of(_whole(0), 1024),
     n=_whole(1, 128), stop_regex=_text, json_schema=_text, regex=_text, ebnf=_text,
     separate_reasoning=_flag, max_thinking_tokens=_whole(0))
 
@@ -149,6 +150,7 @@ class SamplingParams:
     pooling: str | None = None        # Return the prompt's hidden states: 'last' or 'mean'
     n: int = 1                        # Answers to one prompt
     skip_special_tokens: bool = True  # Leave special tokens out of the text
+    visible_tokens: tuple[int, ...] = ()  # but for these, which a parser of the text needs
     json_schema: str | None = None    # The answer must be JSON of this schema
     regex: str | None = None          # The answer must match this pattern
     ebnf: str | None = None           # The answer must follow this grammar
@@ -158,7 +160,7 @@ class SamplingParams:
     extra_key: str | None = None      # Share cached prefixes only within this key
 
     def __post_init__(self):
-        for name in ('stop', 'stop_token_ids', 'token_ids_logprob'):
+        for name in ('stop', 'stop_token_ids', 'token_ids_logprob', 'visible_tokens'):
             object.__setattr__(self, name, _tuple(getattr(self, name)))
         _check(self)
 

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
 from threading import Lock
@@ -23,6 +22,7 @@ import tokenizers
 
 from ..core.request import Grammar, PendingReq
 from ..core.sampling_params import RequestError, SamplingParams
+from .json_schema import close_objects
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -83,6 +83,15 @@ class GrammarSpec(NamedTuple):
     field: str   # Of `SamplingParams`: json_schema, regex or ebnf
     text: str    # Its value
 
+def _several(spec: GrammarSpec) -> list[dict] | None:
+    "The grammars of a spec, as the library lists them; `None` if it is none of JSON"
+    if spec.field == 'regex' or not spec.text.lstrip().startswith('{'): return None
+    try: found = json.loads(spec.text)
+    except (ValueError, RecursionError): return None
+    grammars = found.get('grammars') if spec.field == 'ebnf' else [{'json_schema': found}]
+    is_list = isinstance(grammars, list) and all(isinstance(o, dict) for o in grammars)
+    return grammars if is_list else None
+
 def check_size(
     spec: GrammarSpec,  # What a request asks for
 ) -> None:
@@ -92,10 +101,11 @@ def check_size(
         if size > (most := MAX_GRAMMAR[what]):
             raise RequestError(name, f'{name} has {size} {what}, and at most {most} are allowed')
     check('bytes', len(text.encode(errors='replace')))
-    if name == 'json_schema':
-        with suppress(ValueError, RecursionError): text = json.dumps(json.loads(text))
-        check('rules', text.count('"$ref"'))   # a chain of them is followed on the stack
-    elif name == 'ebnf': check('rules', text.count(':') - text.count('::='))
+    if several := _several(spec):
+        values = [o for grammar in several for o in grammar.values()]
+        text = '\n'.join(o if isinstance(o, str) else json.dumps(o) for o in values)
+    rules = sum(':' in line for line in text.splitlines()) if name == 'ebnf' else 0
+    check('rules', rules + text.count('"$ref"'))   # a chain of these is followed on the stack
     check('items', 1 + max(text.count(','), text.count('|')))   # of a list, or alternatives
     brackets = re.findall(r'[\[\](){}]', text)
     check('levels', max(accumulate(1 if o in '[({' else -1 for o in brackets), default=0))
@@ -167,8 +177,10 @@ class GrammarCompiler:
         vocab_size: int,                    # Logits of the model; a mask has so many bits
         eos_token_ids: Collection[int] = (),   # Tokens with which the model ends by itself
         most: int = 32,                     # Grammars to keep, compiled or refused
+        additional_properties: bool = False,   # Whether objects of a schema stay open
     ):
         self._tokenizer, self._vocab_size, self._most = tokenizer, vocab_size, most
+        self._open = additional_properties
         self._n_words = -(-vocab_size // 32)
         self._eos = [o for o in sorted(eos_token_ids) if o < vocab_size]
         self._threads, self._lock = ThreadPoolExecutor(2, 'grammar'), Lock()
@@ -236,6 +248,17 @@ class GrammarCompiler:
         for name in params.grammars: self._compiled(GrammarSpec(name, getattr(params, name)))
 
     # %% ../../nbs/45_engine.grammar.ipynb #827fa0ad
+    def _source(self, grammars: list[dict]) -> str:
+        "Several grammars as the library reads them, with their JSON schemas as we want them"
+        def ours(schema: object) -> object:
+            schema = schema if self._open else close_objects(schema)
+            if not isinstance(schema, dict): return schema
+            style = schema.get('x-guidance', {})
+            return {**schema, 'x-guidance': _JSON_STYLE | style if isinstance(style, dict) else style}
+        return json.dumps({'grammars': [
+            {**o, 'json_schema': ours(o['json_schema'])} if 'json_schema' in o else o
+            for o in grammars]})
+
     def _compile(self, spec: GrammarSpec) -> 'LLMatcher':
         "The library's matcher, after its first mask"
         name, text = spec
@@ -244,9 +267,10 @@ class GrammarCompiler:
             raise RequestError(name, f'{name} needs llguidance, which is not installed here: '
                                      "pip install 'minisgl_lit[structured]'") from None
         try:
-            if name == 'json_schema':
-                source = LLMatcher.grammar_from_json_schema(
-                    text, defaults={'whitespace_flexible': False})
+            several = _several(spec)
+            if several is not None: source = self._source(several)
+            elif name == 'json_schema': source = LLMatcher.grammar_from_json_schema(
+                text, defaults={'whitespace_flexible': False})   # which says what is wrong
             else: source = grammar_from('regex' if name == 'regex' else 'ebnf', text)
             limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_max_items=_STEP_ITEMS,
                                     verbose_errors=False)
@@ -259,3 +283,4 @@ class GrammarCompiler:
 # %% ../../nbs/45_engine.grammar.ipynb #827fa0ad
 _LEXER_FUEL = 100_000   # steps of regex analysis; the library's default is a million
 _STEP_ITEMS = 5_000     # of the parser, in one mask; the default is ten times as many
+_JSON_STYLE = {'whitespace_flexible': False}   # unless a schema has a style of its own

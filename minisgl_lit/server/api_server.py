@@ -43,6 +43,7 @@ from .protocol import GenerateRequest
 from .sse import (
     ClientDisconnected, EventStream, unless_disconnected)
 from .tokenizing import AsyncTokenizer
+from .tool_calling import ToolCalling
 from ..text.tokenizer import OutputCollector, Piece, RequestOutput, Tokenizer
 
 # %% ../../nbs/55_server.api_server.ipynb #149f624e
@@ -143,7 +144,6 @@ async def events(
 
 # %% ../../nbs/55_server.api_server.ipynb #04d61725
 _MAX_CALL_TOKENS = 1 << 24     # of all prompts of a call, each counted for each of its answers
-_UNLIMITED = 1 << 30           # tool calls, if the model may make several at once
 _HEALTH_SECONDS = 20           # that `/health_generate` waits for a step
 _SECRETS = 'api_key', 'api_keys', 'admin_key'   # settings that `/get_server_info` leaves out
 _CLIENT_CLOSED_REQUEST = 499   # the status that nginx logs for a client that disconnected
@@ -164,6 +164,7 @@ class Api:
         self.live = LiveFeed(lambda: self.ask(client.control, 'live'))
         self._probe: asyncio.Future[dict[str, object]] | None = None   # of `/health_generate`
         self.operations = Operations(client, self.ask, tokenizer, self.info)
+        self.calling = ToolCalling(tokenizer, str(self.info.get('tool_call_parser', 'auto')))
 
     def _head(self, kind: str) -> tuple[str, str, int]:
         "Id, model and time of a response"
@@ -246,6 +247,7 @@ class Api:
             tools = []   # the grammar is enough
         return await self.texts.chat(request, messages, tools, body.options)
 
+    # %% ../../nbs/55_server.api_server.ipynb #2f0d0f0b
     async def answer(
         self,
         body: ChatRequest,   # The conversation, and what is wanted
@@ -255,15 +257,15 @@ class Api:
     ) -> Response:
         "Answer a conversation, as a protocol writes it"
         check_model(body.model, self.client.model)
-        params = body.params().for_chat()
+        params = self.calling.params(body, own := body.params().for_chat())
         self.check_requests(params.n)
         ids = await self.prompt_of(body, request)
         if clip: params = clipped(params, len(ids), self.texts.max_len)
         writer = new_writer(
             model=self.client.model, created=int(time.time()), n=params.n, prompt_tokens=len(ids),
-            token_text=self.tokenizer.token_text, tools=tuple(f.name for f in body.offered),
-            max_calls=1 if body.parallel_tool_calls is False else _UNLIMITED)
-        return await self._respond(request, writer, [params], [ids], body.stream, body.user)
+            token_text=self.tokenizer.token_text, **self.calling.for_writer(body))
+        try: return await self._respond(request, writer, [params], [ids], body.stream, body.user)
+        except RequestError as e: raise self.calling.error(e, own) from None
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         "Answer a conversation"

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['Messages', 'Tools', 'StreamOptions', 'ApiRequest', 'check_model', 'new_id', 'TextPart', 'RefusalPart', 'FunctionCall',
-           'MessageCall', 'ChatMessage', 'Function', 'Tool', 'NamedFunction', 'NamedTool', 'call_schema', 'NamedSchema',
+           'MessageCall', 'ChatMessage', 'Function', 'Tool', 'NamedFunction', 'NamedTool', 'NamedSchema',
            'ResponseFormat', 'ChatRequest', 'CompletionRequest', 'usage', 'ResponseWriter', 'ConversationWriter',
            'ChatWriter', 'CompletionWriter']
 
 # %% ../../nbs/54_server.openai_protocol.ipynb #7590eaf3
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, ClassVar, Literal, Self
@@ -21,7 +21,9 @@ from pydantic import Field, SkipValidation, field_validator, model_validator
 from ..core.request import FinishReason, Logprob
 from ..text.chat_template import ChatOptions
 from ..text.reasoning import AnswerPart, ReasoningDelta
-from ..text.tool_calls import ParsedPart, ToolCall, ToolParser, join_calls
+from ..text.tool_calls import (
+    HERMES, ParsedPart, Schema, ToolCall, ToolFormat, ToolParser, join_calls)
+from ..text.tool_grammar import call_grammar
 from ..text.tokenizer import RequestOutput, Piece
 from .sse import DONE, sse
 from .fields import ApiError, ApiObject, Refused, one_value
@@ -137,10 +139,10 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)]
 # %% ../../nbs/54_server.openai_protocol.ipynb #ab9b0060
 class Function(ApiObject):
     "A function that may be called."
-    without_effect = {'strict'}
     name: str = Field(pattern=r'^[a-zA-Z0-9_-]{1,64}$')
     description: str | None = None               # For the model to read
     parameters: dict[str, object] | None = None  # A JSON schema of its arguments
+    strict: bool | None = None                   # Whether each call must follow it
 
 class Tool(ApiObject):
     "A tool that may be called; only functions are served."
@@ -149,7 +151,7 @@ class Tool(ApiObject):
     function: Function
 
 Tools = Annotated[list[Tool], Field(max_length=1_000)]
-_SHOWN = {*Function.model_fields}   # what chat templates get of a function
+_SHOWN = {*Function.model_fields} - {'strict'}   # what chat templates get of a function
 
 class NamedFunction(ApiObject):
     "The name of a function."
@@ -159,19 +161,6 @@ class NamedTool(ApiObject):
     "The tool that must be called."
     type: Literal['function']
     function: NamedFunction
-
-# %% ../../nbs/54_server.openai_protocol.ipynb #a3cd0d4f
-def call_schema(
-    functions: Sequence[Function],  # One of these must be called
-) -> dict[str, object]:             # A JSON schema
-    "The schema of a call of one of these functions"
-    def schema_of(function: Function) -> dict[str, object]:
-        arguments = function.parameters or {'type': 'object'}
-        fields = {'name': {'const': function.name}, 'arguments': arguments}
-        return {'type': 'object', 'properties': fields, 'required': list(fields),
-                'additionalProperties': False}
-    if len(functions) == 1: return schema_of(functions[0])
-    return {'anyOf': [schema_of(o) for o in functions]}
 
 # %% ../../nbs/54_server.openai_protocol.ipynb #b0c71b18
 class NamedSchema(ApiObject):
@@ -266,8 +255,26 @@ class ChatRequest(ApiRequest):
         if schema and self.forced:
             raise ApiError('tool_choice and response_format both constrain the output; '
                            'give one of them', param='tool_choice')
-        if self.forced: return {'tool_choice': json.dumps(call_schema(self.offered))}
         return {'response_format': schema} if schema else {}
+
+    def tool_grammar(
+        self,
+        form: ToolFormat,              # In which the model writes calls
+        token_ids: Mapping[str, int],  # Of tokens that were added to the vocabulary
+    ) -> dict[str, str | None]:        # Empty if there is none
+        "Fields of `SamplingParams` that hold calls to a grammar"
+        if not (self.forced or any(f.strict for f in self.offered)): return {}
+        answer = self._structured_output().get('response_format')
+        own = {*self.sampling_fields()} & {'regex', 'ebnf', 'min_tokens', 'json_schema'}
+        if not self.forced and own - {'json_schema' if answer else ''}: return {}
+        grammar = call_grammar(form, self.tool_schemas, token_ids, self.forced,
+                               self.parallel_tool_calls is not False, json.loads(answer or "null"))
+        return {'ebnf': grammar} | ({'json_schema': None} if answer else {})
+
+    @property
+    def tool_schemas(self) -> dict[str, Schema]:
+        "The functions that may be called, with the schemas of their arguments"
+        return {f.name: f.parameters or {} for f in self.offered}
 
 # %% ../../nbs/54_server.openai_protocol.ipynb #8e3fc292
 class CompletionRequest(ApiRequest):
@@ -423,14 +430,17 @@ class ResponseWriter:
 class ConversationWriter(ResponseWriter):
     "Finds the parts of what a model says in a conversation; a subclass writes them."
     prompt_tokens: int = 0        # Of the conversation, as far as it is the prompt
-    tools: tuple[str, ...] = ()   # Names of functions that may be called
+    tools: Collection[str] = ()   # Functions that may be called; in a map, with their schemas
     max_calls: int = 1 << 30      # Calls in each choice, at most
+    tool_formats: tuple[ToolFormat, ...] = (HERMES,)   # In which the model may write calls
+    hidden: Collection[str] = ()  # Markers in the text that clients are not to see
     _parsers: dict[int, ToolParser] = field(default_factory=dict)   # of each choice
 
     def answer_parts(self, index: int, output: _Output) -> Sequence[ParsedPart]:
         "Texts, calls, and deltas of their arguments"
         if not self.tools: return super().answer_parts(index, output)
-        parser = self._parsers.setdefault(index, ToolParser(self.tools, self.max_calls))
+        parser = self._parsers.setdefault(index, ToolParser(
+            self.tools, self.max_calls, self.tool_formats, self.hidden))
         return parser.push(output.text) + (parser.finish() if output.finish_reason else [])
 
     def awaits_results(self, index: int, output: _Output) -> bool:

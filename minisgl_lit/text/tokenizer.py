@@ -10,7 +10,7 @@ __all__ = ['too_long', 'Tokenizer', 'TextDecoder', 'make_decoder', 'make_parser'
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -136,6 +136,7 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         self._special_ids = {i for i, token in added.items() if token.special}
         self._reasoning_parser = reasoning_parser
+        self.added_ids = {token.content: i for i, token in added.items()}   # ids of added tokens
 
     def encode(self, text: str, add_special_tokens: bool = True,
                max_len: int | None = None) -> np.ndarray:
@@ -218,6 +219,11 @@ class Tokenizer:
         return self.decode([int(o) for o in ids[n:]], skip_special_tokens=False)
 
     # %% ../../nbs/51_text.tokenizer.ipynb #bf961f7b
+    def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        "Those of these texts that are special tokens, which decoding skips, with their ids"
+        return {o: i for o in texts if (i := self.added_ids.get(o)) in self._special_ids}
+
+    # %% ../../nbs/51_text.tokenizer.ipynb #dbfe3529
     def has_text(self, token: int, skip_special_tokens: bool = True) -> bool:
         "Whether a token has any text; models have more ids than the vocabulary has tokens"
         if skip_special_tokens and token in self._special_ids: return False
@@ -250,8 +256,9 @@ class TextDecoder:
         self,
         tokenizer: Tokenizer,               # Whose tokens
         skip_special_tokens: bool = True,   # Leave special tokens out
+        visible: Collection[int] = (),      # but for these
     ):
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._tokenizer, self._skip, self._visible = tokenizer, skip_special_tokens, visible
         self._ids: list[int] = []     # the context, then the tokens whose text is held back
         self._n_context = 0           # how many of `_ids` are context
         self._shown = 0               # characters of their text that have left
@@ -259,8 +266,12 @@ class TextDecoder:
 
     def _decode(self, ids: list[int]) -> str:
         "Text of these tokens, each of which has text; that of a single one is cached"
-        if len(ids) == 1: return self._tokenizer.decode_first(ids[0], self._skip) or ''
-        return self._tokenizer.decode(ids, self._skip)
+        if len(ids) == 1: return self._first(ids[0]) or ''
+        return self._tokenizer.decode(ids, skip_special_tokens=False)   # `push` has left them out
+
+    def _first(self, token: int) -> str | None:
+        "The text of a token that stands first; `None` if it has none, or is to be left out"
+        return self._tokenizer.decode_first(token, self._skip and token not in self._visible)
 
     def _complete(self, text: str) -> int:
         "Characters of a text that are complete: all but an incomplete last one"
@@ -268,7 +279,7 @@ class TextDecoder:
 
     def push(self, token_ids: Sequence[int]) -> str:
         "Take some tokens, and give the text that is now certain"
-        texts = [self._tokenizer.decode_first(i, self._skip) for i in token_ids]
+        texts = [self._first(i) for i in token_ids]
         if self._tokenizer.byte_level and not self._incomplete:
             if _REPLACEMENT not in (text := ''.join(filter(None, texts))): return text
         ids = [i for i, text in zip(token_ids, texts) if text is not None]
@@ -304,7 +315,7 @@ def make_decoder(
     "The decoder of an answer"
     skip = params.skip_special_tokens
     shows_marks = params.tells_thinking and tokenizer.reasoning and tokenizer.special_marks
-    return TextDecoder(tokenizer, skip and not shows_marks)
+    return TextDecoder(tokenizer, skip and not shows_marks, params.visible_tokens)
 
 def make_parser(
     tokenizer: Tokenizer,    # The model's
