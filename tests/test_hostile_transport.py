@@ -1,6 +1,7 @@
 "What a caller can do to a connection, a reader to a log, and a standstill to the truth: each stops nobody else."
 import asyncio, io, json, logging, os, re, resource, signal, socket, subprocess, sys, threading, time
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -242,7 +243,7 @@ def ask(app, method, path, **kw):
     return asyncio.run(life())
 
 def test_head_and_allow():
-    app = create_app(Engine(), None)
+    app = create_app(Engine(), SimpleNamespace(path=Path('/no/checkpoint')))
     assert [ask(app, 'HEAD', path).status_code for path in ('/health', '/', '/v1/models')] == [200]*3
     for method, path, allowed in (('POST', '/health', 'GET, HEAD'), ('GET', '/v1/completions', 'POST'), ('DELETE', '/', 'GET, HEAD')):
         answer = ask(app, method, path)

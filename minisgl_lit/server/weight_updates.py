@@ -7,13 +7,15 @@ __all__ = ['WeightUpdate', 'CheckpointLoader', 'WeightUpdates']
 
 # %% ../../nbs/52a_server.weight_updates.ipynb #e8e4a195
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from ..core.sampling_params import RequestError
-from ..scheduler.control import Control
 from .messages import ControlReply
+
+if TYPE_CHECKING:   # only a name in annotations: the web process shall not import torch
+    from minisgl_lit.scheduler.control import Control
 
 # %% ../../nbs/52a_server.weight_updates.ipynb #e7dd6375
 class WeightUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,7 +38,7 @@ class WeightUpdates:
     "Changes the weights, one update at a time: begun when asked for, done when no request minds."
     def __init__(
         self,
-        control: Control,               # Holds requests back
+        control: 'Control',             # Holds requests back
         weights: CheckpointLoader | None,   # `None`: there is nothing to load into
     ):
         self.control, self.weights, self.path = control, weights, ''
