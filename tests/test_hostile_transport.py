@@ -1,7 +1,6 @@
 "What a caller can do to a connection, a reader to a log, and a standstill to the truth: each stops nobody else."
 import asyncio, io, json, logging, os, re, resource, signal, socket, subprocess, sys, threading, time
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -11,6 +10,7 @@ import uvicorn
 from minisgl_lit.cli import serve as serve_command
 from minisgl_lit.config import ServerConfig
 from minisgl_lit.log import LogFile
+from minisgl_lit.models.embedded import embedded_path
 from minisgl_lit.server import engine_core, middleware
 from minisgl_lit.server.api_server import create_app
 from minisgl_lit.server.callers import Account, Callers
@@ -18,6 +18,7 @@ from minisgl_lit.server.connection import ConnectionAcceptor
 from minisgl_lit.server.engine_client import EngineCoreHandle
 from minisgl_lit.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware, ErrorMiddleware
 from minisgl_lit.server.serve import Server
+from minisgl_lit.text.tokenizer import Tokenizer
 from nbrun import cfg, root
 
 HEALTH = b'GET /health HTTP/1.1\r\nConnection: close\r\n\r\n'
@@ -243,7 +244,7 @@ def ask(app, method, path, **kw):
     return asyncio.run(life())
 
 def test_head_and_allow():
-    app = create_app(Engine(), SimpleNamespace(path=Path('/no/checkpoint')))
+    app = create_app(Engine(), Tokenizer(embedded_path()))
     assert [ask(app, 'HEAD', path).status_code for path in ('/health', '/', '/v1/models')] == [200]*3
     for method, path, allowed in (('POST', '/health', 'GET, HEAD'), ('GET', '/v1/completions', 'POST'), ('DELETE', '/', 'GET, HEAD')):
         answer = ask(app, method, path)
