@@ -195,6 +195,7 @@ def schema(name: str, make: Callable[[int], object], allowed: Iterable[int] = RE
     post(f'schema {name}', 'grammar', GENERATE, lambda i: generate('x', json_schema=json.dumps(make(i)), max_new_tokens=4), allowed, **more)
 def grammar(name: str, kind: str, make: Callable[[int], str], allowed: Iterable[int] = REFUSED, n_tokens: int = 4, **more) -> None:
     post(f'{kind} {name}', 'grammar', GENERATE, lambda i: generate('x', **{kind: make(i)}, max_new_tokens=n_tokens), allowed, **more)
+def strict(tool: dict) -> dict: return tool | {'function': tool['function'] | {'strict': True}}
 def doubling(keyword: str, depth: int) -> dict:
     "Each definition is made of two of the next: 2**depth in all"
     defs = {f'a{k}': {keyword: [{'$ref': f'#/$defs/a{k + 1}'}] * 2} for k in range(depth)}
@@ -220,6 +221,12 @@ schema('with a number of 5,000 digits', lambda i: {'type': 'number', 'minimum': 
 schema('with a tiny multipleOf', lambda i: {'type': 'number', 'multipleOf': 1e-300}, LEGAL)
 schema('of 5 MB', lambda i: {'description': text(5_000_000), 'type': 'object'})
 post('schema nested 5,000 deep', 'grammar', GENERATE, lambda i: deep_schema(5_000))
+grammar('of 3,000 rules in a list', 'ebnf', lambda i: json.dumps({'grammars': [{'lark_grammar': rules(3_000)}]}))
+grammar('of 4,000 grammars', 'ebnf', lambda i: json.dumps({'grammars': [{'lark_grammar': 'start: "a"'}] * 4_000}))
+post('a strict function of 10 MB', 'grammar', CHAT, lambda i: chat(tools=[strict(tool('f', title=text(TEN_MB)))]))
+post('strict functions, 900 of them', 'grammar', CHAT, lambda i: chat(tools=[strict(tool(f'f{k}', properties={'x': {}})) for k in range(900)], max_tokens=2), LEGAL)
+post('a strict function that doubles', 'grammar', CHAT, lambda i: chat(tools=[strict(tool('f', **doubling('anyOf', 40)))], max_tokens=2), LEGAL)
+post('a strict function of parts that refer to themselves', 'grammar', CHAT, lambda i: chat(tools=[strict(tool('f', allOf=[{'$ref': '#'}] * 200))], max_tokens=2), LEGAL)
 grammar('of 20,000 rules', 'ebnf', lambda i: rules(20_000))
 grammar('with a chain of 3,000 rules', 'ebnf', lambda i: rules(3_000))   # deeper than a thread's stack: it has ended an engine
 schema('with a chain of 3,000 references', lambda i: {'$defs': {f'a{k}': {'properties': {'x': {'$ref': f'#/$defs/a{k + 1}'}}} for k in range(3_000)} | {'a3000': {}}, '$ref': '#/$defs/a0'})

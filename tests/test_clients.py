@@ -65,6 +65,38 @@ def test_as_offline(server):
             assert all(t["meta_info"]["completion_tokens"] == len(t["output_ids"]) and t["meta_info"]["prompt_tokens"] == o.prompt_tokens for t in told)
 
 
+# -- tools ---------------------------------------------------------------------------------------
+
+TOOLS = [dict(type="function", function=dict(name=name, parameters=dict(type="object", properties=dict(city=dict(type="string")), required=["city"])))
+         for name in ("get_time", "get_weather")]
+
+def say_whole(client, **ask): return client.chat.completions.create(**ask).choices[0].message
+
+def say_streamed(client, **ask):
+    "The same, made of its pieces"
+    pieces = [c.choices[0].delta for c in client.chat.completions.create(stream=True, **ask) if c.choices]
+    calls = [c for p in pieces for c in p.tool_calls or []]
+    message = dict(role="assistant", content="".join(p.content or "" for p in pieces))
+    if calls:
+        assert calls[0].function.name and calls[0].id and not calls[0].function.arguments and len(calls) > 1, "the name first, then arguments"
+        message["tool_calls"] = [dict(id=calls[0].id, type="function", function=dict(name=calls[0].function.name, arguments="".join(c.function.arguments or "" for c in calls)))]
+    return openai.types.chat.ChatCompletionMessage(**message)
+
+@pytest.mark.parametrize("say", [say_whole, say_streamed])
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_agent(server, say, strict):
+    "The model in the package calls a function, is told the result, and answers"
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    tools = [dict(o, function=dict(o["function"], strict=strict)) for o in TOOLS]
+    ask, dialog = dict(model=server.model, tools=tools, temperature=0), [dict(role="user", content="What time is it in Oslo?")]
+    called = say(client, messages=dialog, **ask)
+    [call] = called.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_time", {"city": "Oslo"})
+    dialog += [called.model_dump(exclude_none=True), dict(role="tool", tool_call_id=call.id, content="14:30")]
+    answer = say(client, messages=dialog, **ask)
+    assert answer.content == "It is 14:30 in Oslo." and not answer.tool_calls
+
+
 # -- other protocols -----------------------------------------------------------------------------
 
 GET_TIME = dict(type="object", properties=dict(city=dict(type="string")), required=["city"], additionalProperties=False)

@@ -181,6 +181,30 @@ def test_tools_are_a_matter_of_choice(client, engine):
         with pytest.raises(openai.BadRequestError, match="no grammars here") as e: client.chat.completions.create(model="scripted", messages=say("x"), **more)
         assert e.value.param == ("tools" if "tools" in more else "response_format")
 
+@pytest.mark.parametrize("said, shown, called", [
+    ('Well.[TOOL_CALLS]weather[ARGS]{"city": "Rome"}', "Well.", True), ("Well, [TOOL_CALLS] is a marker.", "Well,  is a marker.", False)])
+def test_markers_that_are_special_tokens(tokenizer, tmp_path, said, shown, called):
+    "They are read, though decoding leaves special tokens out, and never shown"
+    tok = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    tok.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "<other>"])
+    tok.save(str(tmp_path/"tokenizer.json"))
+    (tmp_path/"tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE + "{# [TOOL_CALLS] [ARGS] #}"}))
+    engine = Scripted(Tokenizer(tmp_path))
+    replies = engine.replies
+    engine.replies = lambda r, _: replies(r, "<other>" + said)
+    url, end = running(create_app(engine, engine.tokenizer, {"max_seq_len": 4096, "model": "/x/scripted"}))
+    try:
+        client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+        whole = client.chat.completions.create(model="scripted", messages=say("x"), tools=[WEATHER]).choices[0]
+        assert (whole.message.content, bool(whole.message.tool_calls), whole.finish_reason) == (shown, called, "tool_calls" if called else "stop")
+        with client.chat.completions.stream(model="scripted", messages=say("x"), tools=[WEATHER]) as stream: last = stream.get_final_completion().choices[0]
+        assert (last.message.content, bool(last.message.tool_calls)) == (shown, called)
+        if called: assert whole.message.tool_calls[0].function.arguments == last.message.tool_calls[0].function.arguments == '{"city": "Rome"}'
+        plain = client.chat.completions.create(model="scripted", messages=say("x")).choices[0].message.content
+        assert plain == said.replace("[TOOL_CALLS]", "").replace("[ARGS]", "")   # without tools nothing has changed
+    finally: end()
+
+
 def test_result_of_a_tool(client, engine):
     first = client.chat.completions.create(model="scripted", messages=say(CALL), tools=[WEATHER]).choices[0].message
     dialog = [{"role": "user", "content": "hot?"}, first.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "20 °C"}]

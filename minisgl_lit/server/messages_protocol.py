@@ -103,18 +103,20 @@ def _turn(blocks: Sequence[ContentBlock]) -> ChatMessage:
 # %% ../../nbs/54g_server.messages_protocol.ipynb #cdc382ff
 class ToolDescription(ApiObject):
     "A tool that may be called; the caller runs it."
-    without_effect = {'cache_control', 'strict', 'input_examples', 'eager_input_streaming',
+    without_effect = {'cache_control', 'input_examples', 'eager_input_streaming',
                       'defer_loading', 'allowed_callers'}
     type: Literal['custom'] | None = None   # Before the others, so that another is named first
     name: str = Field(pattern=_TOOL_NAME)
     description: str | None = None          # For the model to read
     input_schema: dict[str, object]         # A JSON schema of its arguments
+    strict: bool | None = None              # Whether each call must follow it
 
     @property
     def tool(self) -> Tool:
         "As on the other routes"
         return Tool(type='function', function=Function(
-            name=self.name, description=self.description, parameters=self.input_schema))
+            name=self.name, description=self.description, parameters=self.input_schema,
+            strict=self.strict))
 
 class ToolChoice(ApiObject):
     "Whether a tool must be called, and which."

@@ -104,17 +104,19 @@ def _turn(items: Sequence[InputItem]) -> ChatMessage:
 # %% ../../nbs/54d_server.responses_protocol.ipynb #44277fd4
 class FunctionTool(ApiObject):
     "A tool that may be called; only functions are served."
-    without_effect = {'strict', 'async', 'allowed_callers', 'defer_loading', 'output_schema'}
+    without_effect = {'async', 'allowed_callers', 'defer_loading', 'output_schema'}
     type: Literal['function']   # Before the others, so that another type is named first
     name: str = Field(pattern=r'^[a-zA-Z0-9_-]{1,64}$')
     description: str | None = None               # For the model to read
     parameters: dict[str, object] | None = None  # A JSON schema of its arguments
+    strict: bool | None = None                   # Whether each call must follow it
 
     @property
     def tool(self) -> Tool:
         "As on the other route"
         return Tool(type='function', function=Function(
-            name=self.name, description=self.description, parameters=self.parameters))
+            name=self.name, description=self.description, parameters=self.parameters,
+            strict=self.strict))
 
 class NamedChoice(ApiObject):
     "A function by its name."
