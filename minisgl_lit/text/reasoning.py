@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import regex
 
 from .stop import StopChecker
-from .tool_calls import ParsedPart
+from .tool_calls import ParsedPart, in_pieces
 
 # %% ../../nbs/46b_text.reasoning.ipynb #dbea4187
 @dataclass
@@ -76,12 +76,15 @@ class ReasoningParser:
 
     def push(self, text: str) -> list[str | ReasoningDelta]:
         "Take a piece; return the thinking and the text that are certain"
+        return [part for piece in in_pieces(text) for part in self._push(piece)]
+
+    def _push(self, text: str) -> list[str | ReasoningDelta]:
         if self._begins: return self._push_begin(text)
         out = self._emit(self._finder.push(text))
         if self._finder.matched is None: return out
         rest, self._begins = self._finder.rest, self.form.repeats
         self._enter(False, strips=True)
-        return out + self.push(rest)
+        return out + self._push(rest)
 
     def finish(self) -> list[str | ReasoningDelta]:
         "No text follows: return the rest"
@@ -102,7 +105,7 @@ class ReasoningParser:
         match = found[kind]
         self._begins = False
         self._enter(kind, strips=self._strips or bool(marked))
-        return self.push(text[match.end():] if match else text)
+        return self._push(text[match.end():] if match else text)
 
     def _enter(self, thinking: bool, strips: bool) -> None:
         "Begin the text of a part"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ParsedPart', 'Schema', 'CALL_OBJECTS', 'HERMES', 'ToolCall', 'ArgumentsDelta', 'join_calls', 'ArgumentsReader',
-           'JsonReader', 'ToolFormat', 'as_json', 'read_call', 'ToolParser']
+           'JsonReader', 'ToolFormat', 'as_json', 'read_call', 'in_pieces', 'ToolParser']
 
 # %% ../../nbs/46a_text.tool_calls.ipynb #c94db410
 import json
@@ -165,6 +165,15 @@ def read_call(
     return ToolCall(name, as_json(arguments)) if isinstance(arguments, dict) else None
 
 # %% ../../nbs/46a_text.tool_calls.ipynb #f5b7a07b
+_PIECE = 128   # characters
+
+def in_pieces(
+    text: str,  # Of any length
+) -> list[str]:
+    "A long text as a stream would bring it; `['']` if it is empty"
+    return [text[i:i + _PIECE] for i in range(0, len(text), _PIECE)] or ['']
+
+# %% ../../nbs/46a_text.tool_calls.ipynb #d5ac0b56
 class ToolParser:
     """Text in, texts and tool calls out; text that may be a call is held until it is certain.
 
@@ -192,7 +201,7 @@ class ToolParser:
 
     def push(self, text: str) -> list[ParsedPart]:
         "Take a piece; return the texts, calls and deltas of arguments that are certain"
-        return self._run(text, False)
+        return [part for piece in in_pieces(text) for part in self._run(piece, False)]
 
     def finish(self) -> list[ParsedPart]:
         "No text follows: return the rest"

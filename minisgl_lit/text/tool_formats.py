@@ -185,6 +185,7 @@ def typed_value(
     try: value = json.loads(text)
     except (ValueError, RecursionError):
         value = {'True': True, 'False': False, 'None': None}.get(text.strip(), text)
+    if isinstance(value, float) and not math.isfinite(value): return text   # no JSON
     kind = _TYPES[type(value)]
     fits = kind in types or kind == 'integer' and 'number' in types
     return value if kind != 'string' and (fits or 'string' not in types) else text
