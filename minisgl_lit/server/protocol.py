@@ -50,7 +50,7 @@ REFUSED = _refused(
     ('custom_logit_processor custom_params logits_processors', 'no code of a request is run'),
     ('return_hidden_states return_routed_experts', 'nothing inside of the model is returned'),
     ('structural_tag guided_whitespace_pattern whitespace_pattern', 'send an ebnf'),
-    ('return_tokens_as_token_ids', 'send return_token_ids'),
+    ('return_token_ids return_tokens_as_token_ids', '/generate answers with output_ids'),
     ('kv_transfer_params bootstrap_host bootstrap_port bootstrap_room data_parallel_rank '
      'routed_dp_rank disagg_prefill_dp_rank', 'no other server has a part in a request'),
 ) | {'modalities': Refused('only text is served', (['text'],)),
