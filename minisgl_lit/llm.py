@@ -30,7 +30,8 @@ from .core.sampling_params import QueueFull, RequestError, SamplingParams
 from .runtime import Runtime, build
 from .text.chat_template import ChatOptions
 from .text.embedding import (
-    EmbeddingConfig, embedding, embedding_params, joined, label_scores, score_params)
+    EmbeddingConfig, embedding, embedding_params, joined, label_scores, relevance, rerank_params,
+    rerank_prompt, score_params)
 from .text.tokenizer import OutputCollector, Piece, RequestOutput, Tokenizer
 
 # %% ../nbs/52_llm.ipynb #471656d6
@@ -381,3 +382,16 @@ class LLM(LoadedModel):
                    for o in items]
         outputs = self.generate(prompts, score_params(label_token_ids), progress)
         return [label_scores(o, apply_softmax) for o in outputs]
+
+    def rerank(
+        self,
+        query: str,                    # What is looked for
+        documents: Sequence[str],      # What was found
+        instruct: str | None = None,   # What it means to answer; `None`: as in a web search
+        progress: bool | None = None,  # A bar; `None`: for four or more, in a terminal
+    ) -> list[float]:                  # Of each document, from 0 to 1
+        "How well each document answers a query, as a reranker such as Qwen3-Reranker says"
+        texts = [rerank_prompt(query, o, instruct) for o in documents]
+        prompts = [self.tokenizer.encode(o, add_special_tokens=False) for o in texts]
+        outputs = self.generate(prompts, rerank_params(self.tokenizer), progress)
+        return [relevance(o) for o in outputs]

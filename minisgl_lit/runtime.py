@@ -115,7 +115,7 @@ def build(
         scheduler = Scheduler(
             leader or engine, CacheManager(memory.num_pages, table, prefix),
             model.vocab_size, clock, replace(config, overlap=overlap), eos, model.generation,
-            TextStopChecks(tokenizer), None, grammars, thinking_maker(tokenizer))
+            TextStopChecks(tokenizer), None, grammars, thinking_maker(tokenizer), model.headless)
         if observe: scheduler.observer = observe(scheduler)
         scheduler.idle_step()
     except BaseException:

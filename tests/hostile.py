@@ -89,6 +89,8 @@ post('90,000 lists, detokenize', 'text', '/detokenize', lambda i: {'tokens': [[5
 post('30,000 messages of a letter, tokenize', 'text', '/tokenize', lambda i: {'messages': [{'role': 'user', 'content': 'x'}] * 30_000})
 post('24,000 content parts', 'text', CHAT, lambda i: chat([{'type': 'text', 'text': 'x'}] * 24_000))
 post('100,000 messages of a letter', 'text', CHAT, lambda i: {'messages': [{'role': 'user', 'content': 'x'}] * 100_000})
+post('10,000 tools, tokenize', 'grammar', '/tokenize', lambda i: {'messages': chat()['messages'], 'tools': [tool(f'f{k}') for k in range(10_000)]})
+post('switches of a template, tokenize', 'text', '/tokenize', lambda i: {'messages': chat()['messages'], 'chat_template_kwargs': {f's{k}': False for k in range(100_000)}})
 post('100,000 messages of a letter, tokenize', 'text', '/tokenize', lambda i: {'messages': [{'role': 'user', 'content': 'x'}] * 100_000})
 post('15,000 messages of a letter, tokenize', 'text', '/tokenize', lambda i: {'messages': [{'role': 'user', 'content': 'x'}] * 15_000})
 post('16,000 content parts', 'text', CHAT, lambda i: chat([{'type': 'text', 'text': 'x'}] * 16_000))
@@ -114,13 +116,22 @@ post('a budget for thinking of 10³⁰ tokens', 'text', CHAT, lambda i: chat(max
 post('a budget for thinking of half a token', 'text', GENERATE, lambda i: generate('x', max_thinking_tokens=.5))
 post('a prompt of marks of thinking', 'text', COMPLETIONS, lambda i: completion('<think></think>' * 900, separate_reasoning=True), LEGAL)
 
-EMBEDDINGS, SCORE = '/v1/embeddings', '/v1/score'
+EMBEDDINGS, SCORE, RERANK = '/v1/embeddings', '/v1/score', '/v1/rerank'
 post('text of 10 MB, embeddings', 'text', EMBEDDINGS, lambda i: {'input': text(TEN_MB)})
 post('a million token ids, embeddings', 'text', EMBEDDINGS, lambda i: {'input': [5] * 1_000_000})
 post('100,000 texts of a letter, embeddings', 'text', EMBEDDINGS, lambda i: {'input': ['x'] * 100_000})
 post('4,000 texts of a letter, embeddings', 'text', EMBEDDINGS, lambda i: {'input': ['x'] * 4_000}, {200, 400, 503}, longest_reply=40_000_000)
 post('dimensions of 10⁹', 'text', EMBEDDINGS, lambda i: {'input': 'x', 'dimensions': 10**9})
 post('a query of 1 MB for 10,000 items', 'text', SCORE, lambda i: {'query': text(1_000_000), 'items': ['x'] * 10_000, 'label_token_ids': [1]})
+post('a query of 1 MB for 10,000 documents', 'text', RERANK, lambda i: {'query': text(1_000_000), 'documents': ['x'] * 10_000})
+post('a document of 10 MB', 'text', RERANK, lambda i: {'query': 'x', 'documents': [text(TEN_MB)]})
+post('a million documents of a letter', 'text', RERANK, lambda i: {'query': 'x', 'documents': ['x'] * 1_000_000})
+post('5,000 documents of a letter', 'text', RERANK, lambda i: {'query': 'x', 'documents': [{'text': 'x'}] * 5_000})
+post('text of 10 MB, Ollama embeds', 'text', '/api/embed', lambda i: {'input': text(TEN_MB)})
+post('100,000 texts of a letter, Ollama embeds', 'text', '/api/embed', lambda i: {'input': ['x'] * 100_000})
+post('texts and objects as documents', 'json', RERANK, lambda i: {'query': 'x', 'documents': ['x', {'text': 'x'}] * 1_000})
+post('documents that close their turn', 'text', RERANK, lambda i: {'query': 'x', 'documents': ['<|im_end|>' * 100, '<think>' * 100], 'instruct': '<|im_start|>'}, {200, 400})
+post('the best 10³⁰ documents', 'json', RERANK, lambda i: {'query': 'x', 'documents': ['x'], 'top_n': 10**30}, LEGAL)
 post('a million labels', 'text', SCORE, lambda i: {'query': 'x', 'items': ['x'], 'label_token_ids': [1] * 1_000_000})
 
 def hang_up(key: bytes, i: int) -> Iterator[Step]:
@@ -251,6 +262,9 @@ post('response_format with an enum of 500,000', 'grammar', CHAT, lambda i: chat(
 
 # ---- names, and numbers of requests
 post('rid of 1 MB', 'names', GENERATE, lambda i: generate('x') | {'rid': 'r' * 1_000_000}, NEVER)
+post('a million token_ids_logprob', 'names', GENERATE, lambda i: generate('x') | {'return_logprob': True, 'token_ids_logprob': [5] * 1_000_000})
+post('token_ids_logprob for 10,000 prompts', 'names', GENERATE, lambda i: generate('x') | {'return_logprob': True, 'token_ids_logprob': [[5]] * 10_000}, NEVER)
+post('token ids returned with 128 answers to 100 prompts', 'names', COMPLETIONS, lambda i: completion([[5] * 200] * 30, n=128, return_token_ids=True))
 post('rid of 1 MB in a list', 'names', GENERATE, lambda i: generate(['x']) | {'rid': ['r' * 1_000_000]}, NEVER)
 post('10,000 rids for a prompt', 'names', GENERATE, lambda i: generate('x') | {'rid': ['r'] * 10_000}, NEVER)
 post('the same rid for 1,000 prompts', 'names', GENERATE, lambda i: generate(['x'] * 1_000) | {'rid': ['r'] * 1_000}, NEVER)

@@ -1,4 +1,6 @@
-"""Embeddings and scores equal those of `transformers`, pooled by hand, whatever the settings that must not matter."""
+"""Embeddings, scores and relevance equal those of `transformers`, pooled by hand, whatever the settings that must not matter."""
+import json
+import shutil
 import threading
 
 import numpy as np
@@ -6,8 +8,9 @@ import pytest
 import torch
 
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.llm import LLM
+from minisgl_lit.models.embedded import embedded_path
 from minisgl_lit.runtime import build
 from reference import load, make_checkpoint, prompts
 
@@ -100,14 +103,60 @@ def test_two_ranks(checkpoint):
         out, = llm.generate([texts()[1]], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, logprobs=0, token_ids_logprob=LABELS))
         assert len(out.prompt_logprobs[5].named) == len(out.logprobs[0].named) == 3
 
+@pytest.mark.parametrize('name, shards', [('Qwen3Model', '40KB'), ('Qwen3ForCausalLM', '40KB'), ('Qwen3ForCausalLM', '1GB')])
+def test_base_model(tmp_path, name, shards):
+    "A folder without a head, as models for embeddings are saved, with what sentence-transformers writes beside it"
+    whole, path = tmp_path/'whole', tmp_path/'base'
+    make_checkpoint('Qwen3', whole)
+    load(whole).model.save_pretrained(path, max_shard_size=shards)
+    config = json.loads((path/'config.json').read_text())
+    (path/'config.json').write_text(json.dumps(config | dict(architectures=[name], tie_word_embeddings=False)))
+    modules = [dict(idx=i, name=f'{i}', path=f'{i}_{o}' if i else '', type=f'sentence_transformers.models.{o}') for i, o in enumerate(('Transformer', 'Pooling'))]
+    (path/'modules.json').write_text(json.dumps(modules))
+    (path/'1_Pooling').mkdir()
+    (path/'1_Pooling'/'config.json').write_text(json.dumps(dict(word_embedding_dimension=48, pooling_mode_mean_tokens=True, pooling_mode_lasttoken=False)))
+    asked, right = texts(), reference(whole, texts())[0]
+    with LLM(path, device='cpu', page_size=4, num_pages=400, max_prefill_tokens=16) as llm:
+        found = llm.embed(asked)   # as its files say: the mean, not scaled
+        assert np.abs(np.linalg.norm(found, axis=1) - 1).min() > .01
+        assert np.abs(found / np.linalg.norm(found, axis=1, keepdims=True) - right['mean']).max() < EPS
+        assert np.abs(llm.embed(asked, 'last', normalize=True) - right['last']).max() < EPS
+        for ask in (lambda: llm.generate([asked[0]]), lambda: llm.score([], asked, LABELS), lambda: llm.generate([asked[0]], SamplingParams(max_tokens=0, prompt_logprobs=0))):
+            with pytest.raises(RequestError, match='has no lm_head'): ask()
+        llm.update_weights(path)
+        assert np.abs(llm.embed(asked) - found).max() < EPS
+
+# As it is published with Qwen3-Reranker: token ids of each of these, and of the question between them
+BEFORE = '<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+BEHIND = '<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n'
+WEB_SEARCH = 'Given a web search query, retrieve relevant passages that answer the query'
+
+@pytest.mark.parametrize('instruct', [None, 'Find answers.'])
+def test_rerank(tmp_path, instruct):
+    "The share of 'yes' in what comes next, as `transformers` computes it"
+    from transformers import PreTrainedTokenizerFast
+    make_checkpoint('Qwen3', tmp_path, vocab_size=1536, max_position_embeddings=1024)
+    for name in ('tokenizer.json', 'tokenizer_config.json'): shutil.copy(embedded_path()/name, tmp_path)
+    tokenizer, model = PreTrainedTokenizerFast.from_pretrained(tmp_path), load(tmp_path)
+    def coded(text): return tokenizer.encode(text, add_special_tokens=False)
+    query, documents = 'What holds slots?', ['A page holds slots.', 'Berlin', '', 'A row.\n' * 20]
+    right = []
+    for o in documents:
+        ids = coded(BEFORE) + coded(f'<Instruct>: {instruct or WEB_SEARCH}\n<Query>: {query}\n<Document>: {o}') + coded(BEHIND)
+        with torch.inference_mode(): logits = model(torch.tensor([ids])).logits[0, -1]
+        right.append(float(logits[[coded('yes')[0], coded('no')[0]]].softmax(0)[0]))
+    with LLM(tmp_path, device='cpu', page_size=4, num_pages=600, max_prefill_tokens=64) as llm:
+        for turn in range(2): assert np.abs(np.array(llm.rerank(query, documents, instruct)) - right).max() < EPS
+    assert max(right) - min(right) > .1
+
 @pytest.mark.long
 def test_over_http():
-    "OpenAI's client, which asks for base64 unless it is told not to; and SGLang's route"
+    "OpenAI's client, which asks for base64 unless it is told not to; and SGLang's route, and Jina's"
     openai, urllib = pytest.importorskip('openai'), pytest.importorskip('urllib.request')
-    import json
     from minisgl_lit import serve
     asked = ['A page holds slots.', 'The scheduler runs.', 'Berlin']
     with LLM() as llm: right, scores = llm.embed(asked, 'mean'), llm.score('A page', [' has', ''], LABELS)
+    with LLM() as llm: relevance = llm.rerank('A page', asked)
     with serve(port=0) as server, openai.OpenAI(base_url=server.url + '/v1', api_key='x') as client:
         for given in ({}, {'encoding_format': 'float'}):
             data = client.embeddings.create(model=server.model, input=asked, extra_body={'pooling': 'mean'}, **given).data
@@ -119,3 +168,8 @@ def test_over_http():
         body = json.dumps({'query': 'A page', 'items': [' has', ''], 'label_token_ids': LABELS}).encode()
         request = urllib.Request(server.url + '/v1/score', body, {'content-type': 'application/json'})
         with urllib.urlopen(request) as reply: assert np.abs(np.array(json.load(reply)['scores']) - scores).max() < EPS
+        body = json.dumps({'query': 'A page', 'documents': asked, 'return_documents': True}).encode()
+        request = urllib.Request(server.url + '/v1/rerank', body, {'content-type': 'application/json'})
+        with urllib.urlopen(request) as reply: results = json.load(reply)['results']
+        assert [o['index'] for o in results] == sorted(range(3), key=lambda i: -relevance[i])
+        assert all(abs(o['relevance_score'] - relevance[o['index']]) < EPS and o['document']['text'] == asked[o['index']] for o in results)

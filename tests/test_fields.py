@@ -8,7 +8,8 @@ import openai.types.completion_create_params as completion_params
 import pytest
 
 from minisgl_lit import serve
-from minisgl_lit.server.openai_protocol import ChatRequest, CompletionRequest
+from minisgl_lit.server.completions_protocol import CompletionRequest
+from minisgl_lit.server.openai_protocol import ChatRequest
 from test_serve import SMALL, info, post, until, web
 
 LONG = "The pages of a tree are shared by all requests that begin alike, and that is why a tenant has a key of its own."
@@ -68,6 +69,36 @@ def test_the_guide_lists_fields_without_effect_and_refused_ones():
     assert rows["without effect"] == {name for o in requests for name in o.without_effect}
     assert rows["refused"] == {name for o in requests for name in o.refused} | {"best_of"}
     assert rows["served"] <= {name for o in requests for name in o.model_fields}
+
+def streamed(server, path, **body):
+    "The choices of each event of a stream, and the first event"
+    told = [json.loads(o[6:]) for o in ask(server, path, stream=True, **body).text.splitlines() if o.startswith("data: {")]
+    return [o["choices"][0] for o in told], told[0]
+
+def test_token_ids_are_returned(server):
+    "In chats and completions, whole and streamed: of the prompt as /tokenize says, of the answer as /generate does"
+    messages, rest = ROUTES["/v1/chat/completions"]["messages"], dict(max_tokens=9, temperature=0, return_token_ids=True)
+    prompt = ask(server, "/tokenize", messages=messages).json()["tokens"]
+    made = ask(server, "/generate", input_ids=prompt, sampling_params=dict(max_new_tokens=9, temperature=0)).json()["output_ids"]
+    chat = ask(server, "/v1/chat/completions", messages=messages, **rest).json()
+    assert (chat["prompt_token_ids"], chat["choices"][0]["token_ids"]) == (prompt, made)
+    choices, first = streamed(server, "/v1/chat/completions", messages=messages, **rest)
+    assert (first["prompt_token_ids"], [i for o in choices for i in o.get("token_ids", [])]) == (prompt, made)
+    text = ask(server, "/v1/completions", prompt=[prompt, prompt[:5]], **rest).json()["choices"]
+    assert ([o["prompt_token_ids"] for o in text], text[0]["token_ids"]) == ([prompt, prompt[:5]], made)
+    choices, _ = streamed(server, "/v1/completions", prompt=prompt, **rest)
+    assert (choices[0]["prompt_token_ids"], [i for o in choices for i in o.get("token_ids", [])]) == (prompt, made)
+    short = ask(server, "/tokenize", messages=messages, add_generation_prompt=False).json()["tokens"]
+    assert len(short) < len(prompt) and prompt[:len(short)] == short
+
+def test_bytes_of_parts_of_characters(server):
+    "Each token of a character that is forced has its own bytes, and those together are the text"
+    body = dict(messages=ROUTES["/v1/chat/completions"]["messages"], regex="🙂é", max_tokens=20, logprobs=True, top_logprobs=20)
+    [choice] = ask(server, "/v1/chat/completions", **body).json()["choices"]
+    entries = choice["logprobs"]["content"]
+    assert bytes(b for o in entries for b in o["bytes"]).decode().startswith("🙂é") and any(o["token"] == "\ufffd" for o in entries)
+    [choice] = ask(server, "/v1/completions", prompt="🙂" * 9, regex="🙂🙂", max_tokens=20, logprobs=20).json()["choices"]
+    assert {len(o) for o in choice["logprobs"]["top_logprobs"]} <= {20, 21}   # none is lost
 
 @pytest.mark.long
 def test_unknown_fields_may_be_ignored():

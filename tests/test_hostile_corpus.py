@@ -156,6 +156,11 @@ def test_a_text_that_cannot_fit_is_not_tokenized(server, name, field):
     refused(sent(server, f'text of 10 MB, {name}'), field)
     assert server.work.chars == 0
 
+@pytest.mark.parametrize('name', ['a document of 10 MB', 'a query of 1 MB for 10,000 documents', '5,000 documents of a letter', 'texts and objects as documents'])
+def test_documents_that_are_too_much_are_not_tokenized(server, name):
+    refused(sent(server, name), 'documents' if '5,000' not in name else None)
+    assert server.work.chars <= len('yes' + 'no')
+
 @pytest.mark.parametrize('path', [COMPLETIONS, '/tokenize'])
 def test_many_texts_are_not_tokenized_on_the_event_loop(server, path):
     "Each is short enough for the model, and short enough for the loop"

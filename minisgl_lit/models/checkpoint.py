@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['HUB', 'families', 'MAX_LAYERS', 'MAX_SIZE', 'DEFAULT_CONTEXT', 'DEFAULT_WINDOW', 'DEFAULT_WINDOW_LAYERS',
            'resolve_config', 'resolve_model', 'Family', 'read_optional', 'read_field', 'read_count', 'check_supported',
-           'read_rope', 'read_windows', 'read_mlps', 'read_shape', 'read_config']
+           'read_rope', 'read_windows', 'read_mlps', 'read_shape', 'tensor_names', 'read_config']
 
 # %% ../../nbs/38_models.checkpoint.ipynb #bfe2b435
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TypeVar, get_args, get_type_hints
@@ -22,7 +22,7 @@ from .decoder import DenseMlp, Mlp, ModelConfig, Rope, dtypes, ropes
 from .gguf import gguf_folder, split_files
 from .moe import MoeMlp
 from .packed_files import methods
-from .weights import read_json, shard_names
+from .weights import is_base, open_file, read_json, shard_names
 
 # %% ../../nbs/38_models.checkpoint.ipynb #a082e708
 HUB = 'hf:'   # before the name of a model on the hub and that of a file in it
@@ -169,12 +169,16 @@ def read_count(
     return value
 
 # %% ../../nbs/38_models.checkpoint.ipynb #3739eaca
+def _with_head(name: str) -> str:
+    "The architecture that one without a head is a part of"
+    return f'{name.removesuffix("Model")}ForCausalLM' if name.endswith('Model') else name
+
 def check_supported(
     raw: Mapping[str, object],  # A `config.json`
 ) -> None:
     "`ValueError` for an architecture, an activation or a quantization that we do not compute"
     name, *_ = read_optional(raw, 'architectures', list) or [None]
-    if not isinstance(name, str) or name not in families:
+    if not isinstance(name, str) or _with_head(name) not in families:
         raise ValueError(f'architecture {name!r} of config.json is not served; '
                          f'known are {", ".join(families)}')
     if (act := raw.get('hidden_act', 'silu')) != 'silu':
@@ -217,8 +221,8 @@ def read_rope(
 DEFAULT_WINDOW, DEFAULT_WINDOW_LAYERS = 4096, 28   # as in `transformers`
 
 def _architecture(raw: Mapping[str, object]) -> str:
-    "The name of a supported architecture"
-    return read_field(raw, 'architectures', list, [])[0]
+    "The name of a supported architecture, with its head"
+    return _with_head(read_field(raw, 'architectures', list, [])[0])
 
 def read_windows(
     raw: Mapping[str, object],  # A `config.json` that passed `check_supported`
@@ -283,7 +287,6 @@ def read_shape(
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=bias if family.o_bias is None else family.o_bias,
         mlp_bias=read_field(raw, 'mlp_bias', bool, False), mlps=read_mlps(raw),
-        tie_word_embeddings=read_field(raw, 'tie_word_embeddings', bool, False),
         rms_norm_eps=read_field(raw, 'rms_norm_eps', float, 1e-6, low=0))
 
 # %% ../../nbs/38_models.checkpoint.ipynb #b220ee3a
@@ -309,6 +312,22 @@ def _read_generation_config(
     return dict(eos_token_ids=tuple(ids), generation=generation)
 
 # %% ../../nbs/38_models.checkpoint.ipynb #95b1f569
+def tensor_names(
+    path: Path,  # The folder of a checkpoint
+) -> Collection[str]:
+    "Names of its tensors, by an index or a header; empty if there is none that can be read"
+    file, index = path/'model.safetensors', path/'model.safetensors.index.json'
+    try:
+        if not file.exists(): return dict(read_json(index).get('weight_map') or {})
+        with open_file(file) as f: return [*f.keys()]
+    except (ValueError, TypeError): return ()
+
+def _read_head(path: Path, raw: Mapping[str, object]) -> dict:
+    "Whether the model has an `lm_head`, and whether that is the embedding table"
+    name = read_field(raw, 'architectures', list, [])[0]
+    return dict(headless=name != _architecture(raw) or is_base(tensor_names(path)),
+                tie_word_embeddings=read_field(raw, 'tie_word_embeddings', bool, False))
+
 def read_config(
     path: Path | str,  # The folder of a checkpoint
 ) -> ModelConfig:      # Complete: every size is checked, every field is supported
@@ -323,8 +342,9 @@ def read_config(
     rope = read_rope(raw)
     trained = read_count(raw, 'max_position_embeddings', DEFAULT_CONTEXT)
     config = ModelConfig(
-        **read_shape(raw), **_read_generation_config(path, raw), windows=read_windows(raw),
-        rope=rope, max_position_embeddings=rope.max_context(trained), dtype=dtypes[dtype])
+        **read_shape(raw), **_read_head(path, raw), **_read_generation_config(path, raw),
+        windows=read_windows(raw), rope=rope, dtype=dtypes[dtype],
+        max_position_embeddings=rope.max_context(trained))
     _check_rope(config)
     return config
 

@@ -245,6 +245,7 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()   # Sliding window of each layer; `None`: all tokens
     mlps: tuple[Mlp, ...] = () # Of each layer; none given: dense ones
     tie_word_embeddings: bool = False  # Whether the embedding is also the `lm_head`
+    headless: bool = False     # Whether there is no `lm_head`: hidden states, and no text
     qkv_bias: bool = False     # A bias in the query, key and value projections
     o_bias: bool = False       # and in the output projection
     mlp_bias: bool = False     # and in dense MLPs
@@ -291,7 +292,8 @@ def weight_shapes(
     for i in range(config.num_layers):
         layer = layer_shapes(config, i).items()
         shapes |= {f'model.layers.{i}.{name}': shape for name, shape in layer}
-    return shapes if config.tie_word_embeddings else shapes | {'lm_head.weight': table}
+    no_head = config.tie_word_embeddings or config.headless
+    return shapes if no_head else shapes | {'lm_head.weight': table}
 
 # %% ../../nbs/34_models.decoder.ipynb #d94016ca
 def kv_heads(
@@ -340,7 +342,7 @@ class Decoder:
         self.config, self.group, self.shard = config, group, shard_config(config, group.size)
         self.embedding = weights['model.embed_tokens.weight']
         self.norm, self.weights = _norm(weights, 'model.norm.weight'), weights
-        tied = config.tie_word_embeddings
+        tied = config.tie_word_embeddings or config.headless   # then nobody reads the logits
         self.head = self.embedding if tied else weights['lm_head.weight']
         def layer(i: int) -> Weights:
             names = layer_shapes(config, i)

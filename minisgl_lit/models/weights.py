@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MAPPED_BYTES', 'Rows', 'Finish', 'Join', 'QUIET_BYTES', 'Placement', 'shard_slices', 'tensor_placements', 'read_json',
-           'open_file', 'shard_names', 'list_files', 'TensorInfo', 'read_headers', 'check_tensors', 'read_batches',
-           'cuts', 'targets', 'fill', 'SafetensorsFiles', 'GgufFiles', 'PackedFiles', 'open_checkpoint', 'keep',
-           'Assembly', 'load_weights', 'dummy_weights']
+           'open_file', 'shard_names', 'list_files', 'is_base', 'TensorInfo', 'read_headers', 'check_tensors',
+           'read_batches', 'cuts', 'targets', 'fill', 'SafetensorsFiles', 'GgufFiles', 'PackedFiles', 'open_checkpoint',
+           'keep', 'Assembly', 'load_weights', 'dummy_weights']
 
 # %% ../../nbs/36_models.weights.ipynb #6c420658
 import json
@@ -131,6 +131,13 @@ def list_files(
         if not file.exists():
             raise ValueError(f'{path} is incomplete: {file.name}, named in its index, is missing')
     return files
+
+# %% ../../nbs/36_models.weights.ipynb #fb2bc944
+def is_base(
+    names: Collection[str],   # Of all tensors of a checkpoint
+) -> bool:
+    "Whether it is a model without its head"
+    return 'embed_tokens.weight' in names
 
 # %% ../../nbs/36_models.weights.ipynb #4af6eeae
 _bytes = dict(F64=8, F32=4, BF16=2, F16=2)   # of one number
@@ -258,7 +265,13 @@ class SafetensorsFiles:
         path: Path,   # Its folder
         tied: bool,   # See `read_headers`
     ):
-        self.tensors = read_headers(list_files(path), tied)
+        found = read_headers(list_files(path), tied)
+        self._lacking = 'model.' if is_base(found) else ''   # before the names in the files
+        self.tensors = {self._lacking + name: info for name, info in found.items()}
+
+    def _stored(self, name: str) -> str:
+        "The name of a tensor in its file"
+        return name.removeprefix(self._lacking)
 
     def _rows(self, name: str) -> Iterator[Rows]:
         "A plain tensor, through a mapping of its own for each piece of it"
@@ -266,7 +279,8 @@ class SafetensorsFiles:
         n, size = info.shape[0], max(1, MAPPED_BYTES * info.shape[0] // info.nbytes)
         for first in range(0, n, size):
             with open_file(info.file) as f:
-                yield name, f.get_slice(name)[first:min(first + size, n)], first
+                part = f.get_slice(self._stored(name))[first:min(first + size, n)]
+                yield name, part, first
 
     def read(self) -> Iterator[Rows]:
         "All tensors, file by file, those in pieces that are larger than a mapping should be"
@@ -274,7 +288,7 @@ class SafetensorsFiles:
             if len(names) == 1: yield from self._rows(names[0])
             else:
                 with open_file(self.tensors[names[0]].file) as f:
-                    for name in names: yield name, f.get_tensor(name), 0
+                    for name in names: yield name, f.get_tensor(self._stored(name)), 0
 
 class GgufFiles:
     "A checkpoint in GGUF files, by the index in its folder."
@@ -319,7 +333,7 @@ class PackedFiles(SafetensorsFiles):
         "A tensor of the files"
         file = self._files[name].file
         if file not in opened: opened[file] = open_file(file)
-        return opened[file].get_tensor(name)
+        return opened[file].get_tensor(self._stored(name))
 
     def _describe(self, parts: Mapping[str, str], opened: dict[Path, safe_open]) -> TensorInfo:
         "A layer as one tensor"

@@ -124,12 +124,13 @@ class Lifecycle:
         observer: Observer | None = None,   # Sees what happens
         make_grammar: Callable[[PendingReq], Grammar] | None = None,  # For structured output
         make_thinking: Callable[[PendingReq], Thinking | None] | None = None,  # If the model thinks
+        headless: bool = False,   # Whether the model makes hidden states only
     ):
         self.cache, self.table, self.clock, self.config = cache, cache.table, clock, config
         self.observer = observer or Observer()
         self.eos_token_ids, self.defaults = eos_token_ids, defaults or {}
         self.stop_checks, self.make_grammar = stop_checks, make_grammar
-        self.make_thinking = make_thinking
+        self.make_thinking, self.headless = make_thinking, headless
         self._is_eos = np.isin(np.arange(vocab_size), list(eos_token_ids))
         self.validator = RequestValidator(cache, vocab_size)
         self.ratio = NewTokenRatio(config.admission, config.schedule_conservativeness)
@@ -205,6 +206,9 @@ class Lifecycle:
         params: SamplingParams,    # Its sampling parameters
     ) -> tuple[np.ndarray, int]:   # The prompt, [n], and how long the sequence may become
         "Raise `RequestError` if this could never be served, however long it waited"
+        if self.headless and (params.max_tokens != 0 or params.prompt_logprobs is not None):
+            raise RequestError('model', 'this checkpoint has no lm_head: it makes embeddings '
+                               '(LLM.embed, /v1/embeddings), and neither text nor logprobs')
         makers = dict.fromkeys(params.grammars, self.make_grammar)
         makers |= {'stop': self.stop_checks, 'stop_regex': self.stop_checks}
         for name, maker in makers.items():

@@ -41,9 +41,10 @@ class Scheduler(Lifecycle):
         observer: Observer | None = None,   # Sees every batch
         make_grammar: Callable[[PendingReq], Grammar] | None = None,  # For structured output
         make_thinking: Callable[[PendingReq], Thinking | None] | None = None,  # If the model thinks
+        headless: bool = False,   # Whether the model makes hidden states only
     ):
         super().__init__(cache, vocab_size, clock, config, eos_token_ids, defaults,
-                         stop_checks, observer, make_grammar, make_thinking)
+                         stop_checks, observer, make_grammar, make_thinking, headless)
         self.engine = engine
         self.paused, self.n_steps = False, 0
         self._prefill_streak = 0   # prefill steps in a row while other requests wait to decode

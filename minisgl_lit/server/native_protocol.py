@@ -13,8 +13,8 @@ from typing import Literal, cast
 from pydantic import Field
 
 from ..core.request import FinishReason, Logprob
-from .fields import ApiObject
-from .openai_protocol import Messages, ResponseWriter
+from .fields import ApiError, ApiObject
+from .openai_protocol import ChatRequest, Messages, ResponseWriter, Tools
 from ..text.tokenizer import Piece, RequestOutput
 
 # %% ../../nbs/54a_server.native_protocol.ipynb #3119992f
@@ -23,13 +23,14 @@ def _triples(
     logprobs: list[Logprob] | None,  # Of the prompt, or of the answer
     text: Callable[[int], str | None],   # Of a token; `None` if it is not wanted
 ) -> dict[str, object]:
-    "Logprobs as SGLang writes them; the likeliest only where there are any"
+    "Logprobs as SGLang writes them; the likeliest, and those by name, only where there are any"
     def triple(token: int, x: float | None) -> tuple: return x, token, text(token)
     given = logprobs or []
     triples = {f'{side}_token_logprobs': [triple(o.token, o.logprob) for o in given]}
-    if not any(o.top for o in given): return {**triples}
-    tops = [[triple(*pair) for pair in o.top] or None for o in given]
-    return {**triples, f'{side}_top_logprobs': tops}
+    more = {f'{side}_top_logprobs': [o.top for o in given],
+            f'{side}_token_ids_logprobs': [o.named for o in given]}
+    return {**triples, **{name: [[triple(*pair) for pair in pairs] or None for pairs in each]
+                          for name, each in more.items() if any(each)}}
 
 def _end(output: Piece | RequestOutput) -> dict[str, object] | None:
     "The finish reason as SGLang writes it; `None` before the end"
@@ -96,7 +97,24 @@ class TokenizeRequest(ApiObject):
     without_effect = {'model'}
     prompt: str | list[str] | None = None        # A text, or several
     messages: Messages | None = None             # or a conversation
-    add_special_tokens: bool = True              # As in a prompt: with the BOS token
+    tools: Tools | None = None                   # This and the next four as in a chat
+    chat_template_kwargs: dict[str, object] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool = True              # Of a prompt: as in a completion, with a BOS token
+
+    def chat(self) -> ChatRequest | None:
+        "The conversation as a chat request; `None` if it is a prompt"
+        given = {name: value for name in _OF_CHATS if (value := getattr(self, name)) is not None}
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError('give either a prompt or messages', param='prompt')
+        if self.messages: return ChatRequest(messages=self.messages, **given)
+        for name in given: raise ApiError(f'{name} must come with messages', param=name)
+        return None
+
+_OF_CHATS = ('tools', 'chat_template_kwargs', 'reasoning_effort', 'add_generation_prompt',
+             'continue_final_message')
 
 class DetokenizeRequest(ApiObject):
     "The body of `/detokenize`."

@@ -50,7 +50,7 @@ REFUSED = _refused(
     ('custom_logit_processor custom_params logits_processors', 'no code of a request is run'),
     ('return_hidden_states return_routed_experts', 'nothing inside of the model is returned'),
     ('structural_tag guided_whitespace_pattern whitespace_pattern', 'send an ebnf'),
-    ('return_token_ids return_tokens_as_token_ids', '/generate answers with output_ids'),
+    ('return_tokens_as_token_ids', 'tokens come as numbers with return_token_ids, or by /generate'),
     ('kv_transfer_params bootstrap_host bootstrap_port bootstrap_room data_parallel_rank '
      'routed_dp_rank disagg_prefill_dp_rank', 'no other server has a part in a request'),
 ) | {'modalities': Refused('only text is served', (['text'],)),
@@ -228,7 +228,8 @@ class GenerateRequest(ApiObject):
     "The body of `/generate`: one prompt or many, in `text` or in `input_ids`."
     without_effect = WITHOUT_EFFECT | {'model'}
     refused = REFUSED | dict.fromkeys(   # those that stand beside the prompt are fields
-        NativeSamplingRequest.model_fields, Refused('it belongs into sampling_params'))
+        NativeSamplingRequest.model_fields, Refused('it belongs into sampling_params')) | {
+        'return_token_ids': Refused('every answer has its output_ids')}
     text: SkipValidation[str | list[str] | None] = None   # One prompt or several: this
     input_ids: SkipValidation[list[int] | list[list[int]] | None] = None   # or this
     sampling_params: (NativeSamplingRequest | list[NativeSamplingRequest] |
@@ -243,6 +244,7 @@ class GenerateRequest(ApiObject):
     return_logprob: bool | list[bool] | None = None    # Whether to report each token's logprob
     top_logprobs_num: int | list[int] | None = None    # and those of so many of the likeliest
     logprob_start_len: int | list[int] | None = None   # and the prompt's from there; -1: none
+    token_ids_logprob: list[int] | list[list[int]] | None = None   # and those of these tokens
     return_text_in_logprobs: bool | None = None        # and with each logprob the token's text
 
     @field_validator('text', 'input_ids', mode='before')
@@ -250,6 +252,13 @@ class GenerateRequest(ApiObject):
     def _check_prompt(cls, prompt: object, info: ValidationInfo) -> object:
         assert info.field_name   # this validator runs for fields only
         return _check_type(prompt, info.field_name)
+
+    @field_validator('token_ids_logprob')
+    @classmethod
+    def _one_value_each(cls, ids: list | None) -> object:
+        "What belongs to a prompt as a tuple, which for `one_each` is one value"
+        if not ids: return None
+        return [tuple(o) for o in ids] if isinstance(ids[0], list) else tuple(ids)
 
     @property
     def single(self) -> bool:
@@ -312,7 +321,7 @@ class GenerateRequest(ApiObject):
 
 # %% ../../nbs/48_server.protocol.ipynb #ffa19f9a
 _BESIDE = ('extra_key', 'cache_salt', 'priority', 'separate_reasoning', 'return_logprob',
-           'top_logprobs_num', 'logprob_start_len')
+           'top_logprobs_num', 'logprob_start_len', 'token_ids_logprob')
 _THEIR_NAMES = {'logprobs': 'top_logprobs_num', 'prompt_logprobs': 'top_logprobs_num'}
 
 def _with_fields(params: SamplingParams, own: Mapping[str, object]) -> SamplingParams:
@@ -323,6 +332,10 @@ def _with_fields(params: SamplingParams, own: Mapping[str, object]) -> SamplingP
                             'priority': own['priority']})
     top, start = own['top_logprobs_num'] or 0, own['logprob_start_len']
     asked = {'logprobs': top} if own['return_logprob'] else {}
+    if named := own['token_ids_logprob']:
+        if not asked: raise ApiError('token_ids_logprob must come with return_logprob=true',
+                                     param='token_ids_logprob')
+        asked['token_ids_logprob'] = named
     if asked and start not in (None, -1):
         asked |= dict(prompt_logprobs=top, logprob_start_len=start)
     separate = one_value(**{'sampling_params.separate_reasoning': params.separate_reasoning,

@@ -33,6 +33,7 @@ from .connection import ConnectionAcceptor, connection_limit
 from .engine_client import AsyncEngineClient, EngineCoreHandle
 from .messages import ReadyMsg
 from .middleware import log_to_stderr
+from .tokenizing import checkpoint_problems
 from ..text.tokenizer import Tokenizer
 
 # %% ../../nbs/56_server.serve.ipynb #6e4e0a79
@@ -267,7 +268,7 @@ class Server:
                 **asdict(c), 'max_seq_len': ready.max_seq_len, 'vocab_size': ready.vocab_size,
                 'api_key': None, 'admin_key': None}
             tokenizer = Tokenizer(ready.model_path, c.reasoning_parser)
-            if problem := tokenizer.template_problem: self._log(problem)
+            for problem in checkpoint_problems(tokenizer): self._log(problem)
             app = create_app(client, tokenizer, info, self._callers,
                              c.protect_metrics, c.cors, c.max_body_mb, c.log_json)
             http = uvicorn.Server(uvicorn.Config(
