@@ -413,7 +413,7 @@ for method in 'BREW PUT DELETE PATCH TRACE CONNECT OPTIONS'.split():
     http(f'the method {method}', {400, 401, 404, 405, CLOSED}, head(f'{method} {COMPLETIONS}'), patience=20)
 with_key('GET where POST is meant', {405}, lambda key: [head(f'GET {COMPLETIONS}', key)])
 with_key('POST where GET is meant', {405}, lambda key: [posted('/get_server_info', b'{}', key)])
-for path in ('/../../../../etc/passwd', '/webui/../../../config.py', '/webui/%2e%2e/%2e%2e/config.py', '/webui/..%2f..%2fconfig.py', '//etc/passwd', '/webui/app.js%00.css', '/%00', '/v1/models/%00%ff', '/webui/' + '../' * 2000):
+for path in ('/../../../../etc/passwd', '/webui/../../../config.py', '/webui/%2e%2e/%2e%2e/config.py', '/webui/..%2f..%2fconfig.py', '//etc/passwd', '/webui/app.js%00.css', '/%00', '/v1/models/%00%ff', '/requests/%00%ff', '/requests/' + 'x' * 3000, '/requests/*', '/webui/' + '../' * 2000):
     with_key(f'the path {path[:30]}', NOT_FOUND | {414}, lambda key, path=path: [head(f'GET {path}', key)], patience=20)
 http('a page in 10,000 ranges', {200, 206, 400, 413, 416, 431}, head('GET /', 'Range: bytes=' + ','.join(f'{k}-{k}' for k in range(10_000))), longest_reply=3_000_000)
 http('the page, 100 at once', {200}, head('GET /'), callers=100, longest_reply=1_000_000)

@@ -12,13 +12,12 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from importlib.resources import files
 
 import numpy as np
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -35,7 +34,7 @@ from .fields import ApiError, checking_fields
 from .middleware import middleware_stack
 from .metrics import LiveFeed, Metrics, RequestTimer
 from .messages import UserMsg
-from .operations import Operations
+from .operations import PAGE_FILES, Operations
 from .native_protocol import (
     AbortRequest, DetokenizeRequest, GenerateWriter, PauseRequest, TokenizeRequest)
 from .openai_protocol import (
@@ -343,13 +342,6 @@ class Api:
         return Response(text, headers={'content-type': content_type})
 
     # %% ../../nbs/55_server.api_server.ipynb #76b666b1
-    async def page(self, request: Request) -> Response:
-        "A file of the web page"
-        headers = {'content-security-policy': _CONTENT_SECURITY_POLICY, 'cache-control': 'no-cache',
-                   'x-content-type-options': 'nosniff'}
-        file = files('minisgl_lit')/'webui'/_PAGE_FILES[request.url.path]
-        return FileResponse(str(file), headers=headers)
-
     async def live_events(self, request: Request) -> Response:
         "The state of the scheduler, as server-sent events"
         self.check_alive()
@@ -395,13 +387,6 @@ class Api:
     async def pause(self, body: PauseRequest | None = None) -> dict[str, object]:
         "Run nothing until `/continue_generation`"
         return await self.control('pause', (body or PauseRequest()).mode)
-
-# %% ../../nbs/55_server.api_server.ipynb #76b666b1
-_PAGE_FILES = {'/': 'index.html', '/webui/style.css': 'style.css', '/webui/app.js': 'app.js',
-               '/docs': 'docs.html', '/webui/docs.css': 'docs.css', '/webui/docs.js': 'docs.js'}
-_CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'")
 
 # %% ../../nbs/55_server.api_server.ipynb #65f25cb6
 
@@ -452,9 +437,9 @@ def _add_routes(app: FastAPI, api: Api) -> None:
             '/get_model_info': about.model_info, '/get_server_info': api.server_info,
             '/model_info': about.model_info, '/server_info': api.server_info,
             '/version': about.version, '/tokenizer_info': about.tokenizer_info,
-            '/load': about.load, '/get_load': about.get_load,
+            '/load': about.load, '/get_load': about.get_load, '/requests/{rid:path}': about.request,
             '/metrics': api.metrics_page}
-    for_browsers = {**dict.fromkeys(_PAGE_FILES, api.page), '/live': api.live_events}
+    for_browsers = {**dict.fromkeys(PAGE_FILES, about.page), '/live': api.live_events}
     refuse_unknown = api.info.get('unknown_fields') != 'ignore'
     for path, route in (posts | for_admin).items():
         app.add_api_route(path, checking_fields(route, refuse_unknown), methods=['POST'],
@@ -470,7 +455,7 @@ def _add_routes(app: FastAPI, api: Api) -> None:
                           response_model=None, responses=declared(path))
     for path, route in for_browsers.items():
         app.add_api_route(path, route, response_model=None, include_in_schema=False)
-    heads = {**gets, **dict.fromkeys(_PAGE_FILES, api.page)}
+    heads = {**gets, **dict.fromkeys(PAGE_FILES, about.page)}
     for path, route in heads.items():
         app.add_api_route(path, route, methods=['HEAD'], response_model=None,
                           include_in_schema=False)
@@ -493,7 +478,7 @@ def create_app(
                  UnicodeEncodeError, RecursionError, ClientDisconnected):
         app.add_exception_handler(kind, error_response)
     # The page itself is public: it asks its user for the key.
-    public_paths = (*_PAGE_FILES,) if protect_metrics else (*_PAGE_FILES, '/health', '/metrics')
+    public_paths = (*PAGE_FILES,) if protect_metrics else (*PAGE_FILES, '/health', '/metrics')
     app.add_middleware(middleware_stack, max_body=max_body_mb << 20,
                        callers=callers or Callers(), public_paths=public_paths,
                        log_json=log_json, error_shape=error_shape)

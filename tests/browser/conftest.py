@@ -2,3 +2,4 @@
 import os
 
 collect_ignore_glob = [] if os.environ.get("TST_BROWSER") else ["*"]
+if os.environ.get("TST_BROWSER"): from desk import browser, downloads, page, server   # noqa: F401

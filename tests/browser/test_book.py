@@ -5,8 +5,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from desk import Page
 from selenium.webdriver.common.by import By
-from test_browser import Page, browser   # noqa: F401 (a fixture)
 
 BUILT = Path(__file__).resolve().parents[2]/"docs/_build/html"
 
@@ -22,7 +22,7 @@ def site():
     server.shutdown()
 
 @pytest.fixture
-def visit(browser, site):   # noqa: F811
+def visit(browser, site):
     return lambda path: Page(browser, site + path, ready=lambda page: page.js("document.readyState") == "complete")
 
 def text(page): return page.driver.find_element(By.TAG_NAME, "article").text

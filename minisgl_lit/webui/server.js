@@ -1,0 +1,37 @@
+// The server: a call, and events of a stream. What goes wrong is an Error with a sentence.
+
+export class Locked extends Error {}
+
+export const theKey = () => sessionStorage.getItem('key') ?? ''
+
+export async function call(path, body, signal) {
+  const headers = {}
+  if (body) headers['content-type'] = 'application/json'
+  if (theKey()) headers.authorization = `Bearer ${theKey()}`
+  const response = await fetch(path, {method: body ? 'POST' : 'GET', headers, body: body && JSON.stringify(body), signal})
+    .catch(lost('The server cannot be reached.'))
+  if (response.ok) return response
+  const told = await response.json().catch(() => null)
+  throw new (response.status === 401 ? Locked : Error)(told?.error?.message ?? `The server answered with status ${response.status}.`)
+}
+
+export const ask = async (path, body) => (await call(path, body)).json()
+
+function lost(sentence) {
+  return e => { throw e.name === 'AbortError' ? e : new Error(sentence) }
+}
+
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader()
+  for (let rest = ''; ;) {
+    const {value, done} = await reader.read().catch(lost('The connection was lost.'))
+    if (done) return
+    const parts = (rest + value).split('\n\n')
+    rest = parts.pop()
+    for (const data of parts.map(o => o.slice('data: '.length)).filter(o => o !== '[DONE]')) {
+      const event = JSON.parse(data)
+      if (event.error) throw new Error(event.error.message)
+      yield event
+    }
+  }
+}

@@ -1,0 +1,124 @@
+"Settings, keys, panels and suggestions; and the page for screen readers, in all its states."
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import Keys
+from test_answers import MARKDOWN
+from test_browser import piece
+
+from minisgl_lit.models.embedded_tasks import glossary
+
+AXE = Path(__file__).parent/"vendor"/"axe.js"
+
+def test_settings_are_sent_kept_and_named(page):
+    "All that was filled in arrives at the server, in its own kinds; after a reload it is there; presets bring it back"
+    page("tab-settings").click()
+    given = dict(temperature=("0.5", .5), top_k=("7", 7), stop=("one\ntwo", ["one", "two"]), stop_token_ids=("3, 4", [3, 4]), ignore_eos=("no", False),
+                 logit_bias=('{"5": -1}', {"5": -1}), seed=("9", 9), priority=("-1", -1), extra_key=("mine", "mine"), regex=("[a-z ]+", "[a-z ]+"), max_tokens=("4", 4))
+    for name, (text, _) in given.items(): page.fill(name, text)
+    page.driver.execute_script("window.plain ??= fetch; window.bodies = []; window.fetch = (url, o) => { if (o?.body) bodies.push(JSON.parse(o.body)); return plain(url, o) }")
+    page("text").send_keys("Hello", Keys.ENTER)
+    page.answered()
+    body = page.js("bodies[0]")
+    assert {k: body[k] for k in given} == {k: v for k, (_, v) in given.items()} and not page("trouble").text
+    page.press("Save", "#settings")
+    page.all("dialog input")[0].send_keys("my own")
+    page.press("Save", "dialog")
+    page.open()
+    page("tab-settings").click()
+    value = lambda name: page.all(f"#settings [name={name}]")[0].get_attribute("value")
+    choose = lambda name: page.js("(o => { o.value = arguments[1]; o.dispatchEvent(new Event('change')) })(arguments[0])", page.all("#settings .presets select")[0], name)
+    assert value("temperature") == "0.5"
+    choose("exact")
+    assert (value("temperature"), value("top_k")) == ("0", "")
+    choose("my own")
+    assert (value("temperature"), value("top_k")) == ("0.5", "7")
+    page.quiet()
+
+def test_an_answer_of_a_schema(page):
+    page("tab-settings").click()
+    page.fill("json_schema", "{oops")
+    page("text").send_keys("Are pages locked?", Keys.ENTER)
+    page.until(lambda: "json_schema must be JSON" in page("trouble").text)
+    page.fill("json_schema", '{"enum": ["yes", "no"]}')
+    page("text").send_keys(Keys.ENTER)
+    page.answered()
+    assert page.last().strip() in ('"yes"', '"no"')
+    page.quiet()
+
+def test_the_embedded_model_knows_what_is_suggested(page):
+    "Each suggestion is answered right"
+    by_name = {o["term"]: o for o in glossary()}
+    right = {"What is a radix cache?": by_name["radix cache"]["what"], "Count from 3 to 9": "3, 4, 5, 6, 7, 8, 9",
+             "Explain continuous batching": "{what} {why}".format(**by_name["continuous batching"])}
+    assert [o.text for o in page.all("#suggestions button")] == [*right]
+    for i, (asked, said) in enumerate(right.items()):
+        page.all("#suggestions button")[i].click()
+        page.answered()
+        assert page.last().strip() == said, asked
+        page("reset").click()
+    page.quiet()
+
+def test_other_models_get_general_suggestions(page, browser):
+    added = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", dict(source="""const plain = fetch
+        window.fetch = async (url, o) => String(url) === 'get_model_info' ? Response.json({served_model_name: 'other', model_path: '/models/other'}) : plain(url, o)"""))
+    page.open()
+    browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", dict(identifier=added["identifier"]))
+    suggested = [o.text for o in page.all("#suggestions button")]
+    assert len(suggested) == 3 and not any("cache" in o or "batch" in o for o in suggested)
+
+def test_keys(page):
+    page.type(Keys.ESCAPE)
+    page("log").click()
+    page.type("?")
+    assert "Alt + N" in page.all("dialog")[0].text
+    page.press("Close", "dialog")
+    page.until(lambda: not page.all("dialog"))
+    page("log").click()
+    page.type("/")
+    assert page.js("document.activeElement.id") == "text" and page("text").get_attribute("value") == ""
+    page.type(Keys.ALT, "s")
+    assert page("settings").is_displayed() and not page("live").is_displayed()
+    page.type(Keys.ALT, "e")
+    assert page("live").is_displayed()
+    page.type(Keys.ARROW_RIGHT)
+    assert page("settings").is_displayed()
+    page.quiet()
+
+def test_the_theme_can_be_chosen(page):
+    ground = lambda: page.js("getComputedStyle(document.body).backgroundColor")
+    light = ground()
+    page("tab-settings").click()
+    page.fill("theme", "dark")
+    dark = ground()
+    assert light != dark
+    page.open()
+    assert ground() == dark
+    page.look(light=False)
+    page("tab-settings").click()
+    page.fill("theme", "light")
+    assert ground() == light
+    page.quiet()
+
+def serious(page):
+    "What axe finds that keeps people from reading or using the page"
+    if not page.js("!!window.axe"): page.driver.execute_script(AXE.read_text())
+    found = page.driver.execute_async_script("axe.run({resultTypes: ['violations']}).then(o => arguments[0](o.violations))")
+    return [(o["id"], o["nodes"][0]["html"][:200], o["nodes"][0]["failureSummary"][:300]) for o in found if o["impact"] in ("serious", "critical")]
+
+@pytest.mark.parametrize("width, light", [(390, False), (1280, True)], ids=["phone, dark", "desk, light"])
+def test_screen_readers(page, width, light):
+    page.look(light)
+    page.size(width, 820, mobile=width < 500)
+    page.open()
+    assert not serious(page)
+    page.told(piece(MARKDOWN, "stop"))
+    page.until(lambda: page.all(".said math"))
+    page.press("Details")
+    assert not serious(page)
+    for name in ("list", "look"):
+        if page(name).get_attribute("aria-expanded") == "false": page(name).click()
+        assert not serious(page)
+    page("tab-settings").click()
+    page.press("More", "#settings")
+    assert not serious(page)
