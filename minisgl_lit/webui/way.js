@@ -84,7 +84,8 @@ function promptPart(message, messages) {
 }
 
 async function prompt(message, messages) {
-  const {tokens} = await ask('tokenize', {messages}), n = message.usage?.prompt_tokens_details?.cached_tokens ?? 0
+  const {reasoning_effort} = message.settings ?? {}
+  const {tokens} = await ask('tokenize', {messages, ...(reasoning_effort && {reasoning_effort})}), n = message.usage?.prompt_tokens_details?.cached_tokens ?? 0
   const {text: [cached, rest]} = await ask('detokenize', {tokens: [tokens.slice(0, n), tokens.slice(n)], skip_special_tokens: false})
   const told = element('p', 'note', n ? `${number(n)} tokens came from the cache: they are marked.` : 'Nothing of it came from the cache.')
   const text = element('pre', 'prompt-text', ...(n ? [element('mark', '', cached)] : []), rest)
