@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOCK := $(if $(shell command -v flock),flock .venv/.lock)
 PYTEST = $(BIN)/python -m pytest -n $(J) --dist worksteal
 need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=11_kv_cache.table))
-.PHONY: help serve test test-browser test-clients screenshot vendor test-long mutants docs wheel nbs export edit done check embedded readme try exercises lab cov install flashinfer clean
+.PHONY: help serve test test-browser test-clients screenshot vendor test-long mutants docs wheel wheel-arm64 nbs export edit done check embedded readme try exercises lab cov install flashinfer clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 14
@@ -40,10 +40,15 @@ check: .venv/.all        ## lint, types; package, notebooks, README and settings
 	$(BIN)/python -m pytest -q tests/test_project.py
 docs: .venv/.all         ## build the book into docs/_build/html; any warning is an error
 	$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
-wheel: .venv/.all        ## wheel and sdist into dist/, the wheel used in an empty environment
-	@rm -rf dist
-	$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+wheel: .venv/.all        ## sdist, and a wheel with kernels for machines like this (FOR=here: for this one alone), used in an empty environment
+	@rm -rf dist build/lib* build/bdist.*
+	$(BIN)/python tests/ship_kernels.py $(FOR)
+	$(BIN)/python -m build --no-isolation --sdist --wheel --outdir dist . >/dev/null
 	$(BIN)/python tests/wheel_check.py dist
+wheel-arm64: .venv/.all  ## a wheel with kernels for arm64 beside it (Debian: gcc-aarch64-linux-gnu), built but not used
+	@rm -rf build/lib* build/bdist.*
+	CC=aarch64-linux-gnu-gcc $(BIN)/python tests/ship_kernels.py aarch64
+	$(BIN)/python -m build --no-isolation --wheel --outdir dist . >/dev/null
 edit: .venv/.all         ## edit NB=11_kv_cache.table: write the chapter as text, nbs/11_kv_cache.table.py
 	$(need_nb)@test ! -e nbs/$(NB).py || { echo 'nbs/$(NB).py is there already: make done NB=$(NB), or remove it'; exit 1; }
 	@$(BIN)/jupytext --quiet --to py:percent nbs/$(NB).ipynb -o nbs/$(NB).py && echo 'edit nbs/$(NB).py, then: make done NB=$(NB)'

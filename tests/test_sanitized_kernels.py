@@ -3,7 +3,7 @@
 A driver in C replays a plan that Python has written to a file. Each tensor lies in memory of exactly its size, so that a byte read or
 written beside it ends the driver; and the results are those of the kernels as they are compiled for use.
 """
-import os, platform, struct, subprocess
+import os, platform, shutil, struct, subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from minisgl_lit.attention.cpu import NO_WINDOW, CpuAttention, stored_as
 from minisgl_lit.attention.cpu import tasks_c
 from minisgl_lit.engine.sampler import largest_c
-from minisgl_lit.kernels.compiler import find_compiler, flags, run_compiler
+from minisgl_lit.kernels.compiler import LEVELS, find_compiler, flags, run_compiler
 from minisgl_lit.kernels.linear import linear_c
 from minisgl_lit.kernels.quantized import bytes_c, panel_order, quantize
 from minisgl_lit.kernels.plan import entries, load_kernels, parameters, team_c
@@ -74,9 +74,10 @@ def compile_driver(source: str, folder: Path, *more: str) -> Path:
     run_compiler([*find_compiler(), *build, *SANITIZE, *more, str(text), '-o', str(program), '-lm'])
     return program
 
-def drive(program: Path, *args: object) -> str:
+def drive(program: Path, *args: object, under: str = '') -> str:
+    "Run it, `under` another program if one is named; what it printed"
     env = os.environ | dict(OMP_WAIT_POLICY='passive', UBSAN_OPTIONS='print_stacktrace=1', ASAN_OPTIONS='detect_stack_use_after_return=1')
-    done = subprocess.run([program, *map(str, args)], capture_output=True, text=True, env=env, timeout=600)
+    done = subprocess.run([*filter(None, [under]), program, *map(str, args)], capture_output=True, text=True, env=env, timeout=600)
     assert done.returncode == 0, done.stderr[:6000]
     return done.stdout
 
@@ -118,7 +119,7 @@ class Calls:
         libs = [load_kernels(o) for o in (layers_c, tasks_c, largest_c)]
         for name, args in self.ops: next(getattr(o, name) for o in libs if hasattr(o, name))(*args)
 
-    def run_there(self, program, folder, threads):
+    def run_there(self, program, folder, threads, under):
         "By the driver; results come back into the tensors"
         storages = self.storages()
         index = {o._cdata: i for i, o in enumerate(storages)}
@@ -134,7 +135,7 @@ class Calls:
                 else: words += [-1, int(value or 0)]
         size = sum(2 + len(args) for _, args in self.ops)
         (folder/'in').write_bytes(b''.join([*sent, struct.pack('q', size), np.array(words, dtype=np.int64).tobytes()]))
-        drive(program, folder/'in', folder/'out', threads)
+        drive(program, folder/'in', folder/'out', threads, under=under)
         data, at = (folder/'out').read_bytes(), 0
         for o in storages:
             end = at + o.nbytes()
@@ -256,24 +257,38 @@ def sanitizers(tmp_path_factory):
     try: drive(compile_driver('int main(void) { return 0; }', folder))
     except (RuntimeError, AssertionError) as e: pytest.skip(f'no compiler with sanitizers: {e}'[:300])
 
+def agree(program: Path, folder: Path, under: str = '') -> str:
+    "The kernels of the driver agree with those compiled for use; in how many calls"
+    panel, width = map(int, drive(program, under=under).split())
+    load_kernels(layers_c).lib.panel(size := torch.zeros(1, dtype=torch.int64))
+    ours = calls(int(size))
+    ours.run_here()
+    for threads in (1, 2, 3):
+        theirs = calls(panel)
+        theirs.run_there(program, folder, threads, under)
+        for (name, a), (_, b) in zip(ours.results, theirs.results, strict=True):
+            eps = .03 if a.dtype == torch.bfloat16 else 1e-4
+            torch.testing.assert_close(b, a, rtol=eps, atol=eps, equal_nan=True, msg=lambda m: f'{name}: {m}')
+    return f'{len(ours.ops)} calls with registers of {width} floats'
+
 @pytest.mark.long
 @pytest.mark.parametrize('more', [[], ['-mno-avx512f'], ['-mno-avx']], ids=['native', 'AVX2', 'SSE'])
 def test_kernels_keep_to_their_memory(more, sanitizers, tmp_path, record_property):
     about = macros() if more else ''
     if more == ['-mno-avx512f'] and '__AVX512F__' not in about: pytest.skip('this processor has no AVX-512 to leave out')
     if more == ['-mno-avx'] and '__AVX__' not in about: pytest.skip('this processor has no AVX to leave out')
-    program = compile_driver(DRIVER_C, tmp_path, *more)
-    panel, width = map(int, drive(program).split())
-    load_kernels(layers_c).lib.panel(size := torch.zeros(1, dtype=torch.int64))
-    ours = calls(int(size))
-    ours.run_here()
-    for threads in (1, 2, 3):
-        theirs = calls(panel)
-        theirs.run_there(program, tmp_path, threads)
-        for (name, a), (_, b) in zip(ours.results, theirs.results, strict=True):
-            eps = .03 if a.dtype == torch.bfloat16 else 1e-4
-            torch.testing.assert_close(b, a, rtol=eps, atol=eps, equal_nan=True, msg=lambda m: f'{name}: {m}')
-    record_property('kernels under sanitizers', f'{len(ours.ops)} calls with registers of {width} floats')
+    record_property('kernels under sanitizers', agree(compile_driver(DRIVER_C, tmp_path, *more), tmp_path))
+
+@pytest.mark.long
+def test_kernels_on_arm64(tmp_path, record_property):
+    "Cross-compiled, with the flags of a wheel, and run by an emulator: the results are those of this processor"
+    cc, emulator = shutil.which('aarch64-linux-gnu-gcc'), shutil.which('qemu-aarch64') or shutil.which('qemu-aarch64-static')
+    if not (cc and emulator): pytest.skip('no aarch64-linux-gnu-gcc or no qemu-aarch64 (Debian: gcc-aarch64-linux-gnu, qemu-user)')
+    [level] = LEVELS['aarch64']
+    (tmp_path/'driver.c').write_text(DRIVER_C)
+    build, _ = flags('Linux', 'aarch64', level.target)
+    run_compiler([cc, *build, '-static', str(tmp_path/'driver.c'), '-o', str(tmp_path/'driver'), '-lm'])
+    record_property('kernels on arm64', agree(tmp_path/'driver', tmp_path, under=emulator))
 
 @pytest.mark.long
 def test_the_driver_notices(sanitizers, tmp_path):

@@ -1,9 +1,9 @@
 """Install the wheel in an empty environment, far from this checkout, and use it: `make wheel`.
 
-    python tests/wheel_check.py dist      the wheel in dist/, which was made from the sdist beside it
+    python tests/wheel_check.py dist      the wheel in dist/, and the sdist beside it
 
 Of the environment that runs this, only the libraries are lent: what is imported of the project must be
-the wheel's. It takes seconds and no network.
+the wheel's. The compiler is hidden: the wheel's kernels must do. It takes seconds and no network.
 """
 import json, os, subprocess, sys, sysconfig, tarfile, venv, zipfile
 from pathlib import Path
@@ -18,7 +18,10 @@ def tracked(*where):
 
 def check_files(wheel, sdist):
     "Nothing of the package is missing, and nothing of this machine is added"
-    inside = {o for o in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in o}
+    names = zipfile.ZipFile(wheel).namelist()
+    kernels = {o for o in names if o.startswith("minisgl_lit/kernels/shipped/") and o.endswith(".so")}
+    assert kernels and not wheel.name.endswith("-any.whl"), wheel.name
+    inside = {o for o in names if ".dist-info/" not in o} - kernels
     assert inside == tracked("minisgl_lit"), inside ^ tracked("minisgl_lit")
     packed = {o.split("/", 1)[1] for o in tarfile.open(sdist).getnames() if "/" in o}
     missing = tracked("minisgl_lit", "nbs", "settings.ini", "pyproject.toml", "LICENSE", "README.md") - packed
@@ -58,8 +61,11 @@ def main(dist):
     with TemporaryDirectory() as folder:
         folder = Path(folder)
         python = empty_environment(folder/"env", wheel)
-        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-        def run(*args): return subprocess.run(args, cwd=folder, env=env, check=True, capture_output=True, text=True, timeout=120).stdout
+        env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | {"CC": "/bin/false", "XDG_CACHE_HOME": str(folder/"cache")}
+        def run(*args):
+            done = subprocess.run(args, cwd=folder, env=env, check=True, capture_output=True, text=True, timeout=120)
+            assert "plain torch" not in done.stderr, done.stderr
+            return done.stdout
         where = run(python, "-c", "import minisgl_lit; print(minisgl_lit.__file__, minisgl_lit.__version__)").split()
         assert where[0].startswith(str(folder)) and f"-{where[1]}-" in wheel.name, where
         command = folder/"env"/"bin"/"minisgl-lit"
