@@ -145,6 +145,20 @@ def test_unit_file():
     assert service["EnvironmentFile"] and int(service["TimeoutStopSec"]) > config.drain_seconds
     assert service["Environment"] == f"XDG_CACHE_HOME=/var/cache/{service['CacheDirectory']}"
 
+def test_kubernetes(shared):
+    "Its flags are ours, it waits longer than the server drains, and its probes ask for what is served"
+    deployment, service = yaml.safe_load_all(one("deploy.md", "yaml"))
+    pod = deployment["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    config = read(["minisgl-lit", "serve", *container["args"]])
+    assert pod["terminationGracePeriodSeconds"] > config.drain_seconds
+    assert container["env"][0]["name"] == "MINISGL_LIT_API_KEY" and container["ports"][0] == dict(name="http", containerPort=config.port)
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"] == deployment["spec"]["template"]["metadata"]["labels"]
+    for probe in "startupProbe", "livenessProbe": assert urlopen(shared.url + container[probe]["httpGet"]["path"]).status == 200
+    *_, source = container["readinessProbe"]["exec"]["command"]
+    asked = subprocess.run([sys.executable, "-c", source.replace(URL, shared.url)], env=os.environ | dict(MINISGL_LIT_API_KEY="x"), timeout=60)
+    assert asked.returncode == 0 and shared.url != URL in source
+
 def test_proxy():
     text = one("deploy.md", "nginx")
     assert f"proxy_pass {URL};" in text and "proxy_buffering off;" in text
