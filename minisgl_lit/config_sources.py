@@ -59,6 +59,7 @@ def _sources(
     if f.name in in_file: found.append(Sourced(in_file[f.name], path))
     return [*found, Sourced(f.default, 'default')]
 
+# %% ../nbs/01a_config_sources.ipynb #594c7f04
 def gather(
     cls: type[EngineConfig],         # A config
     flags: Mapping[str, object],     # Settings that were typed, by name; others are left alone

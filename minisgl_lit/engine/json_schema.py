@@ -9,7 +9,7 @@ __all__ = ['close_objects']
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 
-# %% ../../nbs/44a_engine.json_schema.ipynb #a4ed613a
+# %% ../../nbs/44a_engine.json_schema.ipynb #e225b95a
 _MAPS = 'properties', 'patternProperties', '$defs', 'definitions'   # of schemas, by name
 _VALUES = 'items', 'prefixItems', 'additionalItems', 'contains', 'additionalProperties'
 _BESIDE = ('anyOf', 'oneOf', 'allOf', '$ref', 'if', 'then', 'else',   # for the same object
@@ -23,6 +23,7 @@ def _composes(schema: Mapping) -> bool:
     if beside == ['allOf']: return not isinstance(schema['allOf'], list) or len(schema['allOf']) > 1
     return beside not in (['anyOf'], ['oneOf'], ['$ref'])
 
+# %% ../../nbs/44a_engine.json_schema.ipynb #102f5a5b
 def _inner(schema: Mapping, path: str, part: bool) -> Iterator[tuple[object, str, bool]]:
     "What is in a schema: each schema, where it stands, and whether it is a part"
     for key, value in schema.items():
@@ -34,6 +35,7 @@ def _inner(schema: Mapping, path: str, part: bool) -> Iterator[tuple[object, str
             if not isinstance(value, list): yield value, f'{path}/{key}', is_part
             else: yield from ((o, f'{path}/{key}/{i}', is_part) for i, o in enumerate(value))
 
+# %% ../../nbs/44a_engine.json_schema.ipynb #6b9ef236
 class _Schemas:
     "All schemas in one, by where they stand, and which of them are parts."
     def __init__(self, root: object):
@@ -55,6 +57,7 @@ class _Schemas:
             if part or _composes(schema): self._refs.append(schema.get('$ref'))
             stack += _inner(schema, path, part)
 
+# %% ../../nbs/44a_engine.json_schema.ipynb #a768cc4b
 def _is_open(schema: Mapping) -> bool:
     "Whether this describes an object whose keys are named, and leaves others open"
     properties, required = schema.get('properties'), schema.get('required')

@@ -25,21 +25,23 @@ def _parts(weight: torch.Tensor | PackedWeight) -> dict[str, object]:
     if isinstance(weight, torch.Tensor): return {'data': weight}
     return {f.name: getattr(weight, f.name) for f in fields(weight)}
 
+def _form(weight: torch.Tensor | PackedWeight) -> dict[str, object]:
+    "What two weights must have in common: shapes and number formats, and all that is no tensor"
+    return {name: (part.shape, part.dtype) if isinstance(part, torch.Tensor) else part
+            for name, part in _parts(weight).items()}
+
 def overwrite(
     name: str,   # Of the weight, for the error
     old: torch.Tensor | PackedWeight,   # Its memory
     new: torch.Tensor | PackedWeight,   # What shall stand there
 ) -> torch.Tensor | PackedWeight:       # The old object, with the new numbers
     "Copy a weight over another of the same form; `ValueError` if the form differs"
-    before, after = _parts(old), _parts(new)
-    def shape(part: object) -> object:
-        return (part.shape, part.dtype) if isinstance(part, torch.Tensor) else part
-    if {k: shape(v) for k, v in before.items()} != {k: shape(v) for k, v in after.items()}:
-        raise ValueError(f'{name} of the new checkpoint has another form in memory; '
-                         'it needs an engine of its own')
-    for part, to in before.items():
-        source = after[part]
-        if isinstance(to, torch.Tensor) and isinstance(source, torch.Tensor): to.copy_(source)
+    if _form(old) != _form(new): raise ValueError(
+        f'{name} of the new checkpoint has another form in memory; it needs an engine of its own')
+    source = _parts(new)
+    for part, to in _parts(old).items():
+        values = source[part]
+        if isinstance(to, torch.Tensor) and isinstance(values, torch.Tensor): to.copy_(values)
     return old
 
 # %% ../../nbs/38a_models.weight_update.ipynb #e225b0aa
@@ -50,6 +52,7 @@ def _compression(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple | None]:
     "How each tensor that is compressed is so"
     return {name: info.groups for name, info in tensors.items() if info.packed_bytes}
 
+# %% ../../nbs/38a_models.weight_update.ipynb #d830e4b8
 class WeightUpdater:
     """Loads other checkpoints of a model into the weights of one rank, in place.
 
@@ -85,6 +88,7 @@ class WeightUpdater:
         if _compression(found) != self._compression: raise ValueError(
             f'{path} is compressed otherwise than the checkpoint that is served')
 
+    # %% ../../nbs/38a_models.weight_update.ipynb #af21b1c2
     def load(
         self,
         path: Path,   # One that `check` has let through

@@ -24,6 +24,7 @@ from ..text.tool_calls import ArgumentsDelta, ToolCall
 
 # %% ../../nbs/54c_server.blocks.ipynb #7bd95ee8
 _MAX_MESSAGES = 10_000   # as on the other routes
+_SHARED = 'model', 'stream', 'user'   # fields that all bodies have, beside those of sampling
 
 class ConversationRequest(ApiRequest):
     "A body of another protocol for conversations: it means a `ChatRequest`."
@@ -41,8 +42,6 @@ class ConversationRequest(ApiRequest):
         own = {name: getattr(self, name) for name in [*SamplingRequest.model_fields, *_SHARED]}
         given = {**own, 'messages': messages, **{k: v for k, v in fields.items() if v is not None}}
         return ChatRequest.model_validate({k: v for k, v in given.items() if v is not None})
-
-_SHARED = 'model', 'stream', 'user'   # fields that all bodies have, beside those of sampling
 
 # %% ../../nbs/54c_server.blocks.ipynb #dffc3c9c
 Kind = Literal['text', 'thinking', 'call']

@@ -83,8 +83,6 @@ _SIZES = {   # the bound, its name in the context, what is counted
     'string_too_short': ('must have at least', 'min_length', 'characters'),
     'string_too_long': ('may have at most', 'max_length', 'characters')}
 
-_ENOUGH = 100   # errors that are looked at
-
 def _missing(path: str, given: Mapping | None) -> str:
     "What is said about a field that is required, and about one that may have been meant"
     names = [o for o in islice(given, 100) if isinstance(o, str)] if given else []
@@ -99,6 +97,9 @@ def _sentence(path: str, error: Mapping, allowed: str) -> str:
         if not error['input']: return f'{path} must not be empty'
         return f'{path} {bound} {error["ctx"][limit]:,} {unit}, not {len(error["input"]):,}'
     return f'{path or "the body"} must be {allowed}, not {quote(error["input"])}'
+
+# %% ../../nbs/47a_server.fields.ipynb #6c44004f
+_ENOUGH = 100   # errors that are looked at
 
 def explain(
     errors: Sequence[Mapping],  # As `ValidationError.errors()` returns them; not empty
@@ -145,6 +146,7 @@ class Refused(NamedTuple):
         if value is None or value is False or value in ('', [], *self.harmless): return
         raise ApiError(f'{path}={quote(value)} is refused: {self.why}', param=path)
 
+# %% ../../nbs/47a_server.fields.ipynb #4b3afb9a
 def _close(schema: dict, cls: 'type[ApiObject]') -> None:
     "Close the JSON schema of a class, and add the fields that have no effect"
     extra = {name: {'description': 'has no effect'} for name in sorted(cls.without_effect)}
@@ -171,6 +173,7 @@ class ApiObject(BaseModel):
             for where, inner in _objects(value):
                 inner.check_fields(refuse_unknown, f'{path}{name}{where}.')
 
+# %% ../../nbs/47a_server.fields.ipynb #1d72d120
 def _unknown(cls: type[ApiObject], path: str, name: str) -> ApiError:
     "The error for a name that is none of the fields"
     known = [f.alias or k for k, f in cls.model_fields.items()]

@@ -47,6 +47,7 @@ _Texts = Annotated[list[TextBlock], BeforeValidator(
 def _text_of(blocks: Sequence[TextBlock] | None) -> str:
     return '\n'.join(o.text for o in blocks or ())
 
+# %% ../../nbs/54g_server.messages_protocol.ipynb #bbcf6038
 _NEEDED = {'text': ('text',), 'tool_use': ('id', 'name', 'input'), 'tool_result': ('tool_use_id',),
            'thinking': ('thinking',), 'redacted_thinking': ()}
 
@@ -191,6 +192,22 @@ class MessagesRequest(CountTokensRequest):
 
 # %% ../../nbs/54g_server.messages_protocol.ipynb #4ad3f0e3
 _Json = dict[str, object]
+
+def _content(block: Block) -> _Json:
+    "A block of a message"
+    match block.kind:
+        case 'text': return {'type': 'text', 'text': block.text}
+        case 'thinking':
+            return {'type': 'thinking', 'thinking': block.text, 'signature': block.id}
+    call = block.function
+    return {'type': 'tool_use', 'id': call.id, 'name': call.name, 'input': _arguments(block)}
+
+def _arguments(block: Block) -> object:
+    "The arguments of a call, as an object; an empty one if they were cut off"
+    try: return json.loads(block.text)
+    except ValueError: return {}
+
+# %% ../../nbs/54g_server.messages_protocol.ipynb #e2a15ac4
 _DELTAS = {'text': ('text_delta', 'text'), 'thinking': ('thinking_delta', 'thinking'),
            'call': ('input_json_delta', 'partial_json')}
 
@@ -233,6 +250,7 @@ class MessagesWriter(BlockWriter):
         full = self.limit and len(output.token_ids) < self.limit
         return 'model_context_window_exceeded' if full else 'max_tokens', None
 
+    # %% ../../nbs/54g_server.messages_protocol.ipynb #d17b9fbf
     def _message(self, content: list[_Json], **fields: object) -> _Json:
         return {'id': self.id, 'type': 'message', 'role': 'assistant', 'model': self.model,
                 'content': content, 'stop_reason': None, 'stop_sequence': None, **fields}
@@ -258,21 +276,7 @@ class MessagesWriter(BlockWriter):
         "The event that ends a stream which has begun"
         return [messages_error(error)]
 
-def _content(block: Block) -> _Json:
-    "A block of a message"
-    match block.kind:
-        case 'text': return {'type': 'text', 'text': block.text}
-        case 'thinking':
-            return {'type': 'thinking', 'thinking': block.text, 'signature': block.id}
-    call = block.function
-    return {'type': 'tool_use', 'id': call.id, 'name': call.name, 'input': _arguments(block)}
-
-def _arguments(block: Block) -> object:
-    "The arguments of a call, as an object; an empty one if they were cut off"
-    try: return json.loads(block.text)
-    except ValueError: return {}
-
-# %% ../../nbs/54g_server.messages_protocol.ipynb #bf071280
+# %% ../../nbs/54g_server.messages_protocol.ipynb #d17b9fbf
 
 def _usage(output: RequestOutput) -> _Json:
     "The counts of tokens; those from the cache are not among the others here"

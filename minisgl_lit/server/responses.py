@@ -36,6 +36,7 @@ class KeptResponse:
         texts = [o.model_dump() for o in self.messages]
         return written_size([self.response, texts], 1 << 40) + _OVERHEAD*(1 + len(texts))
 
+# %% ../../nbs/54e_server.responses.ipynb #dd3980df
 class ResponseStore:
     "The newest answers of each caller, as many as there is room for."
     def __init__(
@@ -75,6 +76,7 @@ class ResponseStore:
             most = max(self.n_bytes, key=self.n_bytes.__getitem__)
             self.remove(most, next(iter(self._kept[most])))
 
+    # %% ../../nbs/54e_server.responses.ipynb #b6fd1e1a
     def remove(
         self,
         caller: str,        # Who asks
@@ -87,6 +89,7 @@ class ResponseStore:
         for item in _items_of(kept): del self._items[caller, str(item['id'])]
         if not self._kept[caller]: del self._kept[caller], self.n_bytes[caller]
 
+    # %% ../../nbs/54e_server.responses.ipynb #85fb37b9
     def resolve(
         self,
         caller: str,                  # Who refers to them
@@ -103,7 +106,6 @@ class ResponseStore:
         return resolved
 
 # %% ../../nbs/54e_server.responses.ipynb #de8686dc
-
 def _items_of(kept: KeptResponse) -> list[_Json]:
     "The items of a response"
     output = kept.response['output']

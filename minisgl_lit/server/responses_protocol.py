@@ -253,6 +253,7 @@ _FORMS = {
                      'summary_text'),
     'call': _Form('fc_', 'function_call_arguments')}
 
+# %% ../../nbs/54d_server.responses_protocol.ipynb #6697c673
 @dataclass(frozen=True)
 class ResponsesWriter(BlockWriter):
     "Writes a response of `/v1/responses`."
@@ -337,6 +338,7 @@ class ResponsesWriter(BlockWriter):
         if self.keep: self.keep(whole)
         return whole
 
+    # %% ../../nbs/54d_server.responses_protocol.ipynb #cfdc2105
     def opening(self, n: int) -> list[_Json]:
         "Events before the first block"
         return [self._event(kind, response=self._object('in_progress'))
@@ -354,10 +356,7 @@ class ResponsesWriter(BlockWriter):
         return [self._event('failed', response=self._object(
             'failed', error={'code': code, 'message': str(error)}))]
 
-# %% ../../nbs/54d_server.responses_protocol.ipynb #e0407b4a
-_STATUS = {FinishReason.STOP: 'completed', FinishReason.LENGTH: 'incomplete',
-           FinishReason.ABORT: 'cancelled'}
-
+# %% ../../nbs/54d_server.responses_protocol.ipynb #015893d4
 def _usage(output: RequestOutput) -> _Json:
     "The counts of tokens, by their names here"
     counts = usage([output])
@@ -369,3 +368,7 @@ def _usage(output: RequestOutput) -> _Json:
                                      'cache_write_tokens': 0},
             'output_tokens_details': {'reasoning_tokens': detail('completion', 'reasoning_tokens')},
             'total_tokens': counts['total_tokens']}
+
+# %% ../../nbs/54d_server.responses_protocol.ipynb #e0407b4a
+_STATUS = {FinishReason.STOP: 'completed', FinishReason.LENGTH: 'incomplete',
+           FinishReason.ABORT: 'cancelled'}

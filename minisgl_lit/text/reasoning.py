@@ -38,9 +38,10 @@ class ReasoningFormat:
 _TAGS = ReasoningFormat('<think>', '</think>')
 _HEADER = r'(<\|start\|>assistant)?<\|channel\|>'
 _CHANNELS = ReasoningFormat(
-    '<|channel|>analysis<|message|>', '<|end|>', '<|start|>assistant<|channel|>final<|message|>',
-    _HEADER + r'analysis[^<]{0,100}<\|message\|>',
-    _HEADER + r'(final[^<]{0,100}(<\|constrain\|>[^<]{0,100})?|commentary)<\|message\|>',
+    opens='<|channel|>analysis<|message|>', closes='<|end|>',
+    answers='<|start|>assistant<|channel|>final<|message|>',
+    opening=_HEADER + r'analysis[^<]{0,100}<\|message\|>',
+    header=_HEADER + r'(final[^<]{0,100}(<\|constrain\|>[^<]{0,100})?|commentary)<\|message\|>',
     repeats=True)
 
 # %% ../../nbs/46b_text.reasoning.ipynb #621fcc56
@@ -74,11 +75,13 @@ class ReasoningParser:
         "Whether thinking has ended, and a marker must come before the answer"
         return self._begins and True in self._said
 
+    # %% ../../nbs/46b_text.reasoning.ipynb #d69c745c
     def push(self, text: str) -> list[str | ReasoningDelta]:
         "Take a piece; return the thinking and the text that are certain"
         return [part for piece in in_pieces(text) for part in self._push(piece)]
 
     def _push(self, text: str) -> list[str | ReasoningDelta]:
+        "The same for a short piece"
         if self._begins: return self._push_begin(text)
         out = self._emit(self._finder.push(text))
         if self._finder.matched is None: return out
@@ -107,6 +110,7 @@ class ReasoningParser:
         self._enter(kind, strips=self._strips or bool(marked))
         return self._push(text[match.end():] if match else text)
 
+    # %% ../../nbs/46b_text.reasoning.ipynb #9599155e
     def _enter(self, thinking: bool, strips: bool) -> None:
         "Begin the text of a part"
         self.thinking, self._strips, self._gap = thinking, strips, ''
@@ -185,6 +189,7 @@ class ThinkingTracker:
         for token in tokens:
             if not self.over: self.push(token)
 
+    # %% ../../nbs/46b_text.reasoning.ipynb #2bf417b8
     @property
     def opening(self) -> list[int]:
         "Tokens with which a model begins to think by itself"

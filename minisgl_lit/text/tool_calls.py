@@ -213,6 +213,7 @@ class ToolParser:
         while self._state(out, last): pass
         return out
 
+    # %% ../../nbs/46a_text.tool_calls.ipynb #6da869cb
     def _show(self, out: list[ParsedPart], end: int, hold: bool) -> None:
         "Emit held text up to `end`; with `hold`, whitespace at its end stays"
         shown, rest = self._held[:end], self._held[end:]

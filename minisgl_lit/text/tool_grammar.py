@@ -28,13 +28,14 @@ def _trimmed(schema: object) -> object:
     return {k: {n: _trimmed(o) for n, o in v.items()} if k in _NAMED and isinstance(v, Mapping)
             else v if k in ('enum', 'const') else _trimmed(v) for k, v in kept.items()}
 
+# %% ../../nbs/46d_text.tool_grammar.ipynb #e23090a1
 class GrammarText:
     "A grammar while it is written: rules in Lark's dialect, and JSON schemas that they refer to."
     def __init__(
         self,
         token_ids: Mapping[str, int],   # Of markers that are one token
     ):
-        self._ids = token_ids
+        self.token_ids = token_ids
         self._marker = regex.compile('|'.join(map(regex.escape, token_ids)) or '(?!)')
         self._rules: dict[str, str] = {}   # names, by what they stand for
         self._schemas: dict[str, str] = {}
@@ -43,7 +44,7 @@ class GrammarText:
         "Just this text; markers in it are tokens"
         words, at = [], 0
         for match in self._marker.finditer(text):
-            words += [self.quote(text[at:match.start()]), f'<[{self._ids[match[0]]}]>']
+            words += [self.quote(text[at:match.start()]), f'<[{self.token_ids[match[0]]}]>']
             at = match.end()
         return ' '.join(filter(None, [*words, self.quote(text[at:])]))
 
@@ -87,6 +88,7 @@ def _properties(schema: Schema) -> list[tuple[str, object, bool]]:
 def _json_arguments(g: GrammarText, schema: Schema) -> str:
     return g.json({'type': 'object', **schema})
 
+# %% ../../nbs/46d_text.tool_grammar.ipynb #87f14352
 def _xml_arguments(g: GrammarText, schema: Schema) -> str:
     text = g.rule('until', r'/(.|\n)*\n<\/parameter>\n/')
     if 'properties' not in schema: return rf'( "<parameter=" /[\w-]{{1,64}}/ ">\n" {text} )*'
@@ -102,6 +104,7 @@ def _xml_arguments(g: GrammarText, schema: Schema) -> str:
         parts.append(f'{head} {body}' if required else f'( {head} {body} )?')
     return ' '.join(parts)
 
+# %% ../../nbs/46d_text.tool_grammar.ipynb #906e4442
 _WORDS = dict(boolean='"True" | "False"', null='"None"')
 
 def _python_value(g: GrammarText, value: object, root: Schema) -> str:
@@ -122,6 +125,7 @@ def _python_arguments(g: GrammarText, schema: Schema) -> str:
         more = f'", " {one} {rest}' if required else f'( ", " {one} )? {rest}'
     return first
 
+# %% ../../nbs/46d_text.tool_grammar.ipynb #9196a807
 _WRITERS: dict[type[ArgumentsReader], Callable[[GrammarText, Schema], str]] = {
     JsonReader: _json_arguments, PythonReader: _python_arguments, XmlReader: _xml_arguments}
 
@@ -144,8 +148,20 @@ def _calls(g: GrammarText, form: ToolFormat, tools: Mapping[str, Schema], many: 
     another = f'( {_spaced(g.literal(form.between), _call(g, form, tools, ""))} )*'
     return g.rule('calls', _spaced(first, another if many else '', g.literal(form.after)))
 
-_MAX_SCHEMAS = 1 << 18   # characters, before what only people read is left out
+# %% ../../nbs/46d_text.tool_grammar.ipynb #bd911503
 _TEXT = r'/(.|\n)*/'
+
+def _text_or_calls(g: GrammarText, form: ToolFormat, tools: Mapping[str, Schema],
+                   many: bool) -> str:
+    "Any text; or calls, with text before them if a marker begins them"
+    marker = regex.match(r'<[^<>=]+>|\[[A-Z_]+\]', form.before + form.calls[0])
+    if not marker: return rf'( /[^{{\[](.|\n)*/ )? | {_calls(g, form, tools, many)}'
+    if marker[0] in g.token_ids: return f'{_TEXT} | {_TEXT} {_calls(g, form, tools, many)}'
+    until = g.rule('until', f'/(.|\\n)*{regex.escape(marker[0])}/')
+    return f'{_TEXT} | {until} {_calls(g, form, tools, many, marker[0])}'
+
+# %% ../../nbs/46d_text.tool_grammar.ipynb #38abb359
+_MAX_SCHEMAS = 1 << 18   # characters, before what only people read is left out
 
 def call_grammar(
     form: ToolFormat,              # How calls are written
@@ -159,13 +175,7 @@ def call_grammar(
     if sum(len(json.dumps(o)) for o in tools.values()) > _MAX_SCHEMAS: raise RequestError(
         'tools', f'functions that are strict, or must be called, may have at most {_MAX_SCHEMAS:,} '
         'characters in all their parameters')
-    ids = {o: token_ids[o] for o in markers((form,)) if o in token_ids}
-    marker = regex.match(r'<[^<>=]+>|\[[A-Z_]+\]', form.before + form.calls[0])
-    g, lead = GrammarText(ids), marker[0] if marker else ''
-    if lead in ids or must or answer is not None: calls = _calls(g, form, tools, many)
-    elif lead:
-        until = g.rule('until', f'/(.|\\n)*{regex.escape(lead)}/')
-        return g.text(f'{_TEXT} | {until} {_calls(g, form, tools, many, lead)}')
-    else: return g.text(rf'( /[^{{\[](.|\n)*/ )? | {_calls(g, form, tools, many)}')
-    if must: return g.text(calls)
-    return g.text(f'{_TEXT} | {_TEXT} {calls}' if answer is None else f'{g.json(answer)} | {calls}')
+    g = GrammarText({o: token_ids[o] for o in markers((form,)) if o in token_ids})
+    if not must and answer is None: return g.text(_text_or_calls(g, form, tools, many))
+    calls = _calls(g, form, tools, many)
+    return g.text(calls if must else f'{g.json(answer)} | {calls}')
