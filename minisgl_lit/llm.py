@@ -12,7 +12,7 @@ import signal
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -106,6 +106,7 @@ class EngineDriver:
         self._open: dict[str, RequestState] = {}
         self._backlog: deque[RequestState] = deque()   # open, but not in the scheduler yet
         self._released: deque[str] = deque()   # open, but their callers wait no longer
+        self._empty = False   # asleep without weights
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -210,6 +211,22 @@ class EngineDriver:
             self._end_engine()
             self.closed = True
 
+    # %% ../nbs/52_llm.ipynb #41ce9e8e
+    def sleep(self, parts: Collection[str]) -> None:
+        "End what runs, then give the memory of these parts back; `ValueError` if that cannot be"
+        weights = self.runtime.weights
+        weights.check_release(parts)
+        with self.exclusive():
+            while self.scheduler.has_work or self._backlog: self._step()
+            self.runtime.control.sleep(partial(weights.release, parts))
+            self._empty = 'weights' in parts
+
+    def wake(self) -> None:
+        "Take it again, and load weights that are not there"
+        with self.exclusive():
+            load = self.runtime.weights.reload if self._empty else lambda: None
+            if self.runtime.control.asleep: self.runtime.control.swap(load)
+
     # %% ../nbs/52_llm.ipynb #20271993
     def make_requests(
         self,
@@ -283,6 +300,17 @@ class LoadedModel:
     ) -> None:
         "Load other weights in place; answers that have begun are finished with the old ones"
         self._driver.update_weights(os.fspath(path), version)
+
+    def sleep(
+        self,
+        weights: bool = True,   # Also the memory of the weights, not only that of the KV cache
+    ) -> None:
+        "Give memory back, once all requests have ended, until `wake` or `update_weights`"
+        self._driver.sleep({'kv_cache', 'weights'} if weights else {'kv_cache'})
+
+    def wake(self) -> None:
+        "Take it again; weights that were not updated meanwhile are loaded once more"
+        self._driver.wake()
 
     def close(self) -> None:
         "Abort all requests, and end the engine"
@@ -391,7 +419,6 @@ class LLM(LoadedModel):
         progress: bool | None = None,  # A bar; `None`: for four or more, in a terminal
     ) -> list[float]:                  # Of each document, from 0 to 1
         "How well each document answers a query, as a reranker such as Qwen3-Reranker says"
-        texts = [rerank_prompt(query, o, instruct) for o in documents]
-        prompts = [self.tokenizer.encode(o, add_special_tokens=False) for o in texts]
-        outputs = self.generate(prompts, rerank_params(self.tokenizer), progress)
+        ids = [self.tokenizer.encode(rerank_prompt(query, o, instruct), False) for o in documents]
+        outputs = self.generate(ids, rerank_params(self.tokenizer), progress)
         return [relevance(o) for o in outputs]

@@ -6,8 +6,9 @@
 __all__ = ['ModelWeights', 'Runtime', 'build']
 
 # %% ../nbs/51a_runtime.ipynb #004783c7
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from .engine.grammar import GrammarCompiler
 from .engine.memory import MemoryPlan, set_threads, warn_if_spinning
 from .engine.tensor_parallel import LeaderEngine, LeaderTable, RankProcesses
 from .engine.worker import ResolvedConfig, make_engine, start_ranks
+from .kernels.compiler import release_pages
 from .kv_cache.manager import CacheManager
 from .kv_cache.radix import make_prefix_cache
 from .models.decoder import ModelConfig, shard_config
@@ -58,6 +60,31 @@ class ModelWeights:
         self.engine.stream.synchronize()
         if self.leader: self.leader.ranks.receive_all()
         if errors: raise errors[0]
+
+    def reload(self) -> None:
+        "Load the checkpoint of now once more"
+        self.load(str(self.updater.path))
+
+    def check_release(
+        self,
+        parts: Collection[str],   # Of 'weights' and 'kv_cache'
+    ) -> None:
+        "`ValueError` if their memory cannot be given back, with all addresses as they are"
+        on_cpu = self.engine.device.type == 'cpu' and sys.platform.startswith('linux')
+        if self.leader or not on_cpu: raise ValueError(
+            'memory is released on a CPU in Linux only, and with tp=1')
+        if 'weights' in parts and not self.updater.path: raise ValueError(
+            'random weights (dummy_weights) are not released: they could not be loaded again')
+
+    def release(
+        self,
+        parts: Collection[str],   # That `check_release` has let through
+    ) -> None:
+        "Give back their memory, and what is in it"
+        tensors = [*self.updater.tensors] if 'weights' in parts else []
+        if 'kv_cache' in parts: tensors.append(self.engine.attention.pool.buffer)
+        self.engine.stream.synchronize()
+        for tensor in tensors: release_pages(tensor)
 
 @dataclass
 class Runtime:

@@ -290,6 +290,8 @@ post('priority beyond all numbers', 'names', COMPLETIONS, lambda i: completion(p
 post('sampling_params, 10,000 maps for a prompt', 'names', GENERATE, lambda i: {'text': 'x', 'sampling_params': [{}] * 10_000})
 post('weights from a path of 1 MB', 'names', '/update_weights_from_disk', lambda i: {'model_path': '/x' * 500_000}, {400, 403})
 post('weights from a device', 'names', '/update_weights_from_disk', lambda i: {'model_path': '/dev/zero'}, {400, 403})
+post('memory of a million parts', 'names', '/release_memory_occupation', lambda i: {'tags': ['weights'] * 1_000_000 + ['x']}, {400, 403})
+post('memory that was not released', 'names', '/resume_memory_occupation', lambda i: {'tags': ['kv_cache'] * 100_000}, {200, 403})
 post('a weight version of 1 MB', 'names', '/update_weight_version', lambda i: {'new_version': 'v' * 1_000_000}, {400, 403})
 post('abort a rid of 1 MB', 'names', '/abort_request', lambda i: {'rid': 'r' * 1_000_000})
 

@@ -15,7 +15,7 @@ from test_serve import SMALL, idle, post, until, web
 def server():
     with serve(**SMALL, max_seq_len=256, log_interval=0) as s: yield s
 
-ELSEWHERE = {"/pause_generation", "/start_profile", "/stop_profile"}   # they change what comes after them
+ELSEWHERE = {"/pause_generation", "/release_memory_occupation", "/start_profile", "/stop_profile"}   # they change what comes after them
 
 
 def is_error(path, error):

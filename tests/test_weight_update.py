@@ -1,6 +1,7 @@
 "Other weights in the same memory: every answer is that of one checkpoint, whatever ran when they were changed."
-import json, shutil
+import json, os, shutil, sys, time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -66,6 +67,50 @@ def test_a_load_that_fails(other, monkeypatch):
         updater._read = read
         llm.update_weights(other)
         assert llm.generate(PROMPTS[:5], GREEDY)[0].token_ids == answers(other)[0]
+
+def resident():
+    "Bytes of memory that this process has"
+    return int(Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='needs Linux')
+@pytest.mark.parametrize('quantization', [None, 'int8'])
+def test_asleep(other, quantization):
+    "Memory goes back to the system; then answers are those of before, or those of the weights that were loaded meanwhile"
+    old, new = answers('embedded', quantization=quantization), answers(other, quantization=quantization)
+    with LLM(**SETTINGS | dict(num_pages=3000), quantization=quantization) as llm:
+        pool = llm.runtime.engine.attention.pool.buffer
+        pool.fill_(1.)
+        assert [o.token_ids for o in llm.generate(PROMPTS[:5], GREEDY)] == old
+        before, stream = resident(), llm.stream(PROMPTS[0], GREEDY)
+        first = next(stream)
+        llm.sleep()
+        assert first.token_ids + [t for piece in stream for t in piece.token_ids] == old[0]   # it was ended first
+        assert before - resident() > .9 * pool.nbytes
+        with pytest.raises(RuntimeError, match='memory has been released'): llm.generate('x', GREEDY)
+        llm.wake()
+        assert [o.token_ids for o in llm.generate(PROMPTS[:5], GREEDY)] == old
+        for path, right in ((other, new), (None, new), (str(embedded_path()), old)):   # None: the same once more
+            llm.sleep(weights=path is not None)
+            llm.update_weights(path) if path else llm.wake()
+            llm.wake()   # it is awake already
+            assert [o.token_ids for o in llm.generate(PROMPTS[:5], GREEDY)] == right
+        llm.runtime.control.self_check()
+
+@pytest.mark.long
+def test_asleep_over_http(other):
+    "As trainers call it: everything is released, the weights are resumed and updated, the rest is resumed; who came meanwhile is answered"
+    new = answers(other)
+    with serve(port=0, **SETTINGS) as s, ThreadPoolExecutor(5) as pool:
+        post = lambda path, **body: httpx.post(s.url + path, json=body, timeout=120)
+        assert post('/release_memory_occupation').json() == {'success': True}
+        waiting = [pool.submit(ask, s, p) for p in PROMPTS[:5]]
+        assert post('/release_memory_occupation', tags=['graphs']).status_code == 400
+        assert post('/resume_memory_occupation', tags=['weights']).json()['success']
+        time.sleep(.3)
+        assert not any(o.done() for o in waiting)
+        assert post('/update_weights_from_disk', model_path=other).status_code == 200
+        assert post('/resume_memory_occupation', tags=['kv_cache']).json()['success']
+        assert [o.result()['output_ids'] for o in waiting] == new
 
 @pytest.mark.long
 def test_two_ranks(other):

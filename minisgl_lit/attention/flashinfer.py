@@ -375,6 +375,11 @@ class PairAttention:
     ):
         self.prefill, self.decode = prefill, decode
 
+    @property
+    def pool(self) -> KVPool:
+        "Where keys and values lie, of both"
+        return self.prefill.pool
+
     def prepare(
         self,
         batch: Batch,    # What will be computed

@@ -26,6 +26,8 @@ class AttentionBackend(Protocol):
     Each token attends to the tokens of its own request up to itself, and to nothing else.
     The metadata of a batch is private to the backend that prepared it, and belongs to that batch.
     """
+    @property
+    def pool(self) -> KVPool: "Where keys and values lie"; ...
     def prepare(self, batch: Batch) -> object:
         "The metadata of a batch, on the device: made once, used by `forward` in every layer"
         ...

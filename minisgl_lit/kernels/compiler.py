@@ -6,7 +6,7 @@
 __all__ = ['LEVELS', 'vectors', 'find_compiler', 'flags', 'run_compiler', 'warn_once', 'is_ours', 'cache_folder',
            'library_folder', 'find_library', 'build_library', 'compile_c', 'Level', 'processor_features', 'levels_here',
            'shipped_name', 'shipped_folder', 'shipped_library', 'ship_libraries', 'Pointer', 'signatures',
-           'open_library', 'load', 'large_pages', 'trim_heap']
+           'open_library', 'load', 'large_pages', 'release_pages', 'trim_heap']
 
 # %% ../../nbs/04_kernels.compiler.ipynb #41eec962
 import ctypes
@@ -312,11 +312,21 @@ def large_pages(
 ) -> torch.Tensor:         # The same
     "Ask for large pages under a tensor on the CPU; where the system has none, nothing happens"
     if tensor.device.type != 'cpu' or not hasattr(mmap, 'MADV_HUGEPAGE'): return tensor
-    size, first = 1 << 21, tensor.data_ptr()
-    begin, end = -(-first // size) * size, (first + tensor.nbytes) // size * size
-    whole = ctypes.c_size_t(begin), ctypes.c_size_t(end - begin)   # large pages only
-    if begin < end: ctypes.CDLL(None).madvise(*whole, mmap.MADV_HUGEPAGE)
+    _advise(tensor, 1 << 21, mmap.MADV_HUGEPAGE)
     return tensor
+
+def _advise(tensor: torch.Tensor, size: int, advice: int) -> None:
+    "Tell the system something about the pages of this size that lie wholly in a tensor"
+    first = tensor.data_ptr()
+    begin, end = -(-first // size) * size, (first + tensor.nbytes) // size * size
+    whole = ctypes.c_size_t(begin), ctypes.c_size_t(end - begin)
+    if begin < end: ctypes.CDLL(None).madvise(*whole, advice)
+
+def release_pages(
+    tensor: torch.Tensor,  # On the CPU, in Linux; what is in it is lost
+) -> None:
+    "Give the memory under a tensor back until it is used again; its address stays"
+    _advise(tensor, mmap.PAGESIZE, mmap.MADV_DONTNEED)
 
 def trim_heap() -> None:
     "Give the system back what was freed; the C library keeps it otherwise, between what is in use"

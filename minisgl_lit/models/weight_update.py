@@ -66,7 +66,7 @@ class WeightUpdater:
         read: Callable[[Path, Put], Weights],   # Reads a checkpoint, and gives each whole weight
         group: ProcessGroup = ProcessGroup(),      # The ranks that share the model
     ):
-        self.config, self.weights, self._read = config, weights, read
+        self.config, self.weights, self._read, self.path = config, weights, read, path
         self._places = tensor_placements(config, group)
         self._compression = _compression(self._tensors(path)) if path else {}
 
@@ -98,3 +98,10 @@ class WeightUpdater:
             return overwrite(name, self.weights[name], new)
         for name, weight in self._read(path, put).items():
             if weight is not self.weights[name]: put(name, weight)   # one joined of parts
+        self.path = path
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        "All that the weights lie in"
+        parts = (o for weight in self.weights.values() for o in _parts(weight).values())
+        return [o for o in parts if isinstance(o, torch.Tensor)]

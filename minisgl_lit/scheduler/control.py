@@ -124,12 +124,32 @@ class Control:
         s.paused, s.prefill.held, self.broken = self._paused_before, False, ''
         if version is not None: s.weight_version = version
 
+    def sleep(
+        self,
+        drop: Callable[[], None],   # Gives back memory of the weights or of the pages, or of both
+    ) -> None:
+        "Run nothing until `swap`; `RequestError` while a request is alive"
+        s = self.scheduler
+        s.quiesce()
+        if self.broken: raise RequestError('memory', self.broken)
+        if s.alive: raise RequestError(
+            'memory', f'{len(s.alive)} requests are alive; let them end, or abort them')
+        s.cache.reset()
+        self._paused_before, s.paused, self.broken = s.paused, True, _ASLEEP
+        drop()
+
+    @property
+    def asleep(self) -> bool:
+        "Whether memory has been given back"
+        return self.broken == _ASLEEP
+
 # %% ../../nbs/26_scheduler.control.ipynb #4ede0ff7
 _CHECKS_PER_SLICE = 4096   # some milliseconds
 
 # %% ../../nbs/26_scheduler.control.ipynb #45a93b2f
 
 _BROKEN = 'the weights could not be replaced as a whole; update them once more'
+_ASLEEP = 'memory has been released; resume it, or update the weights'
 
 # %% ../../nbs/26_scheduler.control.ipynb #fc314b83
 class Watchdog:

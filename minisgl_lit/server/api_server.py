@@ -431,6 +431,8 @@ def _add_routes(app: FastAPI, api: Api) -> None:
     for_admin = {'/pause_generation': api.pause,
                  '/update_weights_from_disk': about.update_weights,
                  '/update_weight_version': about.update_weight_version,
+                 '/release_memory_occupation': about.release_memory,
+                 '/resume_memory_occupation': about.resume_memory,
                  **{path: _control_route(api, command) for path, command in controls.items()}}
     gets = {'/v1/models': api.models, '/v1/models/{name:path}': api.model,
             '/health': api.health, '/health_generate': api.health_generate, '/ping': api.health,

@@ -40,7 +40,7 @@ from ..scheduler.control import Control, Watchdog
 from ..scheduler.lifecycle import request_failure
 from ..scheduler.scheduler import Scheduler
 from .live_view import BatchLog, tree_outline
-from .weight_updates import WeightUpdates
+from .weight_updates import MemoryReleases, WeightUpdates
 from .messages import (
     AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, MessageError, ReadyMsg,
     RefusedMsg, StopMsg, ToScheduler, UserMsg, decode, encode)
@@ -176,7 +176,8 @@ _LIVE_SECONDS = 1   # how far back `live` looks
 class ControlHandler:
     "Carries out control requests, by the name of their command."
     names = ('abort', 'flush_cache', 'health', 'live', 'pause', 'profile_start', 'profile_stop',
-             'request', 'resume', 'stats', 'update_weights', 'weight_version', 'weights')
+             'release_memory', 'request', 'resume', 'resume_memory', 'stats',
+             'update_weights', 'weight_version', 'weights')
 
     def __init__(
         self,
@@ -186,6 +187,7 @@ class ControlHandler:
     ):
         self.control, self.grammar_queue, self.profiler = control, grammar_queue, Profiler()
         self.updates = WeightUpdates(control, weights)
+        self.memory = MemoryReleases(control, weights)
 
     def handle(
         self,
@@ -205,6 +207,8 @@ class ControlHandler:
                 if argument == 'abort': self.grammar_queue.abort('', whole=False)
             case 'request': return self._way(argument)
             case 'resume': self.control.resume()
+            case 'release_memory': self.memory.release(argument.split())
+            case 'resume_memory': self.memory.resume(argument.split())
             case 'profile_start': return self.profiler.start(argument)
             case 'profile_stop': return self.profiler.stop()
             case 'stats': return self._stats()
