@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOCK := $(if $(shell command -v flock),flock .venv/.lock)
 PYTEST = $(BIN)/python -m pytest -n $(J) --dist worksteal
 need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=11_kv_cache.table))
-.PHONY: help serve test test-browser test-clients screenshot vendor test-long mutants docs wheel wheel-arm64 nbs export edit done check embedded readme try exercises lab cov install flashinfer clean
+.PHONY: help serve test test-browser test-clients screenshot vendor test-long mutants docs wheel wheel-arm nbs export edit done check embedded readme try exercises lab cov install flashinfer clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 14
@@ -45,7 +45,7 @@ wheel: .venv/.all        ## sdist, and a wheel with kernels for machines like th
 	$(BIN)/python tests/ship_kernels.py $(FOR)
 	$(BIN)/python -m build --no-isolation --sdist --wheel --outdir dist . >/dev/null
 	$(BIN)/python tests/wheel_check.py dist
-wheel-arm64: .venv/.all  ## a wheel with kernels for arm64 beside it (Debian: gcc-aarch64-linux-gnu), built but not used
+wheel-arm: .venv/.all  ## a wheel with kernels for arm64 beside it (Debian: gcc-aarch64-linux-gnu), built but not used
 	@rm -rf build/lib* build/bdist.*
 	CC=aarch64-linux-gnu-gcc $(BIN)/python tests/ship_kernels.py aarch64
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist . >/dev/null

@@ -123,15 +123,14 @@ def test_a_priority_overtakes(server, path):
     "One row; whoever waits with the higher priority is next"
     ended, body = [], ROUTES[path]
     def call(name, **more): ended.append((name, ask(server, path, **body, **more).status_code))
-    with ThreadPoolExecutor(3) as pool:
-        running = pool.submit(post, server, "/generate", text="x", rid="first", sampling_params=dict(max_tokens=250, ignore_eos=True))
-        until(lambda: info(server)["running"] == 1)
+    ask(server, "/pause_generation", admin=True, mode="in_place")
+    with ThreadPoolExecutor(2) as pool:
         low = pool.submit(call, "low")
         until(lambda: info(server)["waiting"] == 1)
         high = pool.submit(call, "high", priority=5)
         until(lambda: info(server)["waiting"] == 2)
-        ask(server, "/abort_request", admin=True, rid="first")
-        for o in (running, low, high): o.result()
+        ask(server, "/continue_generation", admin=True)
+        for o in (high, low): o.result()
     assert ended == [("high", 200), ("low", 200)]
 
 @pytest.mark.parametrize("path, body, param", [
