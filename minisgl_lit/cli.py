@@ -32,6 +32,7 @@ from .log import LogFile, write_text
 
 if TYPE_CHECKING:   # only names in annotations: `--help` shall not wait for them
     from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.keywords import EngineSettings
     from minisgl_lit.llm import LLM, Dialog, Prompt
     from minisgl_lit.tools.load_generator import LoadConfig
     from minisgl_lit.tools.roofline import Report
@@ -163,10 +164,10 @@ class ChatConfig(EngineConfig):
         'What that server wants as a bearer token; None takes the variable OPENAI_API_KEY',
         form='[ -~]+', words='ASCII text that is not empty')
 
-def _engine_settings(config: EngineConfig) -> dict[str, object]:
+def _engine_settings(config: EngineConfig) -> 'EngineSettings':
     "Those settings of a config that are the engine's, without the model"
     names = [f.name for f in fields(EngineConfig) if f.name != 'model']
-    return {name: getattr(config, name) for name in names}
+    return cast('EngineSettings', {name: getattr(config, name) for name in names})
 
 def _chat_with(
     url: str, config: ChatConfig, params: 'SamplingParams', system: str | None,
@@ -290,10 +291,12 @@ def generate(
             print()
             return _exit_code([error])
         prompts = [_prompt(llm, asked) for asked, _ in questions]
-        outs = llm.generate(prompts, [own for _, own in questions])
-    for asked, out in zip([asked for asked, own in questions for _ in range(own.n)], outs):
-        print(json.dumps(asked | asdict(out), ensure_ascii=False) if as_json else out.text)
-    return _exit_code(o.error for o in outs)
+        answers = llm.generate(prompts, [own for _, own in questions])
+    outs = [(asked, out) for (asked, _), one in zip(questions, answers) for out in one.outputs]
+    for asked, out in outs:
+        if as_json: print(json.dumps(asked | out.to_dict(with_outputs=False), ensure_ascii=False))
+        else: print(out.text)
+    return _exit_code(out.error for _, out in outs)
 
 # %% ../nbs/63_cli.ipynb #8bc9060a
 benchmarks = dict(

@@ -19,7 +19,7 @@ from minisgl_lit.kernels import compiler
 from minisgl_lit.kv_cache.manager import CacheManager
 from minisgl_lit.kv_cache.radix import RadixCache
 from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.llm import EngineDriver
+from minisgl_lit.engine_driver import EngineDriver
 from minisgl_lit.scheduler import control
 from minisgl_lit.scheduler.control import Control
 from minisgl_lit.scheduler.scheduler import Scheduler

@@ -5,7 +5,7 @@ import pytest
 from nbrun import cfg, notebooks, root
 
 pkg = cfg["lib_path"]
-public = {"LLM": "llm", "SamplingParams": "core.sampling_params", "serve": "server.serve"}   # the public face, and where it lives
+public = {"LLM": "llm", "AsyncLLM": "async_llm", "SamplingParams": "core.sampling_params", "serve": "server.serve"}   # the public face, and where it lives
 
 def sources(nb): return ["".join(c["source"]) for c in json.loads(nb.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
 def modules(d): return sorted(p.relative_to(d).as_posix() for p in (d/pkg).rglob("*.py") if p.name != "_modidx.py")
@@ -214,7 +214,7 @@ KNOWS_NOTHING_OF = dict(   # as docs/design.md says
     core="*", kernels="scheduler server text runtime llm kv_cache models engine attention", kv_cache="models engine attention scheduler server text runtime llm",
     scheduler="models engine attention text server runtime llm kernels", attention="scheduler models server text engine runtime llm",
     models="scheduler server engine text runtime llm attention", engine="scheduler text server runtime llm", text="engine server scheduler runtime llm models",
-    runtime="server llm tools cli", llm="server tools cli", server="tools cli llm")
+    runtime="server llm tools cli", engine_driver="server llm tools cli", llm="server tools cli", async_llm="server tools cli", server="tools cli llm")
 
 def test_rooms_form_no_circle_and_know_only_what_they_may():
     graph = rooms()

@@ -253,8 +253,10 @@ class GrammarCompiler:
         def ours(schema: object) -> object:
             schema = schema if self._open else close_objects(schema)
             if not isinstance(schema, dict): return schema
-            style = schema.get('x-guidance', {})
-            return {**schema, 'x-guidance': _JSON_STYLE | style if isinstance(style, dict) else style}
+            style = schema.get('x-guidance', {})   # its own
+            if not isinstance(style, dict): return schema
+            return {**schema, 'x-guidance': style if 'whitespace_flexible' in style else
+                    _JSON_STYLE | style}
         return json.dumps({'grammars': [
             {**o, 'json_schema': ours(o['json_schema'])} if 'json_schema' in o else o
             for o in grammars]})
@@ -283,4 +285,4 @@ class GrammarCompiler:
 # %% ../../nbs/45_engine.grammar.ipynb #827fa0ad
 _LEXER_FUEL = 100_000   # steps of regex analysis; the library's default is a million
 _STEP_ITEMS = 5_000     # of the parser, in one mask; the default is ten times as many
-_JSON_STYLE = {'whitespace_flexible': False}   # unless a schema has a style of its own
+_JSON_STYLE = {'whitespace_flexible': False, 'item_separator': ', ', 'key_separator': ': '}

@@ -43,7 +43,7 @@ from .protocol import GenerateRequest
 from .sse import (
     ClientDisconnected, EventStream, unless_disconnected)
 from .tokenizing import AsyncTokenizer, token_bytes
-from .tool_calling import ToolCalling
+from ..text.tool_calling import ToolCalling
 from ..text.tokenizer import OutputCollector, Piece, RequestOutput, Tokenizer
 
 # %% ../../nbs/55_server.api_server.ipynb #149f624e
@@ -242,9 +242,8 @@ class Api:
     # %% ../../nbs/55_server.api_server.ipynb #c53d2eb4
     async def prompt_of(self, body: ChatRequest, request: Request) -> np.ndarray:
         "Token ids of a conversation"
-        (messages, tools), template = body.dialog(), self.tokenizer.tool_template
-        if body.forced and not (template and template.takes_tools):
-            tools = []   # the grammar is enough
+        messages, tools = body.dialog()
+        tools = self.calling.shown(body.tool_offer, tools)
         return await self.texts.chat(request, messages, tools, body.options)
 
     # %% ../../nbs/55_server.api_server.ipynb #2f0d0f0b
@@ -257,13 +256,14 @@ class Api:
     ) -> Response:
         "Answer a conversation, as a protocol writes it"
         check_model(body.model, self.client.model)
-        params = self.calling.params(body, own := body.params().for_chat())
+        offer, own = body.tool_offer, body.params().for_chat()
+        params = self.calling.params(offer, own)
         self.check_requests(params.n)
         ids = await self.prompt_of(body, request)
         if clip: params = clipped(params, len(ids), self.texts.max_len)
         writer = new_writer(
             model=self.client.model, created=int(time.time()), n=params.n, prompt_tokens=len(ids),
-            token_text=self.tokenizer.token_text, **self.calling.for_writer(body),
+            token_text=self.tokenizer.token_text, **self.calling.for_writer(offer, own),
             prompt_ids=self.texts.returned([ids], params.n, body.return_token_ids))
         try: return await self._respond(request, writer, [params], [ids], body.stream, body.user)
         except RequestError as e: raise self.calling.error(e, own) from None

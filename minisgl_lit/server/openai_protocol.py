@@ -10,18 +10,19 @@ __all__ = ['Messages', 'Tools', 'StreamOptions', 'ApiRequest', 'check_model', 'n
 # %% ../../nbs/54_server.openai_protocol.ipynb #7590eaf3
 import json
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ..core.request import FinishReason, Logprob
+from ..core.sampling_params import RequestError
 from ..text.chat_template import ChatOptions
 from ..text.reasoning import AnswerPart, ReasoningDelta
 from ..text.tool_calls import (
     HERMES, ParsedPart, Schema, ToolCall, ToolFormat, ToolParser, join_calls)
-from ..text.tool_grammar import call_grammar
+from ..text.tool_calling import ToolOffer, chosen_tools
 from ..text.tokenizer import RequestOutput, Piece
 from .sse import DONE, sse
 from .fields import ApiError, ApiObject, Refused, one_value
@@ -203,14 +204,10 @@ class ChatRequest(ApiRequest):
     def offered(self) -> list[Function]:
         "Functions that may be called; `ApiError` if `tool_choice` names another"
         choice, functions = self.tool_choice, [o.function for o in self.tools or []]
-        if choice == 'none': return []
-        if choice is None or choice == 'auto': return functions
         name = choice.function.name if isinstance(choice, NamedTool) else choice
-        chosen = functions if choice == 'required' else [f for f in functions if f.name == name]
-        if chosen: return chosen
-        raise ApiError('tool_choice must be none, auto, required or one of tools, '
-                       f'not {name!r:.80}, with tools {[f.name for f in functions][:20]}',
-                       param='tool_choice')
+        try: names = chosen_tools([f.name for f in functions], name)
+        except RequestError as e: raise ApiError.of(e) from None
+        return [f for f in functions if f.name in names]
 
     @property
     def forced(self) -> bool:
@@ -256,24 +253,12 @@ class ChatRequest(ApiRequest):
                            'give one of them', param='tool_choice')
         return {'response_format': schema} if schema else {}
 
-    def tool_grammar(
-        self,
-        form: ToolFormat,              # In which the model writes calls
-        token_ids: Mapping[str, int],  # Of tokens that were added to the vocabulary
-    ) -> dict[str, str | None]:        # Empty if there is none
-        "Fields of `SamplingParams` that hold calls to a grammar"
-        if not (self.forced or any(f.strict for f in self.offered)): return {}
-        answer = self._structured_output().get('response_format')
-        own = {*self.sampling_fields()} & {'regex', 'ebnf', 'min_tokens', 'json_schema'}
-        if not self.forced and own - {'json_schema' if answer else ''}: return {}
-        grammar = call_grammar(form, self.tool_schemas, token_ids, self.forced,
-                               self.parallel_tool_calls is not False, json.loads(answer or "null"))
-        return {'ebnf': grammar} | ({'json_schema': None} if answer else {})
-
     @property
-    def tool_schemas(self) -> dict[str, Schema]:
-        "The functions that may be called, with the schemas of their arguments"
-        return {f.name: f.parameters or {} for f in self.offered}
+    def tool_offer(self) -> ToolOffer:
+        "What is offered to the model"
+        schemas: dict[str, Schema] = {f.name: f.parameters or {} for f in self.offered}
+        strict = any(f.strict for f in self.offered)
+        return ToolOffer(schemas, self.forced, strict, self.parallel_tool_calls is not False)
 
 # %% ../../nbs/54_server.openai_protocol.ipynb #2f3cbb07
 def usage(
