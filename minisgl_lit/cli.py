@@ -240,8 +240,7 @@ def question(
     if isinstance(line, str): line = dict(prompt=line)
     kinds = [k for k in _kinds if isinstance(line, dict) and k in line]
     if len(kinds) != 1:
-        names = ', '.join(_kinds)
-        raise ValueError(f'a line must be a text, or an object with one of {names}')
+        raise ValueError(f'a line must be a text, or an object with one of {", ".join(_kinds)}')
     kind = kinds[0]
     words, fits = _kinds[kind]
     asked: dict[str, object] = {k: line.pop(k) for k in ('id', kind) if k in line}
@@ -282,7 +281,7 @@ def generate(
     _interruptible()
     with LLM(model=config.model, **_engine_settings(config)) as llm:
         if sys.stderr.isatty(): print(llm.runtime.memory, file=sys.stderr)
-        if len(questions) == 1 and not as_json:
+        if len(questions) == params.n == 1 and not as_json:
             error = None
             with closing(llm.stream(_prompt(llm, questions[0][0]), params)) as pieces:
                 for piece in pieces:
@@ -294,8 +293,7 @@ def generate(
         answers = llm.generate(prompts, [own for _, own in questions])
     outs = [(asked, out) for (asked, _), one in zip(questions, answers) for out in one.outputs]
     for asked, out in outs:
-        if as_json: print(json.dumps(asked | out.to_dict(with_outputs=False), ensure_ascii=False))
-        else: print(out.text)
+        print(json.dumps(asked | out.to_dict(False), ensure_ascii=False) if as_json else out.text)
     return _exit_code(out.error for _, out in outs)
 
 # %% ../nbs/63_cli.ipynb #8bc9060a
