@@ -18,8 +18,7 @@ _STYLE = """<style>
 .lit-answer .text { white-space: pre-wrap; overflow-wrap: anywhere }
 .lit-answer details { margin: .2em 0 }
 .lit-answer summary, .lit-answer .note { opacity: .75; font-size: 12px }
-.lit-answer .cached { text-decoration: underline; text-decoration-color: #2f9e6e;
-  text-decoration-thickness: 2px; text-underline-offset: 3px }
+.lit-answer .cached { text-decoration: underline 2px #2f9e6e; text-underline-offset: 3px }
 .lit-answer .unlikely { border-bottom: 2px dotted }
 .lit-answer .bar { display: flex; height: 14px; border: 1px solid; max-width: 40rem }
 .lit-answer pre { margin: .3em 0; white-space: pre-wrap }
