@@ -10,7 +10,7 @@ import pytest
 from minisgl_lit import serve
 from minisgl_lit.server.completions_protocol import CompletionRequest
 from minisgl_lit.server.openai_protocol import ChatRequest
-from test_serve import SMALL, info, until, web
+from test_serve import SMALL, info, post, until, web
 
 LONG = "The pages of a tree are shared by all requests that begin alike, and that is why a tenant has a key of its own."
 ROUTES = {   # what generates: the body of a long prompt
