@@ -94,6 +94,9 @@ INLINE void dots(int R, int N, const char **q, const char **k, i64 n, int kv,
 BLOCK = 64   # positions in a block: whole registers, whole panels
 _mask_c = _dots_c + f'enum {{ BLOCK = {BLOCK} }};' + r"""
 INLINE vf vmax(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#endif
     vu first = (vu)(a > b);
     return (vf)(first & (vu)a | ~first & (vu)b);
 }
@@ -103,6 +106,13 @@ INLINE float highest(vf v) {
     UNROLL for (int half = W / 2; half; half /= 2)
         UNROLL for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
     return x[0];
+}
+INLINE int exceeds(vf v, float top) {      // whether any number does
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(top), _CMP_GT_OQ) != 0;
+#else
+    return highest(v) > top;
+#endif
 }
 INLINE vf mask_scores(vf v, i64 from, i64 to) {      // keeps `from` to `to - 1`
     if (from <= 0 && to >= W) return v;
@@ -124,8 +134,8 @@ INLINE void online_softmax(float *s, i64 from, i64 to, float scale, float *state
         v[b] = mask_scores(v[b] * scale, from - b * W, to - b * W);
         all = vmax(v[b], all);
     }
-    top = highest(all);
-    if (top > *row_max) {
+    if (exceeds(all, top)) {
+        top = highest(all);
         float rescale = expf(*row_max - top);
         for (i64 d = 0; d < dim; d++) state[d] *= rescale;
         *row_sum *= rescale;
@@ -448,7 +458,8 @@ static void store_row(void *cache, i64 slot, const char *from, const attention_a
     if (args->kv != BYTES) { memcpy(to, from, n * row); return; }
     for (i64 h = 0; h < n; h++, to += row) {
         const char *head = at(from, h * dim, args->bf16);
-        float scale = round_to_bytes((int8_t *)to, head, dim, args->bf16);
+        float scale = args->bf16 ? round_to_bytes((int8_t *)to, head, dim, 1)
+                                 : round_to_bytes((int8_t *)to, head, dim, 0);
         memcpy(to + dim, &scale, 4);
     }
 }

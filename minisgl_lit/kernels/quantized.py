@@ -185,6 +185,7 @@ def join_rows(
                         first.rounds_input)
 
 
+
 # %% ../../nbs/06b_kernels.quantized.ipynb #bda82933
 grouped_c = linear_c + r"""
 typedef int32_t vi __attribute__((vector_size(4 * W)));
@@ -317,7 +318,8 @@ static void to_bytes(const bytes *x, i64 r, const void *from, i64 group, int bf1
     int32_t *sums = (int32_t *)(scales + x->groups);
     for (i64 g = 0; g < x->groups; g++, to += group) {
         int32_t all = 0;
-        scales[g] = round_to_bytes(to, at(from, g * group, bf16), group, bf16);
+        const char *some = at(from, g * group, bf16);
+        scales[g] = bf16 ? round_to_bytes(to, some, group, 1) : round_to_bytes(to, some, group, 0);
         for (i64 i = 0; i < group; i++) all += to[i];
         sums[g] = all;
     }
