@@ -6,11 +6,14 @@ from pathlib import Path
 import openai.types.chat.completion_create_params as chat_params
 import openai.types.completion_create_params as completion_params
 import pytest
+from hypothesis import given, settings, strategies as st
+from pydantic import ValidationError
 
 from minisgl_lit import serve
 from minisgl_lit.server.completions_protocol import CompletionRequest
+from minisgl_lit.server.fields import ApiObject, explain
 from minisgl_lit.server.openai_protocol import ChatRequest
-from test_serve import SMALL, info, post, until, web
+from test_serve import SMALL, info, until, web
 
 LONG = "The pages of a tree are shared by all requests that begin alike, and that is why a tenant has a key of its own."
 ROUTES = {   # what generates: the body of a long prompt
@@ -141,3 +144,26 @@ def test_what_does_not_fit_has_a_code(server, path, body, param):
     "Frameworks branch on it: some shorten the conversation and ask again"
     error = ask(server, path, **body).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", param), error
+
+def kinds(cls=ApiObject):
+    "All bodies, and the objects in them"
+    for sub in cls.__subclasses__(): yield from (sub, *kinds(sub))
+
+JUNK = st.recursive(st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=4),
+                    lambda o: st.lists(o, max_size=2) | st.dictionaries(st.sampled_from(["type", "role", "content", "text", "name", "x"]), o, max_size=3), max_leaves=4)
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_error_is_in_the_words_of_a_library(data):
+    "Whatever a field is given as, the sentence names it and says what it must be in our words"
+    cls = data.draw(st.sampled_from(sorted(kinds(), key=lambda o: o.__qualname__)))
+    field = data.draw(st.sampled_from(sorted(cls.model_fields)))
+    name = cls.model_fields[field].alias or field
+    try: cls.model_validate({name: data.draw(JUNK)})
+    except ValidationError as invalid:
+        errors = [o for o in invalid.errors() if o["loc"][0] == name]
+        if not errors: return
+        error = explain(errors)
+        assert re.split(r"[.\[]", error.param)[0] == name, error
+        assert re.fullmatch(r"\S+ (must (be|have|not be)|may have|is required|is refused).*", str(error), re.S), error
+        assert not re.search(r"of another kind|[Ii]nput should|[Ff]ield required|validation error|[Uu]nable to|pydantic", str(error).split(", not ")[0]), error
