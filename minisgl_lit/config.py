@@ -225,6 +225,10 @@ class ServerConfig(EngineConfig):
     response_store_mb: int = setting(
         64, 'Megabytes of answers that are kept for previous_response_id of /v1/responses; 0 keeps '
         'none')
+    batch_folder: str | None = setting(
+        None, 'Folder for /v1/files and /v1/batches, of this server alone; None keeps no files')
+    batch_folder_mb: int = setting(
+        1024, 'Megabytes that all files of a caller may take there together', low=1)
     max_connections: int | None = setting(
         None, 'Connections at once; None is as many as the limit of open files leaves room for',
         low=1)

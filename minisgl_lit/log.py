@@ -10,6 +10,7 @@ import atexit
 import io
 import json
 import os
+import re
 import sys
 import threading
 from collections import deque
@@ -58,8 +59,8 @@ class LogFile(io.TextIOBase):
     def write(self, text: str, /) -> int:
         "Take a text; its lines are written later, or dropped"
         with self._changed:
-            *lines, self._line = (self._line + text).split('\n')
-            for line in lines: self._put(f'{line}\n')
+            *lines, self._line = re.split(r'(?<=[\n\r])', self._line + text)
+            for line in lines: self._put(line)
             self._line = self._line[:_MAX_CHARS]
             self._changed.notify_all()
         return len(text)
@@ -71,6 +72,10 @@ class LogFile(io.TextIOBase):
             self._lines.append(line)
 
     def flush(self) -> None: "Nothing to do: lines are written as soon as they can be"
+
+    def isatty(self) -> bool:
+        "Whether people may look: then a progress bar is drawn"
+        return self.file is not None and not self.file.closed and self.file.isatty()
 
     # %% ../nbs/02b_log.ipynb #fc9e3b0a
     def _run(self) -> None:

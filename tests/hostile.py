@@ -175,6 +175,36 @@ post('a prompt of 10 MB, Ollama', 'text', '/api/generate', lambda i: {'prompt': 
 post('a format with an enum of 40,000', 'grammar', OLLAMA, lambda i: messages(format={'enum': [*range(40_000)]}))
 post('model of 1 MB, Ollama', 'names', SHOW, lambda i: {'model': 'm' * 1_000_000}, NOT_FOUND)
 
+# ---- files and batches: what is kept is bounded, and names lead nowhere
+FILES, BATCHES = '/v1/files', '/v1/batches'
+def part(name: str, content: bytes, **more: str) -> bytes:
+    "One part of a form"
+    head = ''.join(f'; {k}="{v}"' for k, v in dict(name=name, **more).items())
+    return f'--b0\r\nContent-Disposition: form-data{head}\r\n\r\n'.encode() + content + b'\r\n'
+
+def upload(name: str, form: Callable[[], bytes], allowed: Iterable[int] = (400, 404), boundary: str = 'b0', **more) -> None:
+    def steps(key: bytes, i: int) -> Iterator[Step]: yield posted(FILES, form(), key, kind=f'multipart/form-data; boundary={boundary}')
+    add(f'an upload {name}', 'names', allowed, steps, path=FILES, **more)
+
+def file_of(content: bytes, filename: str = 'a.jsonl') -> bytes:
+    return part('purpose', b'batch') + part('file', content, filename=filename) + b'--b0--\r\n'
+
+upload('of 20 MB of one line', lambda: file_of(b'x' * 20_000_000), {200, 404, 413})
+upload('of 100,000 lines', lambda: file_of(b'{"prompt": "x", "max_tokens": 1}\n' * 100_000), {200, 404, 413})
+upload('of 100,000 parts', lambda: part('purpose', b'batch') * 100_000)
+upload('whose part has a header of 1 MB', lambda: part('x' * 1_000_000, b''))
+upload('without an end', lambda: file_of(b'x' * 1_000_000)[:-100])
+upload('of boundaries', lambda: file_of(b'\r\n--b' * 1_000_000), {200, 404, 413})
+upload('called ../../x', lambda: file_of(b'x', '../../x'), {200, 404})
+upload('with a name of 3,000 letters', lambda: file_of(b'x', 'x' * 3_000), {200, 404})
+upload('with a boundary of 1,000 letters', lambda: file_of(b'x'), {404, 415}, 'b' * 1_000)
+upload('that is not a form', lambda: b'', {400, 404})
+post('a file as JSON', 'json', FILES, lambda i: {'file': 'x', 'purpose': 'batch'}, {404, 415})
+post('a batch of ../../x', 'names', BATCHES, lambda i: {'input_file_id': '../../x', 'endpoint': '/v1/completions'}, NOT_FOUND)
+post('a batch that stops the server', 'control', BATCHES, lambda i: {'input_file_id': 'x', 'endpoint': '/pause_generation'}, NOT_FOUND)
+post('metadata of 1 MB, batches', 'names', BATCHES, lambda i: {'input_file_id': 'x', 'endpoint': '/v1/completions', 'metadata': {'a': 'x' * 1_000_000}}, NOT_FOUND)
+post('metadata of 10,000 names, batches', 'names', BATCHES, lambda i: {'input_file_id': 'x', 'endpoint': '/v1/completions', 'metadata': {f'a{k}': '' for k in range(10_000)}}, NOT_FOUND)
+
 # ---- stops
 def stops(name: str, pattern: str, allowed: Iterable[int] = REFUSED, n_tokens: int = 2, **more) -> None:
     post(f'stop_regex {name}', 'stop', GENERATE, lambda i: generate('x', stop_regex=pattern, max_new_tokens=n_tokens, ignore_eos=True), allowed, **more)

@@ -21,7 +21,8 @@ ROUTES = {   # what generates: the body of a long prompt
     "/v1/completions": dict(prompt=LONG, max_tokens=1), "/generate": dict(text=LONG, sampling_params=dict(max_tokens=1))}
 VALUES = dict(   # of fields that some body must have
     messages=[dict(role="user", content="x")], prompt="x", tokens=[5], rid="x", input="x", query="x", items=["y"], label_token_ids=[5], max_tokens=1,
-    model="embedded", model_path="x", documents=["x"], name="embedded", new_version="x")
+    model="embedded", model_path="x", documents=["x"], name="embedded", new_version="x", endpoint="/v1/completions",
+    input_file_id="x")
 
 @pytest.fixture(scope="module")
 def server():

@@ -188,7 +188,7 @@ def test_flags_and_defaults_in_the_prose():
     "Each flag that is named exists, and each default in a table is the default"
     known, defaults = set(), {"--" + f.name.replace("_", "-"): str(f.default).lower() for f in fields(ServerConfig)}
     def flags(parser):
-        if parser.fill: parser.parse_known_args([])
+        if parser.fill: parser.fill(parser)
         known.update(o for a in parser._actions for o in a.option_strings)
         for o in parser.names.values(): flags(o)
     flags(cli.make_parser())

@@ -343,7 +343,7 @@ def test_each_row_and_route_has_its_entries():
     assert len(corpus) >= 60 and all(o.allowed for o in corpus.values())
     paths = {o.path for o in corpus.values()}
     assert paths >= {CHAT, COMPLETIONS, GENERATE, RESPONSES, MESSAGES, COUNT, OLLAMA, SHOW, '/api/generate', '/tokenize', '/detokenize', '/abort_request', '/pause_generation', '/continue_generation',
-                     '/flush_cache', '/start_profile', '/stop_profile'}
+                     '/flush_cache', '/start_profile', '/stop_profile', '/v1/files', '/v1/batches'}
     assert {o.row for o in corpus.values()} == {'text', 'stop', 'grammar', 'names', 'json', 'http', 'control'}
 
 def test_statuses_are_read():
@@ -370,7 +370,8 @@ async def beside_the_corpus(folder, rows):
     table, wrong = [], []
     # no prompt makes a long step, and there is room for all that one caller may ask for at once: this is about work, not about queues
     room = '--max-prefill-tokens', '128', '--max-running-req', '192', '--num-pages', '2048'
-    with program(folder, '--log-interval', '0', *room, key='ordinary') as server:
+    files = '--batch-folder', str(folder/'files'), '--batch-folder-mb', '50'
+    with program(folder, '--log-interval', '0', *room, *files, key='ordinary') as server:
         async def load():
             async with Beside(server) as beside:
                 await asyncio.sleep(BUSY)

@@ -312,7 +312,7 @@ def test_ctrl_c_ends_open_streams():
             rest = [o for o in lines if o]
         assert 'the server was stopped' in rest[-2] and rest[-1] == 'data: [DONE]'
         assert p.wait(60) == 0
-        assert re.fullmatch(r"(Without native kernels.*\n)?minisgl_lit: host 0.0.0.0 lets other machines in.*\nPOST '/v1/completions' 200 [\d.]+ ms [0-9a-f]{32}\n", p.stderr.read())
+        assert re.fullmatch(r"(Without native kernels.*\n)?minisgl_lit: host 0.0.0.0 lets other machines in.*\nminisgl-lit serve: weights .*\nPOST '/v1/completions' 200 [\d.]+ ms [0-9a-f]{32}\n", p.stderr.read())
 
 def test_a_fork_may_end():
     "It has no thread of the server, so it must not wait for one; and it must not stop the parent's"

@@ -26,6 +26,7 @@ from ..core.request import FinishReason
 from ..core.sampling_params import RequestError, SamplingParams
 from .all_protocols import (
     as_api_error, clipped, declared, error_shape, protocol_routes)
+from .blocks import Route
 from .callers import Account, Callers
 from .completions_protocol import CompletionRequest, CompletionWriter
 from .embedding_protocol import EmbeddingRoutes
@@ -40,8 +41,7 @@ from .native_protocol import (
 from .openai_protocol import (
     ChatRequest, ChatWriter, ConversationWriter, ResponseWriter, check_model, new_id)
 from .protocol import GenerateRequest
-from .sse import (
-    ClientDisconnected, EventStream, unless_disconnected)
+from .sse import ClientDisconnected, EventStream, unless_disconnected
 from .tokenizing import AsyncTokenizer, token_bytes
 from ..text.tool_calling import ToolCalling
 from ..text.tokenizer import OutputCollector, Piece, RequestOutput, Tokenizer
@@ -145,7 +145,7 @@ async def events(
 # %% ../../nbs/55_server.api_server.ipynb #04d61725
 _MAX_CALL_TOKENS = 1 << 24     # of all prompts of a call, each counted for each of its answers
 _HEALTH_SECONDS = 20           # that `/health_generate` waits for a step
-_SECRETS = 'api_key', 'api_keys', 'admin_key'   # settings that `/get_server_info` leaves out
+_SECRETS = 'api_key', 'api_keys', 'admin_key', 'batch_folder'   # `/get_server_info` has none
 _CLIENT_CLOSED_REQUEST = 499   # the status that nginx logs for a client that disconnected
 
 class Api:
@@ -417,7 +417,7 @@ async def error_response(request: Request, error: Exception) -> Response:
     return Response(body, e.status, headers, 'application/json')
 
 # %% ../../nbs/55_server.api_server.ipynb #2a09433f
-def _add_routes(app: FastAPI, api: Api) -> None:
+def _add_routes(app: FastAPI, api: Api, more: Sequence[Route]) -> None:
     "Every path, and its route"
     embeddings = EmbeddingRoutes(api)
     controls = {'/flush_cache': 'flush_cache', '/continue_generation': 'resume',
@@ -452,7 +452,7 @@ def _add_routes(app: FastAPI, api: Api) -> None:
     template = api.tokenizer.tool_template
     can = ['completion', *(['tools'] if template and template.takes_tools else [])]
     routes = protocol_routes(api, embeddings, api.client.model, api.info, can)
-    for method, path, route in routes:
+    for method, path, route in (*routes, *more):
         app.add_api_route(path, checking_fields(route, refuse_unknown), methods=[method],
                           response_model=None, responses=declared(path))
     for path, route in for_browsers.items():
@@ -472,10 +472,11 @@ def create_app(
     cors: str | None = None,                # Web site whose pages may call; '*' is any
     max_body_mb: int = 32,                  # Longest body, in megabytes
     log_json: bool = False,                 # Whether lines in the log are JSON
+    routes: Sequence[Route] = (),           # More of them, such as those of batches
 ) -> FastAPI:
     "The web application of one engine"
     app = FastAPI(title='minisgl_lit', docs_url=None, redoc_url=None)
-    _add_routes(app, Api(client, tokenizer, info or {}))
+    _add_routes(app, Api(client, tokenizer, info or {}), routes)
     for kind in (ApiError, RequestError, RequestValidationError, HTTPException,
                  UnicodeEncodeError, RecursionError, ClientDisconnected):
         app.add_exception_handler(kind, error_response)
@@ -483,7 +484,7 @@ def create_app(
     public_paths = (*PAGE_FILES,) if protect_metrics else (*PAGE_FILES, '/health', '/metrics')
     app.add_middleware(middleware_stack, max_body=max_body_mb << 20,
                        callers=callers or Callers(), public_paths=public_paths,
-                       log_json=log_json, error_shape=error_shape)
+                       log_json=log_json, error_shape=error_shape, streamed=['/v1/files'])
     if cors: app.add_middleware(CORSMiddleware, allow_origins=[cors], allow_methods=['*'],
                                 allow_headers=['*'], expose_headers=['x-request-id', 'request-id'])
     return app

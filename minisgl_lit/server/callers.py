@@ -218,3 +218,11 @@ class Callers:
         scheme, _, key = authorization.partition(b' ')
         if scheme.lower() != b'bearer': return self._without_key
         return self._by_digest.get(self._digest(key.strip()), self._without_key)
+
+    def named(
+        self,
+        name: str,       # Of an account, as a batch that runs without a call notes it
+    ) -> Account | None: # `None`: there is none, or no more
+        "The account of a name"
+        accounts = *self._by_digest.values(), self._without_key
+        return next((o for o in accounts if o and o.name == name), None)

@@ -461,7 +461,8 @@ def main(
         gc.set_threshold(50_000, 10, 10**9)   # a full collection only in `tidy`
         watched.append((runtime, Watchdog(scheduler, config.watchdog_timeout, scheduler.clock)))
         path, validator = str(runtime.model_path), scheduler.validator
-        socket.send(encode(ReadyMsg(path, validator.max_seq_len, validator.vocab_size)))
+        socket.send(encode(ReadyMsg(path, validator.max_seq_len, validator.vocab_size,
+                                    str(runtime.memory))))
         grammar_queue = GrammarQueue(scheduler, runtime.grammars.begin)
         handler = ControlHandler(runtime.control, grammar_queue, runtime.weights)
         run_engine_core(socket, handler, config.max_recv_per_step)

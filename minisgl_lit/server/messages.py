@@ -50,6 +50,7 @@ class ReadyMsg(Message, frozen=True):
     model_path: str   # Folder of the checkpoint, where its tokenizer lies
     max_seq_len: int  # Longest prompt and output together, in tokens
     vocab_size: int   # Token ids are below this
+    memory: str = ''  # What it is used for, in one line
 
 class FailMsg(Message, frozen=True):
     "The scheduler could not start; no other message follows."

@@ -150,12 +150,13 @@ class ApiKeyMiddleware:
         if scope['type'] != 'http' or scope['path'] in self.public_paths:
             return await self.app(scope, receive, send)
         given = _header(scope, b'authorization') or b'Bearer ' + _header(scope, b'x-api-key')
-        account = self.callers.identify(given)
+        state = scope.setdefault('state', {})
+        account = state.get('account') or self.callers.identify(given)
         if account is None:
             raise ApiError('this server asks for its key: Authorization: Bearer …, or x-api-key',
                            401, code='invalid_api_key')
         if scope['method'] == 'POST': account.admit()
-        scope.setdefault('state', {})['account'] = account
+        state['account'] = account
         def send_with_limits(message: Message) -> Awaitable[None]:
             if message['type'] == 'http.response.start':
                 limits = [(k.encode(), v.encode()) for k, v in account.limit_headers.items()]
@@ -236,12 +237,15 @@ class BodyLimitMiddleware:
         self,
         app: ASGIApp,               # The application inside
         max_body: int = 32 << 20,   # Longest body, in bytes
+        streamed: Collection[str] = (),   # Paths whose route reads its body, and bounds it
     ):
-        self.app, self.max_body, self._turn = app, max_body, asyncio.Lock()
+        self.app, self.max_body, self.streamed = app, max_body, streamed
+        self._turn = asyncio.Lock()
         self._trim: asyncio.Future[None] | None = None   # the last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope['type'] != 'http': return await self.app(scope, receive, send)
+        if scope['type'] != 'http' or scope.get('path') in self.streamed:
+            return await self.app(scope, receive, send)
         encoding = _header(scope, b'content-encoding').decode('latin-1')
         if encoding.lower() not in ('', 'identity'):
             raise ApiError('a body must be sent as it is, not with '
@@ -275,8 +279,9 @@ def middleware_stack(
     public_paths: Collection[str] = (),  # Paths that need no key
     log_json: bool = False,              # Whether lines in the log are JSON
     error_shape: ErrorShape = _usual_shape,   # What clients of a path expect
+    streamed: Collection[str] = (),      # Paths whose route reads its body, and bounds it
 ) -> ASGIApp:
     "The application inside all middleware; the outermost is the access log"
-    app = BodyLimitMiddleware(app, max_body)
+    app = BodyLimitMiddleware(app, max_body, streamed)
     if callers is not None: app = ApiKeyMiddleware(app, callers, public_paths)
     return AccessLogMiddleware(ErrorMiddleware(app, log_json, error_shape), log_json)

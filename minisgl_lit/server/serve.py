@@ -28,9 +28,11 @@ import uvicorn
 from ..config import ServerConfig
 from ..log import LogFile, write_text
 from .api_server import create_app
+from .batches import Batches, BatchRoutes
 from .callers import Callers
 from .connection import ConnectionAcceptor, connection_limit
 from .engine_client import AsyncEngineClient, EngineCoreHandle
+from .files import Folders
 from .messages import ReadyMsg
 from .middleware import log_to_stderr
 from .tokenizing import checkpoint_problems
@@ -112,7 +114,10 @@ class Server:
         config: ServerConfig,  # What to serve, and where
     ):
         self._config, self._callers = config, Callers.from_config(config)
+        folders = Folders(config.batch_folder, config.batch_folder_mb << 20)
+        self._batches = Batches(folders, self._callers, max(config.max_running_req // 2, 1))
         self.model = config.served_model_name or Path(config.model).name
+        self.memory = ''   # what it is used for, once the model is loaded
         self._max_connections = connection_limit(config.max_connections)
         self._listener = listen(config.host, config.port)
         self._log_file = LogFile(sys.stderr, config.log_json)
@@ -196,7 +201,8 @@ class Server:
             while await self._unless_stopped(start, timeout=_LOADING_LINE) and not start.done():
                 self._log(f'still loading {self._config.model}')
             if not start.done(): raise RuntimeError('stopped before the model was loaded')
-            return self._process, start.result()
+            self.memory = (ready := start.result()).memory
+            return self._process, ready
         finally: start.cancel()
 
     # %% ../../nbs/56_server.serve.ipynb #c3a1f0d3
@@ -270,7 +276,8 @@ class Server:
             tokenizer = Tokenizer(ready.model_path, c.reasoning_parser)
             for problem in checkpoint_problems(tokenizer): self._log(problem)
             app = create_app(client, tokenizer, info, self._callers,
-                             c.protect_metrics, c.cors, c.max_body_mb, c.log_json)
+                             c.protect_metrics, c.cors, c.max_body_mb, c.log_json,
+                             BatchRoutes(self._batches).routes)
             http = uvicorn.Server(uvicorn.Config(
                 app, log_config=None, log_level='critical', access_log=False,
                 lifespan='off', ws='none', timeout_graceful_shutdown=1))
@@ -279,15 +286,18 @@ class Server:
             limits = asyncio.ensure_future(acceptor.run())
             log_to_stderr(c.log_json)
             self._warn_of_strangers()
+            self._batches.start(app)
             self._ready.set_result(None)
             try: await self._run_until_stopped(client, answering)
             finally:
+                await self._batches.close()   # before its requests end with an error
                 client.fail(client.failed or 'the server was stopped')
                 acceptor.close()
                 limits.cancel()
                 http.should_exit = True
                 await answering
         finally:
+            await self._batches.close()
             if self._process: await self._process.close()
 
 # %% ../../nbs/56_server.serve.ipynb #17622bb1
