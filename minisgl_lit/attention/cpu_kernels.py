@@ -101,8 +101,7 @@ INLINE vf vmax(vf a, vf b) {
     return (vf)(first & (vu)a | ~first & (vu)b);
 }
 INLINE float highest(vf v) {
-    float x[W];
-    memcpy(x, &v, sizeof v);
+    float x[W]; memcpy(x, &v, sizeof v);
     UNROLL for (int half = W / 2; half; half /= 2)
         UNROLL for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
     return x[0];
@@ -110,9 +109,8 @@ INLINE float highest(vf v) {
 INLINE int exceeds(vf v, float top) {      // whether any number does
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(top), _CMP_GT_OQ) != 0;
-#else
-    return highest(v) > top;
 #endif
+    return highest(v) > top;
 }
 INLINE vf mask_scores(vf v, i64 from, i64 to) {      // keeps `from` to `to - 1`
     if (from <= 0 && to >= W) return v;
@@ -138,8 +136,7 @@ INLINE void online_softmax(float *s, i64 from, i64 to, float scale, float *state
         top = highest(all);
         float rescale = expf(*row_max - top);
         for (i64 d = 0; d < dim; d++) state[d] *= rescale;
-        *row_sum *= rescale;
-        *row_max = top;
+        *row_sum *= rescale, *row_max = top;
     }
     UNROLL for (int b = 0; b < BLOCK / W; b++) {
         vf w = exp_vector(v[b] - top);
@@ -285,8 +282,7 @@ INLINE void decode(const task *t, const attention_args *args, float *state, int 
         look_up_pages(t, args, p + n, k[i ^ 1], v[i ^ 1], args->keys, kv);
         decode_block(args, q, n, k[i], v[i], k[i ^ 1], s, state, kv);
     }
-    free(queries);
-    free(q);
+    free(queries), free(q);
 }
 """
 
@@ -468,9 +464,8 @@ void attend(void *out, const void *q, const void *k, const void *v, void *keys,
             i64 rows, i64 heads, i64 kv_heads, i64 dim, i64 q_stride, i64 k_stride, i64 v_stride,
             i64 window, const task *tasks, float *parts, const i64 *merges, const i64 *counts,
             i64 bf16, i64 kv, team *t) {
-    attention_args args = { heads, kv_heads, dim, page_size, max_pages,
-                            q_stride, k_stride, v_stride, window, q, keys, values, table,
-                            bf16, kv };
+    attention_args args = { heads, kv_heads, dim, page_size, max_pages, q_stride, k_stride,
+                            v_stride, window, q, keys, values, table, bf16, kv };
     i64 part_size = heads * (dim + 2);
     i64 n_tasks = counts[0], n_merges = counts[1], most = counts[2];      // of tokens in a task
     for (EACH(r, rows)) {
@@ -481,8 +476,7 @@ void attend(void *out, const void *q, const void *k, const void *v, void *keys,
     workspace ws = {0};
     if (most) ws = make_workspace(most, &args, bf16);
     for (i64 i; (i = take(t)) < n_tasks;) run_task(tasks + i, &args, &ws, out, parts);
-    free(ws.q);
-    free(ws.s);
+    free(ws.q), free(ws.s);
     barrier(t);
     for (EACH(i, n_merges * heads)) {
         const i64 *m = merges + i / heads * 3;   // token, first part, parts
