@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
-chapters = {'kv_cache/table': '11_kv_cache.table', 'kv_cache/eviction': '11a_kv_cache.eviction', 'kv_cache/radix': '12_kv_cache.radix', 'kv_cache/manager': '13_kv_cache.manager',
+chapters = {'kv_cache/table': '11_kv_cache.table', 'kv_cache/eviction': '11a_kv_cache.eviction', 'kv_cache/radix': '12_kv_cache.radix', 'kv_cache/events': '12a_kv_cache.events', 'kv_cache/manager': '13_kv_cache.manager',
             'scheduler/fairness': '19a_scheduler.fairness', 'scheduler/policy': '20_scheduler.policy', 'scheduler/prefill': '21_scheduler.prefill',
             'scheduler/decode': '22_scheduler.decode', 'scheduler/lifecycle': '23_scheduler.lifecycle', 'scheduler/batch': '24_scheduler.batch',
             'scheduler/scheduler': '25_scheduler.scheduler', 'scheduler/control': '26_scheduler.control'}
@@ -43,6 +43,12 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('a head keeps the tokens of its tail alive', 'kv_cache/radix', 'key=node.key[:n].copy()', 'key=node.key[:n]'),
     ('a head keeps the pages of its tail alive', 'kv_cache/radix', 'pages=node.pages[:n_pages].copy()', 'pages=node.pages[:n_pages]'),
     ('what was hidden waits for its old turn', 'kv_cache/radix', 'node.invalid = True\n            self._offer(node)', 'node.invalid = True'),
+    ('nobody is told of a new leaf', 'kv_cache/radix', 'self.observer.stored(leaf)', 'pass'),
+    ('nobody is told of evictions', 'kv_cache/radix', 'self.observer.removed(cut)', 'pass'),
+    ('nobody is told of what was hidden', 'kv_cache/radix', 'self.observer.removed(node.pages)', 'pass'),
+    ('a chain forgets the page before', 'kv_cache/events', '_digest(before + data[i - size:i])', '_digest(data[i - size:i])'),
+    ('what was taken back is told', 'kv_cache/events', 'if self._changes.pop(block, stored) == stored: self._changes[block] = stored', 'self._changes[block] = stored'),
+    ('a lost batch is not noticed', 'kv_cache/events', 'self.complete &= events.number == self._number + 1', 'pass'),
     ('nothing waits for a launched batch', 'kv_cache/manager', 'ready = [items for step, items in self._waiting if step <= completed]',
      'ready = [items for step, items in self._waiting]'),
     ('what waits is lost', 'kv_cache/manager', 'self._waiting = [entry for entry in self._waiting if entry[0] > completed]', 'self._waiting = []'),

@@ -6,8 +6,9 @@ from hypothesis import given, strategies as st
 from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.core.outputs import EngineCoreOutputs, EngineCoreOutput
+from minisgl_lit.kv_cache.events import KVEvents
 from minisgl_lit.server.messages import (
-    AbortMsg, ControlMsg, ControlReply, FailMsg, MessageError, ReadyMsg, RefusedMsg, StopMsg,
+    AbortMsg, ControlMsg, ControlReply, FailMsg, KVEventsMsg, MessageError, ReadyMsg, RefusedMsg, StopMsg,
     UserMsg, decode, encode)
 
 text, whole = st.text(max_size=20), st.integers(0, 2**63 - 1)
@@ -29,6 +30,8 @@ plain_messages = st.one_of(
     st.lists(st.tuples(text, whole), max_size=4).flatmap(
         lambda o: st.builds(EngineCoreOutputs, st.just([a for a, _ in o]), st.just([b for _, b in o]), st.lists(replies, max_size=3))))
 user_messages = st.builds(UserMsg, text, st.lists(whole, max_size=9).map(lambda o: np.array(o, dtype=np.int64)), params)
+hashes = st.lists(st.integers(-2**63, 2**63 - 1), max_size=5).map(lambda o: np.array(o, dtype=np.int64))
+event_messages = st.builds(KVEventsMsg, st.builds(KVEvents, whole, hashes, hashes, st.booleans()))
 
 
 @given(plain_messages)
@@ -44,13 +47,20 @@ def test_prompt_comes_back_equal(message):
     assert again.input_ids.dtype == np.int64 and np.array_equal(again.input_ids, message.input_ids)
 
 
+@given(event_messages)
+def test_events_come_back_equal(message):
+    was, now = message.events, decode(encode(message)).events
+    assert (now.number, now.snapshot) == (was.number, was.snapshot)
+    assert np.array_equal(now.stored, was.stored) and np.array_equal(now.removed, was.removed)
+
+
 @given(st.binary(max_size=60))
 def test_any_bytes(junk):
     try: decode(junk)
     except MessageError: pass
 
 
-@given(st.one_of(plain_messages, user_messages), st.data())
+@given(st.one_of(plain_messages, user_messages, event_messages), st.data())
 def test_changed_messages(message, d):
     "A field missing, one too many, one of another kind, another name, a byte changed: refused, or again a message."
     fields = msgspec.msgpack.decode(encode(message))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Namespace', 'Name', 'prefix_caches', 'Node', 'common_pages', 'PrefixHandle', 'InsertResult', 'PrefixCache',
-           'RadixCache', 'NaiveCache', 'make_prefix_cache']
+           'TreeObserver', 'RadixCache', 'NaiveCache', 'make_prefix_cache']
 
 # %% ../../nbs/12_kv_cache.radix.ipynb #9e6e05ba
 from collections import Counter
@@ -141,6 +141,14 @@ class PrefixCache(Protocol):
         "Check all of them at once"
         ...
 
+# %% ../../nbs/12_kv_cache.radix.ipynb #a110ce9b
+class TreeObserver:
+    "Is told which pages can be matched; made to be subclassed, for this one does nothing."
+    def stored(self, leaf: Node) -> None:
+        "A leaf was added, with all its pages"
+    def removed(self, pages: np.ndarray) -> None:
+        "These were evicted or hidden; what was hidden is evicted later, and told twice"
+
 # %% ../../nbs/12_kv_cache.radix.ipynb #95a2d988
 class RadixCache:
     """A radix tree of tokens, after the RadixAttention of Zheng et al. (2024), *SGLang:
@@ -164,6 +172,7 @@ class RadixCache:
         self._heap: EvictionHeap[Node] = EvictionHeap(eviction)
         self._hidden = count(1)   # namespaces of hidden nodes
         self._step = 0            # counts operations: the clock of the eviction policies
+        self.observer = TreeObserver()   # is told what can be matched (chapter 12a)
 
     def _name(self, ids: np.ndarray, namespace: Namespace) -> Name:
         "The name of a node that begins with these tokens"
@@ -270,6 +279,7 @@ class RadixCache:
                     created=self._step, priority=handle.priority)
         handle.node.children[leaf.name] = leaf
         self.evictable_size += len(leaf.pages)
+        self.observer.stored(leaf)
         return leaf
 
     def insert(
@@ -309,6 +319,7 @@ class RadixCache:
             del parent.children[leaf.name]
             self._offer(parent)
         self.evictable_size -= len(cut)
+        self.observer.removed(cut)
         return cut
 
     # %% ../../nbs/12_kv_cache.radix.ipynb #936ad52a
@@ -342,6 +353,7 @@ class RadixCache:
             node.invalid = True
             self._offer(node)
             hidden += node.children.values()
+            self.observer.removed(node.pages)
 
     # %% ../../nbs/12_kv_cache.radix.ipynb #9415b168
     def nodes(self) -> Iterator[Node]:

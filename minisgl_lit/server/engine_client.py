@@ -14,7 +14,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import fields
 from typing import Protocol
@@ -26,10 +26,11 @@ from ..config import EngineConfig, ServerConfig
 from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import FinishReason
 from ..core.sampling_params import QueueFull, RequestError
+from ..kv_cache.events import KVEvents
 from ..process import start_module
 from .messages import (
-    AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, MessageError, ReadyMsg,
-    RefusedMsg, StopMsg, UserMsg, decode, encode)
+    AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, KVEventsMsg, MessageError,
+    ReadyMsg, RefusedMsg, StopMsg, UserMsg, decode, encode)
 from .sse import OutputQueue
 
 # %% ../../nbs/53a_server.engine_client.ipynb #1c4cdc03
@@ -66,7 +67,7 @@ class EngineClient(Protocol):
 
         flush_cache; abort (a rid, a prefix of rids and `*`, or `*`); pause ('abort',
         'in_place' or 'retract'); resume; health; live (what `stats` returns, and the last
-        batches); profile_start; profile_stop.
+        batches); profile_start; profile_stop; kv_events (events of the prefix cache follow).
         `RequestError` if it cannot be done now, `RuntimeError` if the engine has failed."""
         ...
 
@@ -216,6 +217,7 @@ class AsyncEngineClient:
         self.failed = ''   # why the engine cannot answer
         self.closed = ''   # why no new requests are accepted
         self.calls = 0     # that are being answered
+        self.on_kv_events: Callable[[KVEvents], None] = lambda events: None   # hears each batch
         self._open: dict[str, OutputQueue | None] = {}   # `None`: its caller has left
         self._control_replies: dict[int, asyncio.Future[ControlReply]] = {}   # by id
 
@@ -303,6 +305,7 @@ class AsyncEngineClient:
             case ControlReply():
                 future = self._control_replies.pop(message.id)
                 if not future.done(): future.set_result(message)
+            case KVEventsMsg(): self.on_kv_events(message.events)
 
     def _deliver(self, rid: str, output: EngineCoreOutput | RequestError,
                  last: bool) -> None:

@@ -32,6 +32,7 @@ from torch.profiler import profile
 from ..config import ServerConfig
 from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import Batch, FinishReason, PendingReq
+from ..kv_cache.events import KVEventLog, KVEvents
 from ..kv_cache.radix import RadixCache
 from ..core.sampling_params import RequestError, SamplingParams
 from ..log import unblock_stderr, write_text
@@ -42,8 +43,8 @@ from ..scheduler.scheduler import Scheduler
 from .live_view import BatchLog, tree_outline
 from .weight_updates import MemoryReleases, WeightUpdates
 from .messages import (
-    AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, MessageError, ReadyMsg,
-    RefusedMsg, StopMsg, ToScheduler, UserMsg, decode, encode)
+    AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, KVEventsMsg, MessageError,
+    ReadyMsg, RefusedMsg, StopMsg, ToScheduler, UserMsg, decode, encode)
 
 # %% ../../nbs/53_server.engine_core.ipynb #883c7564
 class Profiler:
@@ -175,8 +176,8 @@ _LIVE_SECONDS = 1   # how far back `live` looks
 
 class ControlHandler:
     "Carries out control requests, by the name of their command."
-    names = ('abort', 'flush_cache', 'health', 'live', 'pause', 'profile_start', 'profile_stop',
-             'release_memory', 'request', 'resume', 'resume_memory', 'stats',
+    names = ('abort', 'flush_cache', 'health', 'kv_events', 'live', 'pause', 'profile_start',
+             'profile_stop', 'release_memory', 'request', 'resume', 'resume_memory', 'stats',
              'update_weights', 'weight_version', 'weights')
 
     def __init__(
@@ -188,6 +189,7 @@ class ControlHandler:
         self.control, self.grammar_queue, self.profiler = control, grammar_queue, Profiler()
         self.updates = WeightUpdates(control, weights)
         self.memory = MemoryReleases(control, weights)
+        self.kv_events: KVEventLog | None = None   # once they were asked for
 
     def handle(
         self,
@@ -201,6 +203,7 @@ class ControlHandler:
                 return {'aborted': self.abort(argument.removesuffix('*'), whole)}
             case 'flush_cache': self.control.flush_cache()
             case 'health': self.control.scheduler.idle_step()
+            case 'kv_events': return self._tell_kv_events()
             case 'live': return self._stats() | self._recent_batches()
             case 'pause':
                 self.control.pause(argument)
@@ -237,6 +240,17 @@ class ControlHandler:
         waiting = stats['waiting']
         assert isinstance(waiting, int)
         return {**stats, 'waiting': waiting + len(self.grammar_queue)}
+
+    def _tell_kv_events(self) -> dict[str, object]:
+        "From now on `take_kv_events` tells what the tree has, and then what changes; its measures"
+        cache = self.control.scheduler.cache
+        if isinstance(cache.prefix, RadixCache):
+            cache.prefix.observer = self.kv_events = KVEventLog(cache.prefix)
+        return {'page_size': cache.page_size, 'num_pages': cache.num_pages}
+
+    def take_kv_events(self) -> KVEvents | None:
+        "What is to be told of the prefix tree, if it is listened to"
+        return self.kv_events and self.kv_events.take()
 
     def _recent_batches(self) -> dict[str, object]:
         "The time, the batches of the last second, and the shape of the tree"
@@ -304,7 +318,8 @@ def receive_messages(
 # %% ../../nbs/53_server.engine_core.ipynb #5dfd3f4c
 _IDLE_WAIT = 1.        # seconds to block without work; then it is time to tidy up
 _GRAMMAR_WAIT = .002   # seconds to block while only grammars are compiled
-_READING = 'health', 'live', 'request', 'stats', 'weights'   # commands that change nothing
+_READING = (   # commands that change nothing
+    'health', 'kv_events', 'live', 'request', 'stats', 'weights')
 
 def run_engine_core(
     socket: zmq.Socket,        # To the parent
@@ -327,7 +342,7 @@ def run_engine_core(
         if idle: halfway = next(tidying, 'done') is None
         if outputs := scheduler.step(): socket.send(encode(outputs))
         if reply := handler.updates.finish(): socket.send(encode(reply))
-        if reply := handler.updates.finish(): socket.send(encode(reply))
+        if events := handler.take_kv_events(): socket.send(encode(KVEventsMsg(events)))
 
 # %% ../../nbs/53_server.engine_core.ipynb #c5236485
 class ThroughputLog(BatchLog):

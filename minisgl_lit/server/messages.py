@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ToScheduler', 'FromScheduler', 'MessageError', 'Message', 'UserMsg', 'AbortMsg', 'ControlMsg', 'StopMsg', 'ReadyMsg',
-           'FailMsg', 'ControlReply', 'RefusedMsg', 'encode', 'decode']
+           'FailMsg', 'ControlReply', 'KVEventsMsg', 'RefusedMsg', 'encode', 'decode']
 
 # %% ../../nbs/50_server.messages.ipynb #d87f02ef
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ import numpy as np
 from ..core.request import Caller
 from ..core.sampling_params import ContextTooLong, QueueFull, RequestError, SamplingParams
 from ..core.outputs import EngineCoreOutputs
+from ..kv_cache.events import KVEvents
 
 # %% ../../nbs/50_server.messages.ipynb #643999ac
 class MessageError(ValueError):
@@ -64,6 +65,10 @@ class ControlReply(Message, frozen=True):
     error: str | None = None   # One sentence, if it was not done
     refused: bool = True       # If there is an error, True: the caller can fix it
 
+class KVEventsMsg(Message, frozen=True, eq=False):
+    "What the prefix cache has gained and lost in a step."
+    events: KVEvents   # Each batch once, in order
+
 # %% ../../nbs/50_server.messages.ipynb #a6877f29
 class RefusedMsg(Message, frozen=True):
     "A request that was not accepted. No output of it follows."
@@ -110,14 +115,15 @@ def _dec_hook(cls: type, value: object) -> object:
 
 # %% ../../nbs/50_server.messages.ipynb #89f1eacf
 ToScheduler = UserMsg | AbortMsg | ControlMsg | StopMsg
-FromScheduler = ReadyMsg | FailMsg | EngineCoreOutputs | RefusedMsg | ControlReply
+FromScheduler = (
+    ReadyMsg | FailMsg | EngineCoreOutputs | RefusedMsg | ControlReply | KVEventsMsg)
 
 class _Envelope(Message, frozen=True, tag='EngineCoreOutputs'):
     outputs: EngineCoreOutputs
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
 _decoder = msgspec.msgpack.Decoder(
-    ToScheduler | ReadyMsg | FailMsg | _Envelope | RefusedMsg | ControlReply,
+    ToScheduler | ReadyMsg | FailMsg | _Envelope | RefusedMsg | ControlReply | KVEventsMsg,
     dec_hook=_dec_hook)
 
 def encode(message: ToScheduler | FromScheduler) -> bytes:

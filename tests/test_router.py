@@ -1,0 +1,225 @@
+"A copy of a prefix tree kept by events, and a router over three engines, through whatever may happen to them."
+import asyncio, os, random
+
+import numpy as np
+import pytest
+from hypothesis.stateful import invariant, rule
+
+from minisgl_lit.core.request import FinishReason
+from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
+from minisgl_lit.kv_cache.events import BlockIndex, KVEventLog, block_hashes, root_hash
+from minisgl_lit.server.engine_client import AsyncEngineClient
+from minisgl_lit.server.messages import UserMsg
+from minisgl_lit.server.router import Router
+from minisgl_lit.testing.toy_core import ToyEngineCore
+from minisgl_lit.testing.toy_engine import expected_output
+from test_radix import Radix, lives
+
+
+# ---- events
+
+class Told(Radix):
+    "A tree, and what somebody knows of it who only hears its events and now and then misses some"
+    log = index = None
+    losing = False
+
+    @rule()
+    def a_batch_will_be_lost(self): self.losing = True
+
+    def begin(self):
+        self.cache.observer = self.log = KVEventLog(self.cache)
+
+    @invariant()
+    def the_copy_is_the_tree(self):
+        if not hasattr(self, 'cache'): return
+        if self.log is None:
+            self.index = BlockIndex()
+            self.begin()
+        complete, events = self.index.complete, self.log.take()
+        assert self.log.take() is None
+        if events:
+            assert not {*events.stored.tolist()} & {*events.removed.tolist()}
+            assert len(events.stored) + len(events.removed) <= len(self.model.found) or not events.snapshot
+            if self.losing: self.losing = False
+            else:
+                follows = events.number == self.index._number + 1
+                self.index.apply(events)
+                assert self.index.complete == (events.snapshot or complete and follows)
+        if events and not self.index.complete:
+            self.begin()
+            self.index.apply(self.log.take())
+        if self.index._number < self.log._number: return   # the last one was lost, which nobody can know yet
+        if not self.index.complete: return
+        there = {block_hashes(ids, self.model.size, root_hash(key))[-1] for key, ids in self.model.found if not isinstance(key, int)}
+        assert self.index.blocks == there
+
+def test_a_copy_is_the_tree(): lives(Told, int(os.environ.get('TST_EXAMPLES', 60)), steps=25)
+
+@pytest.mark.long
+def test_a_copy_is_the_tree_in_thousands_of_lives(): lives(Told, 3000, steps=60)
+
+
+# ---- the router
+
+def client(**settings):
+    "A client of a toy engine that listens until it dies"
+    it = AsyncEngineClient(ToyEngineCore(**settings), 'toy')
+    async def listen():
+        try: await it.listen()
+        except RuntimeError as e: it.fail(str(e))
+    it.listening = asyncio.ensure_future(listen())
+    return it
+
+async def cluster(n=3, **settings):
+    router = Router('toy')
+    for i in range(n): await router.join(str(i), client(**settings))
+    return router
+
+def request(rid, ids, n=6, **more): return UserMsg(rid, np.array(ids), SamplingParams(max_tokens=n, temperature=0, **more))
+
+async def read(router, *requests):
+    "Tokens and end of each"
+    ids, ends = {r.rid: [] for r in requests}, {}
+    async for o in router.stream([*requests]):
+        assert o.rid not in ends, 'something after the end'
+        ids[o.rid] += o.token_ids
+        if o.finish_reason: ends[o.rid] = o
+    return [(ids[r.rid], ends[r.rid]) for r in requests]
+
+def right(r): return expected_output(r.input_ids.tolist(), r.params.max_tokens, 1000)
+
+def blocks(replica):
+    "What a replica's tree really holds"
+    return {*KVEventLog(replica.client.process.scheduler.cache.prefix).take().stored.tolist()}
+
+def run(main): asyncio.run(asyncio.wait_for(main, 15))
+
+async def settle(router):
+    "Wait until every engine that lives has nothing to do and has told all"
+    live = [o for o in router.replicas.values() if o.client.alive]
+    while any(o.client.process.scheduler.alive or not o.load.index.complete for o in live): await asyncio.sleep(.001)
+    for o in live: await o.client.stats()
+    for _ in range(5): await asyncio.sleep(.001)
+    return live
+
+SYSTEM = [[*range(100*k, 100*k + 30)] for k in range(1, 4)]
+
+@pytest.mark.parametrize('seed', range(6))
+def test_whatever_happens(seed):
+    """Requests with common beginnings; callers that leave; engines that die, freeze and come back; batches of events that are lost.
+
+    Whoever is answered is answered rightly; an error comes only from an engine that died; at the end nothing is left, and every copy is its tree."""
+    rng = random.Random(seed)
+    async def main():
+        router, deaths, n = await cluster(num_pages=48, max_running_req=4), 0, 0
+        started, joins = dict(router.replicas), 0
+        async def call():
+            nonlocal n
+            n += 1
+            requests = [request(f'{n}-{i}', rng.choice(SYSTEM)[:rng.randrange(1, 31)] + [n]*rng.randrange(1, 4), rng.randrange(1, 20)) for i in range(rng.choice([1, 1, 2, 5]))]
+            stream, told, ends = router.stream(requests), {r.rid: [] for r in requests}, {}
+            try:
+                async for o in stream:
+                    told[o.rid] += o.token_ids
+                    if o.finish_reason: ends[o.rid] = o
+                    if rng.random() < .02: break
+                else: assert ends.keys() == told.keys()
+            except QueueFull: assert deaths
+            finally: await stream.aclose()
+            for r in requests:
+                end = ends.get(r.rid)
+                assert told[r.rid] == right(r)[:len(told[r.rid])], 'another answer'
+                if end and end.finish_reason is FinishReason.ERROR: assert deaths and 'has ended' in end.error
+                elif end: assert told[r.rid] == right(r)
+        async def trouble():
+            nonlocal deaths, joins
+            for _ in range(12):
+                await asyncio.sleep(rng.random()*.01)
+                name = rng.choice([*router.replicas])
+                replica, core = router.replicas[name], router.replicas[name].client.process
+                match rng.choice(['die', 'die', 'freeze', 'lose', 'leave']):
+                    case 'die':
+                        deaths += 1
+                        core.kill()
+                        await asyncio.sleep(rng.random()*.01)
+                        router.leave(name)
+                        await router.join(name, client(num_pages=48, max_running_req=4))
+                        joins += 1
+                    case 'freeze':
+                        core.trouble = 'the engine has not been heard of for 4 s'
+                        await asyncio.sleep(.005)
+                        if not core.killed: core.trouble = ''
+                    case 'lose': core.handler.kv_events and core.handler.kv_events.take()
+                    case 'leave':
+                        router.leave(name)
+                        await asyncio.sleep(.005)
+                        replica.joined = True
+        await asyncio.gather(trouble(), *[call() for _ in range(40)])
+        for i, r in enumerate(SYSTEM): await read(router, request(f'last{i}', r*2, 2))   # a change after the last batch that was lost
+        assert router._rids == set() and router.calls == 0
+        live = await settle(router)
+        assert len(live) == 3 and joins == deaths
+        for o in [*live, *started.values()]: assert not (o.load.open or o.load._misses or o.load._coming or o.load.waiting_tokens)
+        for o in live: await o.sync()
+        for o in await settle(router): assert o.load.index.blocks == blocks(o)
+    run(main())
+
+def test_a_lost_batch_is_noticed_and_mended():
+    async def main():
+        router = await cluster(1)
+        replica = router.replicas['0']
+        for i in range(3): await read(router, request(f'a{i}', [i]*20))
+        await settle(router)
+        assert replica.load.index.blocks == blocks(replica)
+        apply, lost = replica.client.on_kv_events, []
+        replica.client.on_kv_events = lost.append
+        await read(router, request('b', [7]*20))
+        await settle(router)
+        assert lost and replica.load.index.blocks != blocks(replica)
+        replica.client.on_kv_events = apply
+        await read(router, request('c', [8]*20))
+        await settle(router)
+        assert replica.load.index.complete and replica.load.index.blocks == blocks(replica)
+    run(main())
+
+def test_a_request_that_kills_does_not_kill_all():
+    "It is tried on two replicas; the third is spared, and the caller is told"
+    async def main():
+        router = await cluster(3)
+        killed = []
+        for o in router.replicas.values():
+            def send(message, core=o.client.process, send=o.client.process.send):
+                send(message)
+                if b'poison' in message: killed.append(core.kill())
+            o.client.process.send = send
+        [(ids, end)] = await read(router, request('poison', [1, 2, 3]))
+        assert (ids, end.finish_reason, len(killed)) == ([], FinishReason.ERROR, 2) and 'has ended' in end.error
+        [(ids, _)] = await read(router, r := request('next', [1, 2, 3]))
+        assert ids == right(r)
+    run(main())
+
+def test_a_full_queue_is_left_for_another():
+    async def main():
+        router = await cluster(2, max_queued_req=1, max_running_req=1)
+        busy = router.replicas['0'].client
+        held = [asyncio.ensure_future(read(busy, request('h0', [1], 200)))]
+        while not busy.process.scheduler.decode.running: await asyncio.sleep(0)
+        held.append(asyncio.ensure_future(read(busy, request('h1', [2], 200))))
+        while len(busy.process.scheduler.alive) < 2: await asyncio.sleep(0)
+        answers = [asyncio.ensure_future(read(router, request(f'r{i}', [i, 5, 6], 2))) for i in range(2)]
+        for i, [(ids, end)] in enumerate(await asyncio.gather(*answers)): assert ids == expected_output([i, 5, 6], 2, 1000), end
+        for o in held: o.cancel()
+    run(main())
+
+def test_a_replica_that_drains_ends_what_it_has_begun():
+    async def main():
+        router = await cluster(2)
+        asked = [request(f's{i}', [i], 60) for i in range(4)]
+        streams = [router.stream([r]) for r in asked]
+        first = [(await anext(o)).token_ids for o in streams]
+        router.leave('0')
+        later = await read(router, *[request(f'l{i}', [i, 1], 3) for i in range(4)])
+        assert all(o.finish_reason == 'length' for _, o in later) and not any(rid.startswith('l') for rid in router.replicas['0'].load.open)
+        for r, ids, stream in zip(asked, first, streams): assert ids + [t async for o in stream for t in o.token_ids] == right(r)
+        assert not router.replicas['0'].load.open
+    run(main())
