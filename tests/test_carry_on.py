@@ -21,30 +21,44 @@ def tracked(): return subprocess.check_output(["git", "ls-files", "-z"], cwd=roo
 def targets(): return set(re.findall(r"^([a-z-]+):", (root/"Makefile").read_text(), re.M))
 def load(path): return yaml.safe_load((root/path).read_text(encoding="utf-8"))
 
-# the container
+# the containers
+FILES = "Containerfile", "Containerfile.cuda"
+both = pytest.mark.parametrize("file", FILES)
 
 def instructions(name="Containerfile"):
     "(instruction, the rest) of each, continued lines joined"
     text = re.sub(r"\\\n\s*", " ", (root/name).read_text())
     return [tuple(o.split(None, 1)) for o in text.splitlines() if o.strip() and not o.startswith("#")]
 
-def argument(name): return [o for i, o in instructions() if i == name]
+def argument(name, file=FILES[0]): return [o for i, o in instructions(file) if i == name]
 
 def into_the_image():
     "What of the checkout the builder is given"
     allowed = [o[1:] for o in (root/".dockerignore").read_text().split("\n") if o.startswith("!")]
     return [o for o in tracked() if any(o == a or o.startswith(a + "/") for a in allowed)]
 
-def test_containerfile_has_only_instructions():
-    known = {"FROM", "WORKDIR", "COPY", "RUN", "ARG", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
-    assert {i for i, _ in instructions()} <= known and instructions()[0][0] == "FROM"
+@both
+def test_containerfile_has_only_instructions(file):
+    known = {"FROM", "WORKDIR", "COPY", "RUN", "ARG", "ENV", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
+    names = [i for i, _ in instructions(file)]
+    assert {*names} <= known and next(i for i in names if i != "ARG") == "FROM"
+
+def test_both_images_start_and_check_the_same():
+    for name in ("ENTRYPOINT", "EXPOSE", "USER"): assert argument(name) == argument(name, FILES[1])
+    assert [o.split("CMD")[1] for f in FILES for o in argument("HEALTHCHECK", f)] == [argument("HEALTHCHECK")[0].split("CMD")[1]] * 2
+
+def test_extras_of_the_images_exist():
+    for file in FILES:
+        [extras] = [re.search(r"\.whl\)\[([a-z,]+)\]", o)[1].split(",") for o in argument("RUN", file) if ".whl)[" in o]
+        assert all(f"{o}_requirements" in cfg for o in extras), extras
 
 def test_image_has_the_python_of_the_settings():
     assert [o.split()[0] for o in argument("FROM")] == [f"python:{cfg['min_python']}-slim"]*2
 
-def test_what_is_copied_exists():
+@both
+def test_what_is_copied_exists(file):
     given = into_the_image()
-    for o in argument("COPY"):
+    for o in argument("COPY", file):
         *sources, _ = shlex.split(o)
         if sources[0] == "--from=build": continue
         for s in sources: assert any(g == s or g.startswith(s + "/") for g in given), s
@@ -55,17 +69,19 @@ def test_the_builder_is_given_the_whole_package_and_nothing_else():
     assert not any(fnmatch(o, p) for o in given for p in ("nbs/*", "tests/*", "docs/*", ".*"))
     assert (root/".dockerignore").read_text().split("\n")[1] == "*"
 
-def test_shell_lines_of_the_image_parse():
-    for o in argument("RUN"): subprocess.run(["bash", "-nc", o], check=True)
+@both
+def test_shell_lines_of_the_image_parse(file):
+    for o in argument("RUN", file): subprocess.run(["bash", "-nc", o], check=True)
 
-def test_kernels_can_be_compiled_in_it_by_somebody_who_is_not_root():
-    steps = instructions()
+@both
+def test_kernels_can_be_compiled_in_it_by_somebody_who_is_not_root(file):
+    steps = instructions(file)
     runs = [i for i, o in enumerate(steps) if o[0] == "RUN" and " gcc " in o[1]]
     last_stage = max(i for i, o in enumerate(steps) if o[0] == "FROM")
     assert runs and runs[-1] > last_stage, "the compiler belongs into the image that runs"
-    [user] = argument("USER")
+    [user] = argument("USER", file)
     made = next(o for i, o in steps if i == "RUN" and "useradd" in o)
-    assert user != "root" and made.split("&&")[0].split()[-1] == user
+    assert user != "root" and any("useradd" in o and o.split()[-1] == user for o in made.split("&&"))
     assert steps.index(("USER", user)) > steps.index(("RUN", made))
     assert f"install -d -o {user} -g {user} /home/{user}/.cache" in made, "a volume there belongs to who owns the folder"
 
