@@ -166,7 +166,7 @@ def test_asleep():
     async def main():
         async with AsyncLLM(num_pages=64, max_seq_len=64) as llm:
             task = asyncio.create_task(llm.generate(["The page"] * 3, max_tokens=20, temperature=0))
-            await asyncio.sleep(.01)
+            while not (task.done() or (await llm.stats())["running"]): await asyncio.sleep(.001)
             await llm.sleep()
             before = [o.text for o in await task]
             for _ in range(2):

@@ -125,7 +125,7 @@ def test_a_request_and_its_way(web):
     assert (way["prompt_tokens"], way["cached_tokens"], way["output_tokens"]) == (meta["prompt_tokens"], meta["cached_tokens"], 7)
     assert sum(n for _, n, *_ in way["chunks"]) == meta["prompt_tokens"] - meta["cached_tokens"]
     assert [way["queued"], way["first_token"], way["end"]] == pytest.approx(meta["times"], abs=.01) and way["last_step"] - way["chunks"][-1][0] == 6
-    assert all(way["queued"] <= start + 1e-6 and start + seconds <= way["first_token"] + 1e-3 for _, _, start, seconds in way["chunks"])
+    assert all(way["queued"] <= start + 1e-6 and seconds > 0 and start < way["first_token"] for _, _, start, seconds in way["chunks"])
     r = web.get("/requests/nobody")
     assert r.status_code == 404 and "nobody" in r.json()["error"]["message"]
 

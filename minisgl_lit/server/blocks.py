@@ -13,10 +13,12 @@ from uuid import uuid4
 
 import numpy as np
 from fastapi import Request, Response
+from pydantic import ValidationError
 
 from ..core.request import FinishReason
 from .openai_protocol import (
     ApiRequest, ChatMessage, ChatRequest, ConversationWriter)
+from .fields import explain
 from .protocol import ApiError, SamplingRequest
 from ..text.reasoning import AnswerPart, ReasoningDelta
 from ..text.tokenizer import Piece, RequestOutput
@@ -41,7 +43,8 @@ class ConversationRequest(ApiRequest):
         if self.n not in (None, 1): raise ApiError(f'n must be 1, not {self.n}', param='n')
         own = {name: getattr(self, name) for name in [*SamplingRequest.model_fields, *_SHARED]}
         given = {**own, 'messages': messages, **{k: v for k, v in fields.items() if v is not None}}
-        return ChatRequest.model_validate({k: v for k, v in given.items() if v is not None})
+        try: return ChatRequest.model_validate({k: v for k, v in given.items() if v is not None})
+        except ValidationError as invalid: raise explain(invalid.errors()) from None
 
 # %% ../../nbs/54c_server.blocks.ipynb #dffc3c9c
 Kind = Literal['text', 'thinking', 'call']
