@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict, make_dataclass, replace
 from functools import partial
-from inspect import signature
+from inspect import getdoc, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -306,7 +306,7 @@ def quantize(
 def completion(
     args: Namespace,  # With `shell`
 ) -> int:
-    "Print what makes a shell complete commands and flags: eval it, or add it to its startup file."
+    "Print a script by which a shell completes commands and flags. Its startup file is the place."
     from argcomplete.shell_integration import shellcode
     print(shellcode(['minisgl-lit'], shell=args.shell))
     return 0
@@ -319,7 +319,8 @@ def complete() -> None:
 
 # %% ../nbs/63_cli.ipynb #9b4b4ba2
 examples = dict(
-    serve=['--port 8000',
+    serve=['',
+           '--config serve.toml --port 8000',
            '--model path/to/checkpoint --num-pages 4096'],
     chat=['',
           '--temperature 0 --system "Answer in one sentence."',
@@ -345,7 +346,7 @@ def _add_command(
     parent: Parser, run: Callable[[Namespace], int], config: type[EngineConfig] | None,
 ) -> Parser:
     "The parser of one command, with the flags of its config; its docstring is the help"
-    name, about = run.__name__, run.__doc__ or ''
+    name, about = run.__name__, getdoc(run) or ''
     first = about.split('\n')[0].split('. ')[0]
     lines = [f'  minisgl-lit {name} {o}'.rstrip() for o in examples[name]]
     parser = parent.add_command(name, help=first.rstrip('.'), description=about,
@@ -358,7 +359,8 @@ def _add_command(
 def make_parser() -> Parser:
     "The whole command line"
     parser = Parser(
-        'minisgl-lit', description='An LLM serving engine that is a book. Alone, it serves.',
+        'minisgl-lit', description='Serve language models, talk with them, measure them. Without a '
+        'command it serves.',
         epilog='minisgl-lit COMMAND --help shows a command with examples, --help-all all its '
                'settings.')
     version = f'minisgl-lit {minisgl_lit.__version__}'
@@ -370,23 +372,30 @@ def make_parser() -> Parser:
                          help='what the model should know about itself')
     talking.add_argument('--load', metavar='FILE',
                          help='a conversation to go on with, which /save has written')
+    completing = _add_command(parser, generate, EngineConfig)
+    add = completing.add_argument
+    add('prompts', nargs='*', metavar='PROMPT', help='text to continue')
+    add('--file', metavar='FILE', help='prompts, one a line; JSON if its name ends in .jsonl')
+    add('--jsonl', action='store_true', help='read and print lines of JSON')
+    add('--json', action='store_true', help='print JSON, one object a line')
+    for command in (talking, completing): add_sampling_arguments(command)
     answering = _add_command(parser, batch, None)
     answering.add_argument('asked', metavar='FILE', help='requests, one a line: of JSON, with a '
                            'prompt, with messages, or as batch files of OpenAI have them')
     answering.add_argument('-o', '--out', dest='told', metavar='FILE', required=True,
                            help='answers; what it has already is not asked again')
     answering.fill = _fill_batch
-    completing = _add_command(parser, generate, EngineConfig)
-    add = completing.add_argument
-    add('prompts', nargs='*', metavar='PROMPT', help='text to continue')
-    add('--file', help='prompts, one a line; JSON if its name ends in .jsonl')
-    add('--jsonl', action='store_true', help='read and print lines of JSON')
-    add('--json', action='store_true', help='print JSON, one object a line')
-    for command in (talking, completing): add_sampling_arguments(command)
     measuring = _add_command(parser, bench, None)
     measuring.add_commands(title='benchmarks', dest='name', metavar='NAME', required=True)
     for name, about in benchmarks.items():
         measuring.add_command(name, help=about, description=about).fill = _fill_bench
+    add = _add_command(parser, quantize, None).add_argument
+    add('model', metavar='MODEL', help="a folder, a name on the model hub, or 'embedded'")
+    add('out', metavar='OUT', help='the folder to write, which must not exist or be empty')
+    add('--bits', type=int, default=4, choices=(4, 8), help='of a weight; 4 if left out')
+    add('--group', type=int, default=64, help='inputs that share a scale; 64 if left out')
+    add('--calibrate', metavar='FILE', help='examples of text, a JSON string or an object with a '
+        '"text" in each line: weights are rounded by GPTQ, so that outputs for these stay close')
     looking = _add_command(parser, doctor, None)
     looking.add_argument('--json', action='store_true', help='print JSON, in one line')
     looking.add_argument('--model', metavar='NAME', help='say, too, what of this model fits; on '
@@ -397,13 +406,6 @@ def make_parser() -> Parser:
     completing = _add_command(parser, completion, None)
     completing.add_argument('shell', choices=('bash', 'zsh', 'fish'), metavar='SHELL',
                             help='bash, zsh or fish')
-    add = _add_command(parser, quantize, None).add_argument
-    add('model', metavar='MODEL', help="a folder, a name on the model hub, or 'embedded'")
-    add('out', metavar='OUT', help='the folder to write, which must not exist or be empty')
-    add('--bits', type=int, default=4, choices=(4, 8), help='of a weight; 4 if left out')
-    add('--group', type=int, default=64, help='inputs that share a scale; 64 if left out')
-    add('--calibrate', metavar='FILE', help='examples of text, a JSON string or an object with a '
-        '"text" in each line: weights are rounded by GPTQ, so that outputs for these stay close')
     return parser
 
 # %% ../nbs/63_cli.ipynb #fcf27cee

@@ -70,6 +70,17 @@ class Parser(ArgumentParser):
             self.error(f'{first} is none of {", ".join(self.names)}{hint}')
         return super().parse_known_args(args, namespace or Namespace())
 
+    def format_help(self) -> str:
+        "The help; its first line has what must be given, since the others are listed below it"
+        parts = ['[flags]']
+        for action in self._actions:
+            name = action.metavar or action.dest
+            if isinstance(action, _SubParsersAction): parts.append(f'{name} ...')
+            elif not action.option_strings: parts.append(f'[{name} ...]' if action.nargs else str(name))
+            elif action.required: parts.append(f'{action.option_strings[0]} {name}')
+        self.usage = ' '.join([self.prog, *parts])
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
         "Print one sentence, and leave with code 2"
         self.exit(2, f'{self.prog}: {message}; see {self.prog} --help\n')

@@ -261,6 +261,7 @@ def add_arguments(
     "Give a parser the flags of a config"
     for f in fields(cls):
         default = f.default if isinstance(f.default, str) else str(f.default).lower()
-        about = f'{f.metadata["help"]} ({allowed(f)}; default: {default})'
+        help = f.metadata['help']
+        about = f'{help[0].lower()}{help[1:]} ({allowed(f)}; default: {default})'
         parser.add_argument('--' + f.name.replace('_', '-'), type=partial(read, f),
                             default=SUPPRESS, help=about.replace('%', '%%'))

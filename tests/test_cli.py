@@ -192,7 +192,7 @@ def test_the_nearest_command_is_named(run, typed, meant):
 
 def test_nothing_is_near(run):
     code, out, err = run('nonsense')
-    assert (code, out, err.count('\n')) == (2, '', 1) and 'nonsense is none of serve, chat, batch, generate, bench, doctor, config, completion, quantize; see' in err
+    assert (code, out, err.count('\n')) == (2, '', 1) and 'nonsense is none of serve, chat, generate, batch, bench, quantize, doctor, config, completion; see' in err
 
 def test_a_failed_request_is_code_1(run, monkeypatch, llm):
     "Others' answers are printed all the same"

@@ -183,16 +183,12 @@ def _open(asked: Path, told: Path) -> tuple[BatchFile, RecordFile]:
         return lines, RecordFile(told)
     except OSError as e: raise ValueError(f'{e.filename} cannot be used: {e.strerror}') from None
 
-def answer_file(
-    asked: Path,            # Requests, one a line
-    told: Path,             # Records of their answers; may have some already
-    config: BatchConfig,    # Who answers
-    key: str | None,        # For the server at `url`
-    sampling: Mapping[str, object] = {},   # For simple lines that leave them out
+def _answer_left(
+    lines: BatchFile, file: RecordFile, config: BatchConfig, key: str | None,
+    sampling: Mapping[str, object],
 ) -> Progress:
-    "Answer all lines that have no answer yet; `ValueError` if a file or the server cannot be used"
-    lines, file = _open(asked, told)   # before anything is loaded
-    with file, answering_server(config, key) as (url, secret):
+    "Answer what is left; `ValueError` if the server cannot be used"
+    with answering_server(config, key) as (url, secret):
         named = config.url and config.model != EngineConfig.model
         model = config.model if named else first_model(url, secret)
         lines.defaults = {'model': model, **sampling}
@@ -205,5 +201,20 @@ def answer_file(
             print(f'stopped: {progress}. The same command goes on', file=sys.stderr)
             raise
         finally: progress.close()
+    return progress
+
+def answer_file(
+    asked: Path,            # Requests, one a line
+    told: Path,             # Records of their answers; may have some already
+    config: BatchConfig,    # Who answers
+    key: str | None,        # For the server at `url`
+    sampling: Mapping[str, object] = {},   # For simple lines that leave them out
+) -> Progress:
+    "Answer all lines that have no answer yet; `ValueError` if a file or the server cannot be used"
+    lines, file = _open(asked, told)   # before anything is loaded
+    with file:
+        is_left = next(lines.left(file.keys), None) is not None
+        progress = (_answer_left(lines, file, config, key, sampling) if is_left else
+                    Progress(len(lines), len(lines)))   # and no model
     if config.ordered: sort_records(told, lines.keys)
     return progress
