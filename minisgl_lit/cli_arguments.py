@@ -76,8 +76,10 @@ class Parser(ArgumentParser):
         for action in self._actions:
             name = action.metavar or action.dest
             if isinstance(action, _SubParsersAction): parts.append(f'{name} ...')
-            elif not action.option_strings: parts.append(f'[{name} ...]' if action.nargs else str(name))
-            elif action.required: parts.append(f'{action.option_strings[0]} {name}')
+            elif action.option_strings and action.required:
+                parts.append(f'{action.option_strings[0]} {name}')
+            elif not action.option_strings:
+                parts.append(f'[{name} ...]' if action.nargs else str(name))
         self.usage = ' '.join([self.prog, *parts])
         return super().format_help()
 

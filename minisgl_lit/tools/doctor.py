@@ -90,8 +90,8 @@ def host() -> list[Finding]:
             Finding('vector units', vector_units()),
             Finding('memory', f'{gib(available_memory())} free'),
             Finding('C compiler', about.splitlines()[0] if about else None, '' if level else
-                    'apt-get install gcc, or name another C compiler in the variable CC, or install '
-                    'a wheel with kernels'),
+                    'apt-get install gcc, or name another C compiler in the variable CC, or '
+                    'install a wheel with kernels'),
             Finding('kernels in the package', level and f'for {level}' or 'none'),
             Finding('torch', f'{torch.__version__}, CUDA {torch.version.cuda or "not built in"}')]
 
