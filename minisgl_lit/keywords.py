@@ -9,6 +9,7 @@ __all__ = ['F', 'Params', 'EngineSettings', 'SamplingFields', 'ChatFields', 'pas
 # %% ../nbs/51f_keywords.ipynb #4722ec7c
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Literal, TypedDict, TypeVar
@@ -111,17 +112,32 @@ F = TypeVar('F', bound=Callable[..., object])
 
 def passes_on(
     *targets: Callable[..., object],   # What gets the keyword arguments
+    explained: bool = False,           # Whether the docstring shall say what each of them means
 ) -> Callable[[F], F]:
     "Show the parameters of these in a function's signature, instead of its `**`"
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         names = {p.name for p in own}
-        more = [p.replace(kind=p.KEYWORD_ONLY, annotation=p.empty) for target in targets
+        more = [_shown(p) for target in targets
                 for p in inspect.signature(target).parameters.values() if p.name not in names]
         setattr(function, '__signature__', signature.replace(parameters=[*own, *more]))
+        if explained: function.__doc__ = f'{inspect.getdoc(function)}\n\n{_lines(more, targets)}'
         return function
     return decorate
+
+def _shown(p: inspect.Parameter) -> inspect.Parameter:
+    "The same, for a signature that has many; a default that a factory makes is an empty map"
+    default = {} if str(p.default) == '<factory>' else p.default
+    return p.replace(kind=p.KEYWORD_ONLY, annotation=p.empty, default=default)
+
+def _lines(parameters: Iterable[inspect.Parameter], targets: Iterable[Callable]) -> str:
+    "A line for each, with its comment, which only the source has"
+    try: source = '\n'.join(map(inspect.getsource, targets))
+    except OSError: source = ''   # a program that was frozen without its sources
+    comments = dict(re.findall(r'(?m)^    (\w+): .*?# (.+)', source))
+    return '\n'.join(f'    {p.name} = {p.default!r}: {comments.get(p.name, "")}'
+                     for p in parameters)
 
 def settings_help(
     config: type[EngineConfig],  # Whose fields

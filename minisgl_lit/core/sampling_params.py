@@ -155,7 +155,7 @@ class SamplingParams:
     regex: str | None = None          # The answer must match this pattern
     ebnf: str | None = None           # The answer must follow this grammar
     separate_reasoning: bool | None = None   # Tell thinking from the answer; `None`: in chats
-    max_thinking_tokens: int | None = None   # Then thinking is ended, and the answer begins
+    max_thinking_tokens: int | None = None   # After so many, thinking is ended
     priority: int = 0                 # Larger goes first
     extra_key: str | None = None      # Share cached prefixes only within this key
 

@@ -73,7 +73,7 @@ def describe_tool(
 # %% ../../nbs/51c_text.tool_calling.ipynb #2459139b
 def offer_tools(
     tools: Sequence[ToolLike] | None = None,    # Functions, or their descriptions
-    tool_choice: str | Mapping[str, object] | None = None,   # As OpenAI has it, or a name
+    tool_choice: str | Mapping[str, object] | None = None,   # As in the API of OpenAI, or a name
     parallel_tool_calls: bool = True,       # Whether there may be several calls in an answer
 ) -> tuple[ToolOffer, list[Mapping[str, object]]]:   # And the tools, for the chat template
     "What a caller in Python offers; `RequestError` for what cannot be"
