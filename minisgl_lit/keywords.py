@@ -178,6 +178,6 @@ def check_keywords(
         if name in known: continue
         if name in _CHAT: raise RequestError(
             name, f'{name} is a parameter of chat, or of a stream of messages, not of a prompt')
-        near = difflib.get_close_matches(name, known, 1)
+        near = difflib.get_close_matches(name, known, 1, cutoff=.7)
         hint = f'did you mean {near[0]}?' if near else f'there are {", ".join(known)}'
         raise RequestError(name, f'{name} is no sampling parameter; {hint}')

@@ -58,7 +58,14 @@ def read_json(
 # %% ../../nbs/51e_text.answer.ipynb #9c339f88
 @dataclass(repr=False)
 class Answer(RequestOutput):
-    "A whole answer."
+    """A whole answer.
+
+    `text` is what a person should read, `parsed` what a program should, if there was a
+    `json_schema`; `tool_calls` are to be run. `finish_reason` says why it ended: 'stop', 'length',
+    'abort', or 'error', and then `error` what has happened. With `n`, `outputs` are all answers.
+    `message` goes back into the conversation, `to_dict()` into a file. As the last line of a
+    notebook's cell it is shown with its prompt, and with `logprobs` with how likely each token was.
+    """
     prompt_token_ids: list[int] = field(default_factory=list)   # The tokens of its prompt
     tool_calls: list[ToolCall] = field(default_factory=list)    # Calls in it, which `text` lacks
     parsed: Any = None      # With `json_schema`: what the text says, of a type that only you know
@@ -197,6 +204,7 @@ def _notes(answer: Answer) -> Iterator[str]:
     if answer.parsed is not None: yield f'parsed: {answer.parsed!r}'
     if answer.parse_error: yield answer.parse_error
     if answer.error: yield answer.error
+    if answer.logprobs: yield 'the stronger its colour, the less likely the token; point at one'
     if answer.others: yield f'{len(answer.outputs)} answers in outputs; this is the first'
     seconds = f', {answer.times[2]:.2f} s' if answer.times else ''
     yield f'{answer.completion_tokens} tokens, {answer.finish_reason}{seconds}'
