@@ -249,7 +249,7 @@ class LLM(LoadedModel):
     def chat(
         self,
         messages: str | Dialog | Sequence[str | Dialog],   # A conversation, or a list of them
-        params: SamplingParams | Sequence[SamplingParams] | None = None,   # For all, or one for each
+        params: SamplingParams | Sequence[SamplingParams] | None = None,   # All, or one each
         progress: bool | None = None,    # A bar; `None`: for four or more, where somebody looks
         **how: Unpack[ChatFields],       # Sampling parameters, tools, switches, by name
     ) -> Answer | list[Answer]:          # One for a conversation, a list for a list
@@ -276,7 +276,7 @@ class LLM(LoadedModel):
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],   # One, or many: texts, or token ids
-        params: SamplingParams | Sequence[SamplingParams] | None = None,   # For all, or one for each
+        params: SamplingParams | Sequence[SamplingParams] | None = None,   # All, or one each
         progress: bool | None = None,         # A bar; `None`: for four or more, where somebody looks
         **fields: Unpack[SamplingFields],     # Sampling parameters by name
     ) -> list[Answer]:                        # One for each prompt; with `n`, see `outputs`
