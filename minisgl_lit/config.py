@@ -133,6 +133,11 @@ class EngineConfig:
     max_recv_per_step: int = setting(256, 'New requests taken in between two steps', low=1)
     cache: CacheName = setting('radix', 'How finished work is kept for prompts that begin alike')
     eviction: EvictionName = setting('lru', 'Which cached pages go first')
+    kv_disk_path: str | None = setting(
+        None, 'A folder for cached pages that the KV cache has no room for; it survives restarts')
+    kv_disk_gib: float = setting(10., 'GiB that an engine may take of kv_disk_path', high=1 << 20)
+    kv_host_gib: float | None = setting(
+        None, "GiB of the host's memory for cached pages, beside a GPU", high=1 << 20)
     policy: PolicyName = setting('fcfs', 'Which waiting request comes first')
     priority_aging: int | None = setting(
         None, 'Times a waiting request is passed over until it counts as one priority higher',

@@ -17,6 +17,7 @@ from .engine.engine import Engine
 from .engine.grammar import GrammarCompiler
 from .engine.memory import MemoryPlan, set_threads, warn_if_spinning
 from .engine.tensor_parallel import LeaderEngine, LeaderTable, RankProcesses
+from .engine.second_tier import check_tier, make_tier
 from .engine.worker import ResolvedConfig, make_engine, start_ranks
 from .kernels.compiler import release_pages
 from .kv_cache.manager import CacheManager
@@ -112,6 +113,7 @@ class Runtime:
     def close(self) -> None:
         "End the engine and the other ranks; nothing can be served afterwards"
         self.engine.stream.close()
+        if self.scheduler.cache.tier: self.scheduler.cache.tier.close()
         self.ranks.end('this engine has been closed')
 
 # %% ../nbs/51a_runtime.ipynb #10c46f8d
@@ -128,25 +130,28 @@ def build(
     threads = set_threads(config.threads, config.tp)
     if not on_gpu: warn_if_spinning(threads)
     shard_config(model, config.tp)   # raises if `tp` does not fit, before a process is started
+    check_tier(config, resolved.device)
     tokenizer = Tokenizer(resolved.path, config.reasoning_parser)
     eos = frozenset(model.eos_token_ids)
     grammars = GrammarCompiler(tokenizer.backend, model.vocab_size, eos,
                                additional_properties=config.additional_properties)
-    ranks = start_ranks(config.tp)
+    ranks, tier = start_ranks(config.tp), None
     try:
         engine, table, memory = make_engine(resolved, ranks, overlap)
         many = isinstance(table, LeaderTable)   # the table that `make_engine` makes if `tp` > 1
         leader = LeaderEngine(engine, table, ranks, audit) if many else None
         weights = ModelWeights(resolved.updater(engine.model.weights), engine, leader)
         prefix = make_prefix_cache(config.cache, config.page_size, config.eviction)
+        tier = make_tier(resolved, engine, table, memory, weights.updater)
         scheduler = Scheduler(
-            leader or engine, CacheManager(memory.num_pages, table, prefix),
+            leader or engine, CacheManager(memory.num_pages, table, prefix, tier),
             model.vocab_size, clock, replace(config, overlap=overlap), eos, model.generation,
             TextStopChecks(tokenizer), None, grammars, thinking_maker(tokenizer), model.headless)
         if observe: scheduler.observer = observe(scheduler)
         scheduler.idle_step()
     except BaseException:
         ranks.end('the start has failed')
+        if tier: tier.close()
         raise
     return Runtime(config, resolved.path, model, tokenizer, grammars, scheduler,
                    Control(scheduler), engine, memory, ranks, weights)

@@ -1,5 +1,5 @@
 """Random arrivals, aborts, failures and interleavings on the toy engine: no page, token or request is lost, in either loop."""
-import os
+import os, shutil, tempfile
 from collections import Counter
 from dataclasses import fields
 from statistics import median
@@ -16,8 +16,10 @@ from minisgl_lit.core.request import Caller, ForwardMode, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
 from minisgl_lit.device import ManualStream
 from minisgl_lit.kv_cache.manager import CacheManager
+from minisgl_lit.kv_cache.page_file import PageFile
 from minisgl_lit.kv_cache.radix import make_prefix_cache
 from minisgl_lit.kv_cache.table import TableManager
+from minisgl_lit.kv_cache.tier import Tier
 from minisgl_lit.scheduler.control import Control
 from minisgl_lit.scheduler.policy import Fair
 from minisgl_lit.scheduler.prefill import PrefillAdder
@@ -33,11 +35,14 @@ SYSTEM = [1, 2, 3, 4, 1, 2, 3, 4, 1, 1, 2, 2]    # prompts begin with a piece of
 SETTINGS = dict(    # drawn anew for each life, by the names of the config
     page_size=st.integers(1, 16), num_pages=st.integers(0, 12), max_running_req=st.integers(1, 5), max_prefill_tokens=st.integers(1, 30),
     chunked_prefill_size=st.integers(1, 6) | st.integers(1, 30), cache=st.sampled_from(['radix', 'radix', 'none']), overlap=st.booleans(),
+    kv_disk_path=st.sampled_from([None, 'disk']), kv_disk_gib=st.sampled_from([5e-6, 2e-5]), kv_host_gib=st.sampled_from([None, None, 2e-7, 1e-6]),   # a few pages
     eviction=st.sampled_from(get_args(EvictionName)), policy=st.sampled_from(get_args(PolicyName)), max_queued_req=st.integers(4, 20),
     admission=st.sampled_from(get_args(AdmissionName)), schedule_conservativeness=st.sampled_from([.05, 1.]), mixed_chunk=st.booleans(),
     schedule_low_priority_values_first=st.booleans(),
     max_prefill_streak=st.none() | st.integers(1, 3), preempt_threshold=st.integers(0, 3), priority_aging=st.none() | st.integers(1, 9),
     queue_timeout=st.sampled_from([None, None, 40.]), run_timeout=st.sampled_from([None, None, 60.]), seed=st.just(0))
+BELOW = SETTINGS | dict(page_size=st.integers(1, 4), max_prefill_tokens=st.integers(8, 30), chunked_prefill_size=st.integers(4, 30),
+                        cache=st.just('radix'), kv_disk_path=st.just('disk'))   # lives with a second tier
 ELSEWHERE = dict(   # settings that the scheduler does not see
     model='parity', reasoning_parser='reasoning', device='parity', dtype='parity', attention='parity', memory_ratio='engine', max_seq_len='fixed: rows of 40 tokens',
     max_recv_per_step='workers', threads='engine', dummy_weights='weights', tp='parallel', cuda_graph_max_bs='graph',
@@ -93,10 +98,41 @@ def with_thoughts(prompt, params, stop):
 class Ledger(CacheManager):
     "Notes duplicates, and prompts that are passed over"
     deduped, passed_over = 0, 0
+    def flush_tree(self): self._push(self.prefix.evict(self.prefix.evictable_size))   # as if the process had ended
     def _insert_prefix(self, *args, **kwargs):
         before = self.releasing.size
         super()._insert_prefix(*args, **kwargs)
         self.deduped += self.releasing.size - before
+
+class SecondTier:
+    "Host memory and a disk below the pool, as a config says, on a stream that works when told to"
+    memory = '/dev/shm' if os.path.isdir('/dev/shm') else None
+    def __init__(self, config, engine, moving, least):
+        self.config, self.engine, self.moving, self.least, self.seen = config, engine, moving, least, Counter()
+        self.folder = tempfile.mkdtemp(dir=self.memory)
+        self.start()
+    def start(self):
+        c, self.stream = self.config, ManualStream()
+        page_bytes = self.engine.empty_pages(1)[0].nbytes
+        self.file = PageFile(self.folder, page_bytes, int(c.kv_disk_gib * 2**30)) if c.kv_disk_path else None
+        host = int((c.kv_host_gib or 0) * 2**30) // page_bytes
+        self.tier = Tier(self.engine, c.page_size, lambda: bytes(20), self.stream, self.file, host, self.moving, self.least, lambda: self.stream.run_next() or self.engine.stream.run_next())
+    def restart(self):
+        self.seen.update(self.tier.counts, restarts=len(self.tier._slots) > 0)
+        self.tier.close()
+        self.start()
+        return self.tier
+    def damage(self, which, in_page):
+        "A bit of a page, or of its record"
+        slots = sorted(self.tier._slots._slot_of.values())
+        if not slots: return
+        slot, size = slots[which % len(slots)], self.file.page_bytes
+        at = self.file._slots_at + slot*size + which % size if in_page else 4096 + 48*slot + which % 48
+        if byte := os.pread(self.file._fd, 1, at): os.pwrite(self.file._fd, bytes([byte[0] ^ 1]), at)
+    def end(self):
+        self.restart()
+        self.tier.close()
+        shutil.rmtree(self.folder)
 
 class Notes(Observer):
     "Notes hits and chunks; at most one prompt is in chunks, and goes first, with as much as is allowed"
@@ -123,22 +159,23 @@ def pass_over(adder: PrefillAdder, *args, really=PrefillAdder._pass_over) -> boo
     adder.cache.passed_over += passed
     return passed
 
-def serving(seen: Counter, lives: list[int]):
+def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
     "A class of servers that note what has happened to them"
 
     class Serving(RuleBasedStateMachine):
         "One server; rules are what callers and the engine may do at any moment"
 
-        @initialize(setting=st.fixed_dictionaries(SETTINGS), faulty=st.integers(0, 3).map(lambda n: n == 3), first=st.integers(2, 4),
-                    at_least=st.sampled_from([1, 4, 32]))
-        def start(self, setting, faulty, first, at_least):
+        @initialize(setting=st.fixed_dictionaries(drawn), faulty=st.integers(0, 3).map(lambda n: n == 3), first=st.integers(2, 4),
+                    at_least=st.sampled_from([1, 4, 32]), moving=st.sampled_from([1, 3, 40]), least=st.sampled_from([1, 1, 2]), warm=st.booleans())
+        def start(self, setting, faulty, first, at_least, moving, least, warm):
             page_size = setting['page_size']
             num_pages = -(-MAX_SEQ_LEN // page_size) + setting['num_pages'] // page_size
             table = TableManager(setting['max_running_req'], MAX_SEQ_LEN, page_size, dummy_page=num_pages)
             self.stream = ManualStream()
             engine = ToyEngine(table.page_table, table.token_pool, page_size, num_pages, VOCAB, stream=self.stream)
-            self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']))
             config = EngineConfig(**setting | dict(num_pages=num_pages))
+            self.below = SecondTier(config, engine, moving, least) if config.kv_disk_path or config.kv_host_gib else None
+            self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']), self.below and self.below.tier)
             self.notes = Notes(config)
             self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, make_grammar=InThrees, make_thinking=Thoughts)
             self.s.prefill.policy.min_shared_tokens = at_least   # tokens worth waiting for, if somebody else computes them
@@ -147,7 +184,8 @@ def serving(seen: Counter, lives: list[int]):
             self.faulty = faulty    # whether this engine may break down
             self.steps, self.marks, self.full, self.displaced = 0, set(), config.max_queued_req, False
 
-            self.arrive_together(6, first)
+            if self.below and warm: self.somebody_comes_back(True, 1)   # SYSTEM is below from the start
+            self.arrive_together(12 if warm else 6, first)
 
         def clock(self): return float(self.steps)
 
@@ -222,6 +260,42 @@ def serving(seen: Counter, lives: list[int]):
         def the_engine_works(self, n):
             for _ in range(n): self.stream.run_next()
 
+        @precondition(lambda self: self.below)
+        @rule(n=st.integers(1, 6))
+        def the_disk_works(self, n):
+            for _ in range(n): self.below.stream.run_next()
+
+        @precondition(lambda self: self.below)
+        @rule(n=st.integers(1, 40), written=st.booleans())
+        def others_need_the_pages(self, n, written):
+            "What the tree has goes down, as far as it may, and perhaps to the disk"
+            self.ledger._push(self.ledger.prefix.evict(n, self.ledger.tier.put))
+            for _ in range(2*written):
+                self.stream.run_all()
+                self.ledger.collect(self.s.completed)
+                self.below.stream.run_all()
+
+        @precondition(lambda self: self.below and not self.faulty)
+        @rule(written=st.booleans(), n=st.integers(1, 3))
+        def somebody_comes_back(self, written, n):
+            "What is asked ends and goes down; then the same is asked again"
+            self.arrive(len(SYSTEM), [1], 3, True)
+            for _ in range(60):
+                if self.s.has_work: self.step()
+            self.others_need_the_pages(40, written)
+            for _ in range(n): self.arrive(len(SYSTEM), [1], 3, True)
+
+        @precondition(lambda self: self.below and self.below.file)
+        @rule(which=st.integers(0, 99), in_page=st.booleans(), n=st.integers(1, 4))
+        def the_disk_is_damaged(self, which, in_page, n):
+            for i in range(n): self.below.damage(which + i, in_page)
+
+        @precondition(lambda self: self.below and not self.s.alive and not self.s.has_work)
+        @rule()
+        def the_server_starts_again(self):
+            self.ledger.flush_tree()
+            self.ledger.tier = self.below.restart()
+
         @rule(n=st.integers(1, 8))
         def steps_pass(self, n):
             for _ in range(n): self.step()
@@ -278,6 +352,9 @@ def serving(seen: Counter, lives: list[int]):
                     assert (o.embedding is None) == (rid not in self.pooled)
                     if rid in self.pooled: assert abs(float(o.embedding[0]) - self.pooled[rid]) < .01, (rid, o.embedding, self.pooled[rid])
             Control(self.s).self_check()
+            if self.below:
+                self.below.end()
+                self.marks |= {o for o, n in self.below.seen.items() if n}
             lives.append(self.steps)
             self.marks |= {name for name, holds in dict(
                 hit=self.notes.hit, eviction=self.ledger.evicted_pages, dedup=self.ledger.deduped, retraction=self.s.counts['retracted'],
@@ -286,20 +363,30 @@ def serving(seen: Counter, lives: list[int]):
 
     return Serving
 
-def run(examples: int, shard: int, tell, steps: int = 40) -> None:
+SEEN = 'hit', 'eviction', 'chunk', 'beside', 'passed_over', 'abort in flight', 'dedup', 'retraction', 'grammar', 'thinking'
+SEEN_BELOW = 'from_disk', 'from_host', 'dropped', 'lost', 'restarts'
+
+def run(examples: int, shard: int, tell, steps: int = 40, drawn=SETTINGS, wanted=SEEN) -> None:
     "So many random lives of a server, and what happened in them"
     seen, lives = Counter(), []
-    machine = seed(shard)(serving(seen, lives))
+    machine = seed(shard)(serving(seen, lives, drawn))
     phases = [Phase.generate] + [Phase.shrink]*(os.environ.get('TST_SHRINK') != '0')   # minutes, where only the failure counts
     how = settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck))
     with patch.object(PrefillAdder, '_pass_over', pass_over): run_state_machine_as_test(machine, settings=how)
-    shares = {o: seen[o] / len(lives) for o in ('hit', 'eviction', 'chunk', 'beside', 'passed_over', 'abort in flight', 'dedup', 'retraction', 'grammar', 'thinking')}
+    shares = {o: seen[o] / len(lives) for o in wanted}
     tell('schedules', f'{len(lives)} lives, median {median(lives):.0f} steps; ' + ', '.join(f'{k} {v:.0%}' for k, v in shares.items()))
-    if examples >= 250: assert median(lives) >= 25 and min(shares.values()) >= .02, shares
+    if examples >= 40: assert median(lives) >= 25 and min(shares.values()) >= .02, shares
 
 @pytest.mark.filterwarnings('ignore:policy=')
 @pytest.mark.parametrize('shard', range(2))
 def test_nothing_is_lost(shard, record_property): run(int(os.environ.get('TST_LIVES', 250)), shard, record_property)
+
+def test_nothing_is_lost_below(record_property): run(int(os.environ.get('TST_LIVES', 40)), 0, record_property, drawn=BELOW, wanted=SEEN_BELOW)
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize('shard', range(1, 5))
+def test_nothing_is_lost_below_in_thousands_of_lives(shard, record_property): run(1000, shard, record_property, drawn=BELOW, wanted=SEEN_BELOW)
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)

@@ -15,6 +15,7 @@ from ..core.request import PendingReq
 from ..core.sampling_params import RequestError
 from .radix import PrefixCache, PrefixHandle
 from .table import TableManager
+from .tier import Tier
 
 # %% ../../nbs/13_kv_cache.manager.ipynb #4df6a1cd
 Items = TypeVar('Items', bound=Collection)   # an array of pages, or a list of rows or handles
@@ -65,9 +66,10 @@ class CacheManager:
         num_pages: int,       # Pages of the pool, the dummy page not counted
         table: TableManager,  # The page table, a row for each running request
         prefix: PrefixCache,  # Owner of the pages that may be shared
+        tier: Tier | None = None,   # Where evicted pages go; `None`: away
     ):
         self.num_pages, self.page_size = num_pages, table.page_size
-        self.table, self.prefix = table, prefix
+        self.table, self.prefix, self.tier = table, prefix, tier
         # the first `free_size` entries of the stack are the free pages
         self._stack, self.free_size = np.arange(num_pages)[::-1], num_pages
         self._allocated = np.zeros(num_pages, dtype=bool)   # pages owned by a request
@@ -148,7 +150,7 @@ class CacheManager:
             raise RuntimeError(f'{n} pages are wanted, but only {self.free_size} are free '
                                f'and {self.prefix.evictable_size} evictable')
         if n > self.free_size:
-            evicted = self.prefix.evict(n - self.free_size)
+            evicted = self.prefix.evict(n - self.free_size, self.tier.put if self.tier else None)
             self._push(evicted)
             self.evicted_pages += len(evicted)
         self.free_size -= n
@@ -180,6 +182,7 @@ class CacheManager:
             self._push(pages)
         for handles in self._unlocking.take(completed):
             for handle in handles: self.unlock(handle)
+        if self.tier: self.tier.collect()
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #850ae564
     def owners(
@@ -219,6 +222,7 @@ class CacheManager:
                 raise RuntimeError(f'row {pending.table_idx} of {pending.rid} has pages '
                                    f'{in_row.tolist()}, but its prefix is in {cached.tolist()}')
         self.prefix.check_integrity()
+        if self.tier: self.tier.check_integrity()
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #9a4be310
     def checks(self) -> Iterator[None]:
@@ -230,6 +234,7 @@ class CacheManager:
             yield
         if (n_owners != 1).any() or self._allocated.any(): self.check_integrity()   # it knows whose
         yield from self.prefix.checks()
+        if self.tier: self.tier.check_integrity()
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #8f84dd92
     def _insert_prefix(
@@ -295,8 +300,13 @@ class CacheManager:
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #60d32497
     def flush(self) -> None:
-        "Evict every cached prefix that is not locked"
+        "Forget every cached prefix that is not locked, in all tiers"
         self._push(self.prefix.evict(self.prefix.evictable_size))
+        if self.tier: self.tier.clear()
+
+    def renew(self) -> None:
+        "What other weights have computed is found no more; the tree is empty already"
+        if self.tier: self.tier.renew()
 
     def reset(self) -> None:
         "Evict every cached prefix; `RequestError` while any request runs"
@@ -305,6 +315,51 @@ class CacheManager:
             raise RequestError(
                 'flush_cache', 'the cache can be flushed only while nothing runs; '
                 f'its pages are {self.page_counts}') from None
+
+    # %% ../../nbs/13_kv_cache.manager.ipynb #ff7d7db4
+    def arriving(
+        self,
+        pending: PendingReq,    # A waiting request
+        handle: PrefixHandle,   # Its match
+    ) -> bool:
+        "Whether pages that follow its match are on their way up; if it asks first, they set out"
+        if not self.tier or not pending.shares_cache: return False
+        first, end = (n // self.page_size for n in (handle.cached_len, pending.matchable_len))
+        return self.tier.arriving(pending, first, end)
+
+    def load(
+        self,
+        pending: PendingReq,   # Just admitted: it has its row and its lock
+    ) -> int:                  # Its tokens that need no computing
+        "Copy what has come up for a request into pages of its own"
+        handle = _locked_prefix(pending)
+        if not self.tier: return handle.cached_len
+        first, row = handle.cached_len // self.page_size, pending.table_idx
+        if data := self.tier.take(pending, first, self.ready_size):
+            pages, end = self.allocate(len(data)), first + len(data)
+            self.table.write(np.full(len(pages), row), np.arange(first, end), pages)
+            self.tier.copies.write_pages(pages, data)
+            handle.borrowed, self.table.lengths.cached_len[row] = True, end * self.page_size
+            self._insert_prefix(pending, end * self.page_size)
+        return self._cached_len(pending)
+
+    def drop(self, pending: PendingReq) -> None:
+        "A request waits no more for pages from below"
+        if self.tier: self.tier.drop(pending)
+
+    def idle(self) -> None:
+        "All that could run waits for pages from below"
+        if self.tier: self.tier.idle()
+
+    @property
+    def tier_stats(self) -> dict[str, dict[str, int]]:
+        "Statistics of the second tier, if there is one"
+        return {'tier': self.tier.stats()} if self.tier else {}
+
+    @property
+    def n_leases(self) -> int:
+        "Requests that hold something below"
+        return self.tier.stats()['leases'] if self.tier else 0
 
 # %% ../../nbs/13_kv_cache.manager.ipynb #79f61aeb
 

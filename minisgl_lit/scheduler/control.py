@@ -50,7 +50,7 @@ class Control:
         yield from s.cache.checks()
         rows = s.table.dummy_row - s.table.available_size
         left = dict(held=s.cache.held_size, locked=s.cache.prefix.protected_size,
-                    rows=rows, running=len(s.decode.running))
+                    rows=rows, running=len(s.decode.running), leases=s.cache.n_leases)
         if any(left.values()): raise RuntimeError(f'nothing is served, but {left} is not 0')
 
     def self_check(self) -> None:
@@ -88,9 +88,10 @@ class Control:
         self.scheduler.paused = False
 
     def flush_cache(self) -> None:
-        "Empty the prefix cache; `RequestError` while any request has a part of it"
+        "Empty the prefix cache in all tiers; `RequestError` while any request has a part of it"
         self.scheduler.quiesce()
         self.scheduler.cache.reset()
+        self.scheduler.cache.flush()
 
     # %% ../../nbs/26_scheduler.control.ipynb #45a93b2f
     def hold(self) -> None:
@@ -118,6 +119,7 @@ class Control:
         if not self.broken: self._paused_before = s.paused
         s.paused, self.broken = True, _BROKEN
         load()
+        s.cache.renew()
         for pending in s.alive.values():   # what is known of a part of a prompt is of the old weights
             pending.prompt_logprobs = PromptLogprobs(pending.input_ids, pending.params)
             pending.pooled = PooledStates(pending.input_len, pending.params.pooling)

@@ -67,6 +67,7 @@ class PrefillAdder:
         self._whole_chunk = not mixed_decode_tokens
         self.reserved_pages, self.reserved_rows, self.passed_over = reserved_pages, 0, 0
         self.may_cut, self.closed = True, False   # whether a chunk may start; and anything at all
+        self.travelling = False   # whether some wait for pages that are on their way
         self.cache, self.table, self.lengths = cache, cache.table, cache.table.lengths
 
     def try_add(
@@ -102,6 +103,9 @@ class PrefillAdder:
         if not self.may_cut and pending.n_tokens - handle.cached_len > limit:
             self.closed = not self._pass_over(pending, handle)
             return False
+        if self.cache.arriving(pending, handle):
+            self.travelling = True
+            return False
         self.cache.lock(handle)
         needed = self._pages_left(pending, handle.cached_len)
         if needed + self.reserved_pages > self.cache.available_size:
@@ -110,8 +114,9 @@ class PrefillAdder:
             return False
         row = self.table.allocate()
         pending.handle, pending.table_idx = handle, row
-        if 'scheduled' not in pending.times: pending.cached_tokens = handle.cached_len
         self._fill_row(pending, row, handle)
+        cached_len = self.cache.load(pending)
+        if 'scheduled' not in pending.times: pending.cached_tokens = cached_len
         return True
 
     # %% ../../nbs/21_scheduler.prefill.ipynb #321c528a
@@ -158,6 +163,7 @@ class PrefillManager:
         self.chunked: PendingReq | None = None      # admitted, its prompt launched in part
         self.blocked: PendingReq | None = None      # head of the queue, if none could start
         self._blocked_at: tuple[int, ...] = ()      # what there was for it
+        self.travelling = False   # whether some wait for pages that are on their way
         self.held = False   # whether only requests may start that have a part of their answer
 
     @property
@@ -180,6 +186,7 @@ class PrefillManager:
     def remove(self, pending: PendingReq) -> None:
         "Take a request out, wherever it stands here"
         if self.chunked is pending: self.chunked = None
+        self.cache.drop(pending)
         queues = self.waiting, self.retracted
         if any(queue.pop(pending.rid, None) for queue in queues): self.blocked = None
 
@@ -192,7 +199,7 @@ class PrefillManager:
         "Choose the requests to prefill in this step"
         adder = PrefillAdder(self.max_prefill_tokens, self.chunk_size, reserved_pages,
                              self.cache, self.clip_max_new_tokens, mixed_decode_tokens)
-        reqs = self._start(adder, self.chunked) if self.chunked else []
+        reqs, self.travelling = self._start(adder, self.chunked) if self.chunked else [], False
         pages = self.cache.available_size - adder.reserved_pages
         room = self.cache.table.available_size, pages, adder.may_cut
         if adder.closed or self.blocked and not any(map(gt, room, self._blocked_at)): return reqs
@@ -201,7 +208,9 @@ class PrefillManager:
             reqs += self._start(adder, pending)
             head = head or pending
             if adder.closed: break
-        self.blocked, self._blocked_at = head if len(reqs) == n_chunked else None, room
+        self.travelling = adder.travelling
+        blocked = len(reqs) == n_chunked and not self.travelling
+        self.blocked, self._blocked_at = head if blocked else None, room
         return reqs
 
     # %% ../../nbs/21_scheduler.prefill.ipynb #2d4f4697

@@ -284,8 +284,10 @@ class Scheduler(Lifecycle):
         else: self.normal_loop()
         if self.completed == before[1]: self._search_stops()   # no batch was processed
         busy = self._outputs or self.paused or self.prefill.held or self._unsearched
+        stood_still = before == (self.launched, self.completed)
         if not self.alive: self.ratio.reset()
-        elif before == (self.launched, self.completed) and not busy:
+        elif stood_still and self.prefill.travelling: self.cache.idle()
+        elif stood_still and not busy:
             stuck = list(self.alive)
             raise RuntimeError(f'nothing runs, and {stuck} cannot start: {self.stats()}')
         outputs, self._outputs = self._outputs, EngineCoreOutputs()
@@ -313,4 +315,4 @@ class Scheduler(Lifecycle):
         hit_rate = counts['cached_tokens'] / max(counts['prompt_tokens'], 1)
         return dict(running=len(self.alive) - waiting, waiting=waiting, steps=self.launched,
                     pages=dict(total=cache.num_pages, **cache.page_counts), hit_rate=hit_rate,
-                    evicted_pages=cache.evicted_pages, **counts)
+                    evicted_pages=cache.evicted_pages, **counts, **cache.tier_stats)

@@ -41,6 +41,20 @@ _SCHEDULER_METRICS: dict[str, tuple[str, Callable[[Mapping], float]]] = {
     'num_retracted_reqs_total':
         ('Times a request was retracted', lambda s: s['retracted'])}
 
+_TIER_METRICS: dict[str, tuple[str, Callable[[Mapping], float]]] = {
+    # the same of the second tier, if there is one
+    'kv_host_pages': ('Cached pages in host memory', lambda t: t['host']),
+    'kv_disk_pages': ('Cached pages on the disk', lambda t: t['disk']),
+    'kv_waiting_pages': ('Pages that requests wait for', lambda t: t['waiting']),
+    'kv_host_hit_pages_total': ('Pages found in host memory', lambda t: t['from_host']),
+    'kv_disk_hit_pages_total': ('Pages found on the disk', lambda t: t['from_disk']),
+    'kv_dropped_pages_total': ('Evicted pages without room on the way', lambda t: t['dropped']),
+    'kv_lost_pages_total': ('Pages damaged, or not written', lambda t: t['lost']),
+    'kv_bytes_down_total':
+        ('Bytes copied from the KV cache', lambda t: t['stored'] * t['page_bytes']),
+    'kv_bytes_up_total': ('Bytes copied into the KV cache',
+                          lambda t: (t['from_host'] + t['from_disk']) * t['page_bytes'])}
+
 # %% ../../nbs/49a_server.metrics.ipynb #90596847
 class TokenHistogram:
     "A histogram of seconds, cheap enough for every token. For one thread: nothing is locked."
@@ -112,8 +126,10 @@ class Metrics:
             (self.queue_time, 'queue_time', 'From the request to its first step'),
         ): yield histogram.family(name, about, self.model)
         if not self.stats: return
-        values = {name: (about, value(self.stats))
-                  for name, (about, value) in _SCHEDULER_METRICS.items()}
+        sources = [(_SCHEDULER_METRICS, self.stats)]
+        if isinstance(tier := self.stats.get('tier'), Mapping): sources.append((_TIER_METRICS, tier))
+        values = {name: (about, value(stats)) for metrics, stats in sources
+                  for name, (about, value) in metrics.items()}
         rate = self._throughput(values['generation_tokens_total'][1])
         values['gen_throughput'] = 'Tokens generated per second', rate
         for name, (about, value) in values.items():
@@ -127,7 +143,7 @@ class Metrics:
         "All metrics, by all of their names; called by the registry"
         for metric in self._own():
             yield metric
-            for name in _OTHER_NAMES[metric.name.removeprefix('minisgl:')]:
+            for name in _OTHER_NAMES.get(metric.name.removeprefix('minisgl:'), ()):
                 yield _renamed(metric, name)
 
     # %% ../../nbs/49a_server.metrics.ipynb #9906739e

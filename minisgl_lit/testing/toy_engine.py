@@ -393,6 +393,39 @@ class ToyEngine:
         tokens[:], finite[:] = choose(hashes, self.kv.vocab_size, mask), hashes != nan_hash
         self.kv.tokens[batch.rows[batch.sampled], batch.device_lens[batch.sampled]] = tokens
 
+    # %% ../../nbs/03_testing.toy_engine.ipynb #e2013492
+    def empty_pages(self, n: int) -> list[np.ndarray]:
+        "Room for so many pages in host memory"
+        return [np.zeros((2, self.kv.page_size), dtype=np.int64) for _ in range(n)]
+
+    def _slots_of(self, page: int) -> slice:
+        return slice(page*self.kv.page_size, (page + 1)*self.kv.page_size)
+
+    def _travel(self, pages: np.ndarray, copy: Callable[[], None]) -> None:
+        "Enqueue a copy of pages; that a launched batch uses one of them is an error"
+        flying = {o for launch in self._in_flight if not (launch.done and launch.done.query())
+                  for o in launch.users}
+        used = [page for page in pages.tolist() if ('page', page) in flying]
+        def work() -> None:
+            if used: raise ToyError(f'pages {used} travel while a launched batch uses them')
+            copy()
+        self.stream.submit(work)
+
+    def read_pages(self, pages: np.ndarray, out: Sequence[np.ndarray]) -> Event:
+        "Enqueue to copy pages into host memory; the event comes when they are there"
+        def copy() -> None:
+            for slots, data in zip(map(self._slots_of, pages.tolist()), out):
+                data[:] = self.kv.position[slots], self.kv.hash[slots].view(np.int64)
+        self._travel(pages, copy)
+        return self.stream.record()
+
+    def write_pages(self, pages: np.ndarray, data: Sequence[np.ndarray]) -> None:
+        "Enqueue to copy host memory into pages"
+        def copy() -> None:
+            for slots, (position, hashes) in zip(map(self._slots_of, pages.tolist()), data):
+                self.kv.position[slots], self.kv.hash[slots] = position, hashes.view(np.uint64)
+        self._travel(pages, copy)
+
 # %% ../../nbs/03_testing.toy_engine.ipynb #c3178b3b
 def toy_states(
     hashes: np.ndarray,  # Of prefixes, uint64, [n]
