@@ -375,13 +375,13 @@ def run(examples: int, shard: int, tell, steps: int = 40, drawn=SETTINGS, wanted
     with patch.object(PrefillAdder, '_pass_over', pass_over): run_state_machine_as_test(machine, settings=how)
     shares = {o: seen[o] / len(lives) for o in wanted}
     tell('schedules', f'{len(lives)} lives, median {median(lives):.0f} steps; ' + ', '.join(f'{k} {v:.0%}' for k, v in shares.items()))
-    if examples >= 40: assert median(lives) >= 25 and min(shares.values()) >= .02, shares
+    if examples >= 60: assert median(lives) >= 25 and min(shares.values()) >= .02, shares
 
 @pytest.mark.filterwarnings('ignore:policy=')
 @pytest.mark.parametrize('shard', range(2))
 def test_nothing_is_lost(shard, record_property): run(int(os.environ.get('TST_LIVES', 250)), shard, record_property)
 
-def test_nothing_is_lost_below(record_property): run(int(os.environ.get('TST_LIVES', 40)), 0, record_property, drawn=BELOW, wanted=SEEN_BELOW)
+def test_nothing_is_lost_below(record_property): run(int(os.environ.get('TST_LIVES', 60)), 0, record_property, drawn=BELOW, wanted=SEEN_BELOW)
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
