@@ -295,6 +295,8 @@ post('rid of 1 MB', 'names', GENERATE, lambda i: generate('x') | {'rid': 'r' * 1
 post('a million token_ids_logprob', 'names', GENERATE, lambda i: generate('x') | {'return_logprob': True, 'token_ids_logprob': [5] * 1_000_000})
 post('token_ids_logprob for 10,000 prompts', 'names', GENERATE, lambda i: generate('x') | {'return_logprob': True, 'token_ids_logprob': [[5]] * 10_000}, NEVER)
 post('token ids returned with 128 answers to 100 prompts', 'names', COMPLETIONS, lambda i: completion([[5] * 200] * 30, n=128, return_token_ids=True))
+post('rid of 1 MB for a chat', 'names', CHAT, lambda i: chat(rid='r' * 1_000_000), NEVER)
+post('rid with line breaks for a chat', 'names', CHAT, lambda i: chat(rid='a\r\ndata: {}\r\n\r\n'), LEGAL)
 post('rid of 1 MB in a list', 'names', GENERATE, lambda i: generate(['x']) | {'rid': ['r' * 1_000_000]}, NEVER)
 post('10,000 rids for a prompt', 'names', GENERATE, lambda i: generate('x') | {'rid': ['r'] * 10_000}, NEVER)
 post('the same rid for 1,000 prompts', 'names', GENERATE, lambda i: generate(['x'] * 1_000) | {'rid': ['r'] * 1_000}, NEVER)

@@ -73,7 +73,7 @@ function suggest({model_path: path = ''}) {
 // ---- typing
 
 $('ask').addEventListener('submit', e => { e.preventDefault(); chat.send() })
-$('text').addEventListener('input', chat.draft)
+$('text').addEventListener('input', () => { $('trouble').textContent = ''; chat.draft() })
 $('text').addEventListener('keydown', e => {
   if (e.key === 'ArrowUp' && !$('text').value) { e.preventDefault(); chat.editLast() }
   if (e.key !== 'Enter' || e.shiftKey || e.isComposing) return
@@ -147,7 +147,7 @@ function showKeys() {
 }
 
 $('help').addEventListener('click', showKeys)
-$('menu').addEventListener('click', e => { if (e.target.tagName === 'BUTTON') $('menu').open = false })
+document.addEventListener('click', e => { if (e.target.tagName === 'BUTTON' || !$('menu').contains(e.target)) $('menu').open = false })
 
 // ---- all together
 

@@ -8,6 +8,7 @@ import {systemPrompt, two, wishes} from './settings.js'
 import {Turn} from './turn.js'
 
 const SAVE = 1000   // milliseconds between two savings of an answer that grows
+const WATCHING = 500   // milliseconds between two looks at the way of an answer that is being written
 const STOPPING = 2000   // and until a server that does not end an answer is left alone
 
 let talk = newConversation(), turns = new Map(), editing = null
@@ -41,7 +42,7 @@ export function draw() {
 function view(message) {
   const beside = pairOf(message)
   if (beside.length < 2) return turn(message)
-  return element('div', 'pair', ...beside.map(o => turn(o, {beside: true, choose: o !== message})))
+  return element('div', 'pair', ...beside.map((o, i) => turn(o, {beside: `Answer ${'AB'[i]}`, choose: o !== message})))
 }
 
 // the answers that were asked for together with this one
@@ -58,6 +59,13 @@ function busy() {
   $('send').hidden = mine
   $('stop').hidden = !mine
   log().setAttribute('aria-busy', String(mine))
+  takeFocus()
+}
+
+// what had the focus may be gone; then it is the message's, but for fingers, who would get a keyboard
+function takeFocus() {
+  const held = document.activeElement, gone = held === document.body || !held.checkVisibility()
+  if (gone && !matchMedia('(pointer: coarse)').matches) $('text').focus({preventScroll: true})
 }
 
 export function fail(error) {
@@ -147,8 +155,9 @@ function said(of, message) {
 }
 
 async function answer(of, message, set) {
-  const run = {message, talk: of, controller: new AbortController(), id: null, started: performance.now(), saved: performance.now(), drawn: 0}
+  const run = {message, talk: of, controller: new AbortController(), id: `chatcmpl-${newId()}`, started: performance.now(), saved: performance.now(), drawn: 0, begun: false}
   runs.push(run)
+  run.watch = setInterval(watchWay, WATCHING, run)
   delete message.reason
   redraw(run)
   busy()
@@ -156,7 +165,7 @@ async function answer(of, message, set) {
     Object.assign(message, {settings: wishes(set), system: systemPrompt(set)})
     const messages = said(of, message), begun = message.text !== ''
     if (begun) messages.push({role: 'assistant', content: message.text})
-    const body = {messages, stream: true, stream_options: {include_usage: true}, ...message.settings, ...(begun && {continue_final_message: true})}
+    const body = {rid: run.id, messages, stream: true, stream_options: {include_usage: true}, ...message.settings, ...(begun && {continue_final_message: true})}
     for await (const event of events(await call('v1/chat/completions', body, run.controller.signal))) take(run, event)
     if (!message.reason) throw new Error('The answer broke off.')
   } catch (e) {
@@ -169,7 +178,7 @@ async function answer(of, message, set) {
 // an event of the stream; the answer is drawn when the browser draws
 function take(run, event) {
   const {message} = run, [choice] = event.choices, {content = '', reasoning_content: thought = ''} = choice?.delta ?? {}
-  run.id ??= event.id
+  run.begun = true
   message.usage = event.usage ?? message.usage
   message.text += content ?? ''
   if (thought) message.thought = (message.thought ?? '') + thought
@@ -191,9 +200,16 @@ function redraw({message}) {
   follow(() => turns.get(message.id)?.draw())
 }
 
+// how far its request is, in the queue, too
+async function watchWay({id, message, started}) {
+  const seen = turns.get(message.id), way = seen && await ask(`requests/${id}`).catch(() => null)
+  if (way && !message.reason) follow(() => seen.watch(way, (performance.now() - started) / 1e3))
+}
+
 async function end(run) {
   const {message} = run
-  if (run.id) message.way = await ask(`requests/${run.id}`).catch(() => null)
+  clearInterval(run.watch)
+  if (run.begun) message.way = await ask(`requests/${run.id}`).catch(() => null)
   cancelAnimationFrame(run.drawn)
   runs = runs.filter(o => o !== run)
   const empty = !message.text && !message.thought && message.reason === 'broken'
@@ -206,11 +222,10 @@ async function end(run) {
   await save(run.talk)
 }
 
-// The server is told to end the answer, so that it can say what it has cost. Before the first token there is no name for that.
+// The server is told to end the answer, so that it can say what it has cost.
 export function stop() {
   for (const {id, controller, message, talk: of} of runs) {
     if (of !== talk) continue
-    if (!id) { controller.abort(); continue }
     call('abort_request', {rid: id}).catch(() => controller.abort())
     setTimeout(() => { if (!message.reason) controller.abort() }, STOPPING)
   }
@@ -251,8 +266,9 @@ const acts = {
   },
 
   turn(message, by) {
-    const all = siblings(talk, message)
-    acts.choose(all[all.indexOf(message) + by])
+    const all = siblings(talk, message), next = all[all.indexOf(message) + by]
+    acts.choose(next)
+    turns.get(next.id).focusTurns(by)
   },
 
   async remove(message) {

@@ -4,6 +4,9 @@ export const $ = id => document.getElementById(id)
 
 export const number = (n, digits = 0) => n.toLocaleString('en', {maximumFractionDigits: digits})
 
+// a share of 1; what is rare is told as exactly as what is not
+export const percent = p => p < 1e-5 ? '< 0.001 %' : `${(p * 100).toLocaleString('en', {maximumSignificantDigits: p < .01 ? 1 : 3})} %`
+
 // seconds, as short as can be read
 export const duration = s => s < 1 ? `${number(s * 1e3, s < .01 ? 1 : 0)} ms` : `${number(s, s < 10 ? 2 : 1)} s`
 

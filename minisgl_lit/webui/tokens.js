@@ -1,6 +1,6 @@
 // Each token of an answer, coloured by its probability, and what else might have come, to branch from.
 
-import {button, element, number} from './dom.js'
+import {button, element, percent} from './dom.js'
 
 const UNSURE = .5   // a probability below this is marked by more than its colour
 const SPECIAL = /^<[|｜].*[|｜]>$/   // marks such as the end of a turn, which are no text
@@ -40,7 +40,7 @@ export function tokenView(message, branch) {
 function tokenSpan({text, logprob, thought}) {
   const p = share(logprob), made = element('span', [thought && 'thinks', p < UNSURE && 'unsure'].filter(o => o).join(' '), text)
   made.style.setProperty('--p', p.toFixed(3))
-  made.title = `${number(p * 100, 1)} %`
+  made.title = percent(p)
   return made
 }
 
@@ -51,7 +51,7 @@ function alternatives(message, i, branch) {
     const bar = element('i', ''), mine = o.text === text
     bar.style.setProperty('--p', share(o.logprob).toFixed(3))
     const go = mine || prefix === null || SPECIAL.test(o.text) ? [] : [button('Branch', () => branch(prefix + o.text), 'small')]
-    return element('li', mine ? 'mine' : '', element('code', '', visible(o.text)), element('span', 'share', bar, `${number(share(o.logprob) * 100, 1)} %`), ...go)
+    return element('li', mine ? 'mine' : '', element('code', '', visible(o.text)), element('span', 'share', bar, percent(share(o.logprob))), ...go)
   }
   return element('ul', '', ...others.map(row))
 }

@@ -3,7 +3,7 @@
 import {button, copyButton, element, number, press} from './dom.js'
 import {render} from './markdown.js'
 import {tokenView} from './tokens.js'
-import {bill, wayView} from './way.js'
+import {bill, wayNow, wayView} from './way.js'
 
 const CUT = ['length', 'abort', 'stopped', 'broken']   // reasons that leave an answer unfinished
 
@@ -18,10 +18,19 @@ export class Turn {
     this.panel = element('div', 'panel')
     this.open = null   // what the panel shows
     this.foot = element('p', 'bill')
+    this.now = element('div', 'now')   // how far it is, while it is being written
     this.element.append(this.acts, this.panel)
     this.does = acts
     this.place = place
+    if (place.beside) this.stand(place)
     this.draw()
+  }
+
+  // one of two beside each other
+  stand({beside, choose}) {
+    this.element.prepend(element('p', 'note', beside))
+    this.element.ariaLabel = beside
+    this.element.classList.toggle('chosen', !choose)
   }
 
   // whether it is still being written
@@ -36,6 +45,8 @@ export class Turn {
       this.foot.textContent = this.running ? '' : bill(message)
       if (this.foot.textContent) this.said.after(this.foot)
       else this.foot.remove()
+      if (this.running) this.said.after(this.now)
+      else this.now.remove()
     }
     this.element.classList.toggle('running', this.running)
     if (this.running) this.acts.replaceChildren()
@@ -77,11 +88,20 @@ export class Turn {
     return element('span', 'turns', to('the branch before', '‹', -1), element('span', '', `${place.i + 1}/${place.of}`), to('the next branch', '›', 1))
   }
 
+  focusTurns(by) {
+    const [before, next] = this.acts.querySelectorAll('.turns button')
+    for (const o of by < 0 ? [next, before] : [before, next]) o.focus()   // one that is disabled takes none
+  }
+
+  // its way so far; seconds: since it was asked for
+  watch(way, seconds) { this.now.replaceChildren(...wayNow(way, seconds)) }
+
   toggle(label, view) {
     const made = button(label, () => {
       this.open = this.open === label ? null : label
       this.panel.replaceChildren(...(this.open ? [view()] : []))
       for (const o of this.acts.querySelectorAll('[aria-pressed]')) press(o, o.textContent === this.open)
+      if (this.open) this.panel.scrollIntoView({block: 'nearest'})
     })
     press(made, this.open === label)
     return made

@@ -34,6 +34,12 @@ function cost(way) {
 
 // ---- the way, drawn: as long as it took
 
+// as far as it is: the server tells no end yet, so what lasts ends now
+export function wayNow(way, seconds) {
+  const sofar = {...way, queued: way.queued ?? seconds, end: Math.max(seconds, way.first_token ?? 0)}
+  return [drawing(sofar), element('p', 'bill', stations(sofar).map(o => `${o.title} ${o.text}`).join(' · '))]
+}
+
 export function wayView(message, messages) {
   const {way, settings} = message, parts = []
   if (way?.end) parts.push(drawing(way), element('ol', 'stations', ...stations(way).map(o => element('li', o.name, element('b', '', o.title), ` ${o.text}`))))
@@ -45,7 +51,7 @@ export function wayView(message, messages) {
 
 function stations(way) {
   const [first, last] = [way.chunks[0], way.chunks.at(-1)]
-  const computed = way.prompt_tokens - way.cached_tokens
+  const computed = way.first_token ? way.prompt_tokens - way.cached_tokens : way.chunks.reduce((n, [, tokens]) => n + tokens, 0)
   const sizes = way.chunks.map(([, tokens]) => number(tokens)).join(' + ')
   const found = []
   found.push({name: 'queue', title: 'Queue', text: duration(way.queued), seconds: way.queued})
@@ -54,7 +60,7 @@ function stations(way) {
       `${way.cached_tokens ? ` (${number(way.cached_tokens)} came from the cache)` : ''}, in ` +
       (way.chunks.length > 1 ? `${number(way.chunks.length)} chunks of ${sizes}, steps ${number(first[0])} to ${number(last[0])}` : `step ${number(first[0])}`)})
   if (way.first_token) found.push({name: 'made', title: 'Answer', seconds: way.end - way.first_token,
-    text: `${duration(way.end - way.first_token)} for ${number(way.output_tokens)} tokens, up to step ${number(way.last_step)}`})
+    text: `${duration(way.end - way.first_token)} for ${number(way.output_tokens)} tokens` + (way.last_step === null ? '' : `, up to step ${number(way.last_step)}`)})
   if (way.retracted) found.push({name: 'back', title: 'Retracted', text: `${number(way.retracted)} times, to make room`, seconds: 0})
   return found
 }

@@ -86,8 +86,11 @@ class Page:
             """ % ", ".join(f"{name}: {code}" for name, code in what.items()))
 
     def quiet(self, *expected):
-        "The console has nothing to complain about since the page was opened, but this"
+        "The console has nothing to complain about since the page was opened, but this; and that a request, looked for too soon, was not known yet"
+        expected += "/requests/chatcmpl-",
         assert not [m for o in self.driver.get_log("browser") if o["level"] != "DEBUG" and not any(e in (m := o["message"]) for e in expected)]
+
+    def focus(self): return self.js("document.activeElement.id || document.activeElement.textContent")
 
     def ask(self, *keys, tokens=None):
         "Type a question into what has the focus; the small model says little, so an answer may be made to go on"

@@ -157,6 +157,26 @@ def test_the_way_of_a_request(page, server):
     assert abs(count - way["cached_tokens"]) <= 1 and "And a lock?" in page.all(".prompt-text")[0].text and "And a lock?" not in cached
     page.quiet()
 
+def test_the_way_is_drawn_while_it_runs(page):
+    page.keep(way="document.querySelector('.running .now')?.textContent ?? ''", bars="document.querySelectorAll('.running .now i').length")
+    page.ask("Hello", tokens=700)
+    page.until(lambda: any("Queue" in o["way"] and "Answer" in o["way"] and o["bars"] >= 2 for o in page.js("kept")))
+    page.answered()
+    assert not page.all(".now")
+    page.quiet()
+
+def test_a_request_that_waits_is_seen_and_stopped(page, server):
+    "Before its first token, too"
+    with httpx.Client(base_url=server.url) as client:
+        client.post("/pause_generation", json={}).raise_for_status()
+        page.ask("Hello")
+        page.until(lambda: "Queue" in page.js("document.querySelector('.running .now')?.textContent ?? ''"))
+        page("stop").click()
+        client.post("/continue_generation", json={}).raise_for_status()
+    page.answered(0)
+    assert not page.all(".running")
+    page.quiet()
+
 def test_two_beside_each_other(page):
     "With settings of their own; one of them is gone on with"
     page("tab-settings").click()
@@ -168,6 +188,7 @@ def test_two_beside_each_other(page):
     page.ask("What is a radix cache?")
     page.answered(2)
     a, b = page.all(".pair .turn")
+    assert [o.find_element("class name", "note").text for o in (a, b)] == ["Answer A", "Answer B"] and "chosen" in a.get_attribute("class")
     assert a.location["y"] == b.location["y"] and "5 tokens" in a.find_element("class name", "bill").text and "9 tokens" in b.find_element("class name", "bill").text
     page.open()
     page.press("Go on with this")

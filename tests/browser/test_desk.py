@@ -85,6 +85,35 @@ def test_keys(page):
     assert page("settings").is_displayed()
     page.quiet()
 
+def test_typing_is_never_lost(page):
+    "Whatever was pressed last: what had the focus may be gone, and then the message has it"
+    page.all("#suggestions button")[1].click()
+    assert page.focus() == "text"
+    page.answered()
+    page.press("Again")
+    assert page.focus() == "text"
+    page.until(lambda: page.all(".assistant .turns"))
+    page.answered()
+    page.press("‹", ".assistant")
+    assert page.focus() == "›"   # the other way: there is no branch before this one
+    menu = page("menu").find_element("tag name", "summary")
+    menu.click()
+    page("log").click()   # beside it: it closes
+    assert not page("rename").is_displayed()
+    menu.click()
+    page("rename").click()
+    page.press("Rename", "dialog")
+    page.until(lambda: page.focus() == "text")
+    page.quiet()
+
+def test_images_are_refused(page):
+    "in a sentence, which is gone when one types on"
+    page.driver.execute_script("""const given = new DataTransfer(); given.items.add(new File(['x'], 'a.png', {type: 'image/png'}))
+        document.getElementById('text').dispatchEvent(new ClipboardEvent('paste', {clipboardData: given, bubbles: true, cancelable: true}))""")
+    assert "reads text only" in page("trouble").text
+    page.type("x")
+    assert page("trouble").text == ""
+
 def test_the_theme_can_be_chosen(page):
     ground = lambda: page.js("getComputedStyle(document.body).backgroundColor")
     light = ground()
@@ -106,7 +135,8 @@ def serious(page):
     found = page.driver.execute_async_script("axe.run({resultTypes: ['violations']}).then(o => arguments[0](o.violations))")
     return [(o["id"], o["nodes"][0]["html"][:200], o["nodes"][0]["failureSummary"][:300]) for o in found if o["impact"] in ("serious", "critical")]
 
-@pytest.mark.parametrize("width, light", [(390, False), (1280, True)], ids=["phone, dark", "desk, light"])
+@pytest.mark.parametrize("light", [True, False], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desk"])
 def test_screen_readers(page, width, light):
     page.look(light)
     page.size(width, 820, mobile=width < 500)
@@ -122,3 +152,4 @@ def test_screen_readers(page, width, light):
     page("tab-settings").click()
     page.press("More", "#settings")
     assert not serious(page)
+    assert page.js("document.getElementById('side').scrollWidth <= document.getElementById('side').clientWidth")   # no field is out of sight
