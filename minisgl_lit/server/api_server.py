@@ -270,7 +270,8 @@ class Api:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         "Answer a conversation"
-        new_writer = partial(ChatWriter, new_id('chatcmpl-'), usage_in_stream=body.usage_in_stream,
+        rid = body.rid or new_id('chatcmpl-')
+        new_writer = partial(ChatWriter, rid, usage_in_stream=body.usage_in_stream,
                              token_bytes=partial(token_bytes, self.tokenizer))
         return await self.answer(body, request, new_writer)
 

@@ -26,7 +26,7 @@ from ..text.tool_calling import ToolOffer, chosen_tools
 from ..text.tokenizer import RequestOutput, Piece
 from .sse import DONE, sse
 from .fields import ApiError, ApiObject, Refused, one_value
-from .protocol import SamplingRequest
+from .protocol import Rid, SamplingRequest
 
 # %% ../../nbs/54_server.openai_protocol.ipynb #3ed75a63
 class StreamOptions(ApiObject):
@@ -199,6 +199,7 @@ class ChatRequest(ApiRequest):
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    rid: Rid | None = None                    # Its name, unique among those alive
 
     @property
     def offered(self) -> list[Function]:

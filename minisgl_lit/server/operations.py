@@ -7,6 +7,7 @@ __all__ = ['PAGE_FILES', 'UpdateWeightsRequest', 'MemoryRequest', 'WeightVersion
 
 # %% ../../nbs/54x_server.operations.ipynb #7f5151c5
 from collections.abc import Awaitable, Callable
+from hashlib import sha256
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Literal, Protocol
 
 import msgspec
 from fastapi import Request
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, Response
 from pydantic import Field
 
 from ..core.sampling_params import RequestError
@@ -111,12 +112,14 @@ class Operations:
                 'model_max_length': self.info.get('max_seq_len')}
 
     # %% ../../nbs/54x_server.operations.ipynb #5b02f6d8
-    async def page(self, request: Request) -> FileResponse:
-        "A file of the web pages"
+    async def page(self, request: Request) -> Response:
+        "A file of the web pages; 304 if the browser has it"
+        file = Path(str(files('minisgl_lit')/'webui'/PAGE_FILES[request.url.path]))
+        etag = f'"{sha256(file.read_bytes()).hexdigest():.32}"'
         headers = {'content-security-policy': _CONTENT_SECURITY_POLICY, 'cache-control': 'no-cache',
-                   'x-content-type-options': 'nosniff'}
-        file = files('minisgl_lit')/'webui'/PAGE_FILES[request.url.path]
-        return FileResponse(str(file), headers=headers)
+                   'x-content-type-options': 'nosniff', 'etag': etag}
+        known = etag in request.headers.get('if-none-match', '')
+        return Response(None, 304, headers) if known else FileResponse(file, headers=headers)
 
     # %% ../../nbs/54x_server.operations.ipynb #5454b0c2
     async def update_weights(self, body: UpdateWeightsRequest) -> dict[str, object]:
