@@ -66,7 +66,7 @@ function show(now) {
     held: number(held), protected: number(now.pages.protected), evictable: number(evictable), free: number(free),
     tree: `${number(inTree)} pages, ${number(inTree * pageSize)} tokens`, hits: `${number(now.hit_rate * 100)} %`,
     evicted: number(now.evicted_pages), retracted: number(now.retracted), steps: `${number(lately('steps'))} steps/s`,
-    brief: now.running || now.waiting ? `${number(now.running)} running` : 'engine idle', speed: now.running && rate ? `, ${number(rate)} tok/s` : ''}
+    brief: now.running ? `${number(now.running)} running` : now.waiting ? `${number(now.waiting)} waiting` : 'engine idle', speed: now.running && rate ? `, ${number(rate)} tok/s` : ''}
   for (const [id, text] of Object.entries(texts)) $(id).textContent = text
   for (const part of $('pages').children) part.style.flexGrow = now.pages[part.className]
   document.body.classList.add('on')

@@ -159,8 +159,9 @@ def test_the_way_of_a_request(page, server):
 
 def test_the_way_is_drawn_while_it_runs(page):
     page.keep(way="document.querySelector('.running .now')?.textContent ?? ''", bars="document.querySelectorAll('.running .now i').length")
-    page.ask("Hello", tokens=700)
+    page.ask("Hello", tokens=1900)
     page.until(lambda: any("Queue" in o["way"] and "Answer" in o["way"] and o["bars"] >= 2 for o in page.js("kept")))
+    page("stop").click()
     page.answered()
     assert not page.all(".now")
     page.quiet()
@@ -170,7 +171,7 @@ def test_a_request_that_waits_is_seen_and_stopped(page, server):
     with httpx.Client(base_url=server.url) as client:
         client.post("/pause_generation", json={}).raise_for_status()
         page.ask("Hello")
-        page.until(lambda: "Queue" in page.js("document.querySelector('.running .now')?.textContent ?? ''"))
+        page.until(lambda: "Queue" in page.js("document.querySelector('.running .now')?.textContent ?? ''") and page("brief").text == "1 waiting")
         page("stop").click()
         client.post("/continue_generation", json={}).raise_for_status()
     page.answered(0)

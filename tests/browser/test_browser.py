@@ -64,7 +64,7 @@ def test_stop(page, server, how):
     page.answered()
     assert "stopped; it cost" in page.all(".bill")[0].text.replace("\u00a0", " ") and len(page.last()) > 20
     page("text").click()
-    page.ask("Hello")
+    page.ask("Hello", tokens=20)   # after much that means little it would say as much again
     page.answered(2)
     alone = httpx.post(server.url + "/tokenize", json=dict(messages=[dict(role="user", content="Hello")])).json()["count"]
     prompt = int(re.search(r"prompt of (\d+)", page.all(".bill")[-1].text)[1])
