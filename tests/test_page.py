@@ -126,6 +126,8 @@ def test_a_request_and_its_way(web):
     assert sum(n for _, n, *_ in way["chunks"]) == meta["prompt_tokens"] - meta["cached_tokens"]
     assert [way["queued"], way["first_token"], way["end"]] == pytest.approx(meta["times"], abs=.01) and way["last_step"] - way["chunks"][-1][0] == 6
     assert all(way["queued"] <= start + 1e-6 and seconds > 0 and start < way["first_token"] for _, _, start, seconds in way["chunks"])
+    chat = dict(messages=[dict(role="user", content="Hello")], rid="a chat", max_tokens=3)
+    assert web.post("/v1/chat/completions", json=chat).json()["id"] == "a chat" and web.get("/requests/a chat").json()["output_tokens"] == 3
     r = web.get("/requests/nobody")
     assert r.status_code == 404 and "nobody" in r.json()["error"]["message"]
 
