@@ -123,6 +123,16 @@ def test_nan_that_went_down_is_found_out(server):
     assert server.ask('b')[0] == RIGHT and server.cache.tier.stats()['disk'] == 0
     assert server.ask('c')[0] == RIGHT
 
+def test_nan_that_was_seen_never_goes_down():
+    "Its first chunk was in the tree before its last one showed what was wrong"
+    server = Server(max_prefill_tokens=4)
+    server.engine.nan_rids.add('a')
+    server.ask('a')
+    assert server.cache.page_counts['evictable'] >= 2
+    server.go_down()
+    assert server.cache.tier.counts['stored'] == 0 and server.cache.page_counts['free'] == 40
+    server.below.end()
+
 @pytest.mark.parametrize('error', [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_takes_nothing_costs_nobody_an_answer(server, error, caplog):
     server.ask('a')
