@@ -131,4 +131,5 @@ def test_transformers_stays_out():
     code = ("import sys\nfrom minisgl_lit import LLM, SamplingParams\n"
             "LLM(num_pages=9).generate(['The scheduler']*5, SamplingParams(max_tokens=2))\nprint('transformers' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("False\n", "")   # and nothing is said that nobody has asked for
+    said = [o for o in done.stderr.splitlines() if not o.startswith("Without native kernels")]   # where there is no compiler
+    assert (done.stdout, said) == ("False\n", [])   # and nothing is said that nobody has asked for
