@@ -46,7 +46,8 @@ from ..attention.cpu import CpuAttention
 from ..kernels.plan import NotRecordable
 from ..models.decoder import Decoder, ModelConfig, Weights, dtypes, shard_config
 from ..models.embedded import embedded_path
-from ..models.checkpoint import read_config, resolve_model
+from ..models.checkpoint import read_config
+from ..models.hub import resolve_model
 from ..models.quantization import Quantization, pack_parts, stored_bytes
 from ..models.weight_update import Put, WeightUpdater
 from ..models.weights import dummy_weights, load_weights, open_checkpoint

@@ -33,7 +33,8 @@ from ..engine.memory import set_threads
 from ..engine.recorded_steps import RecordedSteps
 from ..engine.worker import choose_dtype
 from ..llm import LLM
-from ..models.checkpoint import read_config, resolve_model
+from ..models.checkpoint import read_config
+from ..models.hub import resolve_model
 from ..models.decoder import ModelConfig
 from ..models.embedded import embedded_path
 from ..scheduler.lifecycle import Observer

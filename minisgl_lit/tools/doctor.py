@@ -25,7 +25,8 @@ from ..kernels.compiler import (
     find_compiler, levels_here, run_compiler, shipped_folder)
 from ..kernels.flashinfer_reference import compiled_modules, set_environment
 from ..kv_cache.pool import page_bytes
-from ..models.checkpoint import HUB, read_config, resolve_config
+from ..models.checkpoint import read_config
+from ..models.hub import HUB, resolve_config
 from ..models.decoder import ModelConfig
 from ..models.embedded import embedded_path
 from ..models.quantization import Quantization, weight_bytes

@@ -20,7 +20,8 @@ from tqdm.auto import tqdm
 
 from ..kernels.linear import PackedWeight
 from ..kernels.quantized import QuantizedWeight, quantize
-from ..models.checkpoint import read_config, resolve_model
+from ..models.checkpoint import read_config
+from ..models.hub import resolve_model
 from ..models.decoder import Decoder, DenseMlp, ModelConfig
 from ..models.embedded import embedded_path
 from ..models.layers import RotaryAngles, embed
