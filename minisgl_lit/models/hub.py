@@ -69,7 +69,8 @@ def _fetch(repo: str, folder: Path, files: Sequence[str]) -> None:
         url = hf_hub_url(repo, name, revision=folder.name)
         try: fetch_file(url, folder.parents[1]/'blobs')
         except EntryNotFoundError: pass   # whoever reads the folder says what it lacks
-    with ThreadPoolExecutor(_AT_ONCE) as pool: [*pool.map(fetch, missing)]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for _ in pool.map(fetch, missing): pass   # raises what one of them has raised
     _snapshot(repo, folder.name, missing)
 
 # %% ../../nbs/36c_models.hub.ipynb #7501a6f1
