@@ -59,6 +59,9 @@ class EngineSettings(TypedDict, total=False):
     additional_properties: bool
     threads: int | None
     tp: int
+    kv_disk_path: str | None
+    kv_disk_gib: float
+    kv_host_gib: float | None
     dummy_weights: bool
 
 # %% ../nbs/51f_keywords.ipynb #5e1e1def
