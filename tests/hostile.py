@@ -81,7 +81,7 @@ post('200 prompts of 9,999 letters', 'text', COMPLETIONS, lambda i: completion([
 post('200 prompts of 9,999 letters, tokenize', 'text', '/tokenize', lambda i: {'prompt': [text(9_999)] * 200}, LEGAL, longest_reply=10_000_000)
 post('a million token ids', 'text', GENERATE, lambda i: {'input_ids': [5] * 1_000_000})
 post('490,000 token ids, echo', 'text', COMPLETIONS, lambda i: completion([5] * 490_000, echo=True))
-post('490,000 token ids, detokenize', 'text', '/detokenize', lambda i: {'tokens': [5] * 490_000}, LEGAL, longest_reply=10_000_000)
+post('490,000 token ids, detokenize', 'text', '/detokenize', lambda i: {'tokens': [5] * 490_000}, LEGAL, longest_reply=12_000_000)   # the text, under two names
 post('a million token ids, echo', 'text', COMPLETIONS, lambda i: completion([5] * 1_000_000, echo=True))
 post('a million token ids, detokenize', 'text', '/detokenize', lambda i: {'tokens': [5] * 1_000_000})
 post('45,000 lists, detokenize', 'text', '/detokenize', lambda i: {'tokens': [[5, 6]] * 45_000}, LEGAL, longest_reply=10_000_000)
@@ -322,7 +322,7 @@ post('priority beyond all numbers', 'names', COMPLETIONS, lambda i: completion(p
 post('sampling_params, 10,000 maps for a prompt', 'names', GENERATE, lambda i: {'text': 'x', 'sampling_params': [{}] * 10_000})
 post('weights from a path of 1 MB', 'names', '/update_weights_from_disk', lambda i: {'model_path': '/x' * 500_000}, {400, 403})
 post('weights from a device', 'names', '/update_weights_from_disk', lambda i: {'model_path': '/dev/zero'}, {400, 403})
-post('memory of a million parts', 'names', '/release_memory_occupation', lambda i: {'tags': ['weights'] * 1_000_000 + ['x']}, {400, 403})
+post('memory of half a million parts', 'names', '/release_memory_occupation', lambda i: {'tags': ['weights'] * 500_000 + ['x']}, {400, 403})
 post('memory that was not released', 'names', '/resume_memory_occupation', lambda i: {'tags': ['kv_cache'] * 100_000}, {200, 403})
 post('a weight version of 1 MB', 'names', '/update_weight_version', lambda i: {'new_version': 'v' * 1_000_000}, {400, 403})
 post('abort a rid of 1 MB', 'names', '/abort_request', lambda i: {'rid': 'r' * 1_000_000})
