@@ -125,11 +125,11 @@ def test_keys_keep_tenants_apart(server, path):
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_priority_overtakes(server, path):
     "One row; whoever waits with the higher priority is next"
-    ended, body = [], ROUTES[path]
-    def call(name, **more): ended.append((name, ask(server, path, **body, **more).status_code))
+    ended, long = [], dict(max_tokens=100, ignore_eos=True)   # so that the two ends are apart
+    def call(name, **more): ended.append((name, ask(server, path, **ROUTES[path] | more).status_code))
     ask(server, "/pause_generation", admin=True, mode="in_place")
     with ThreadPoolExecutor(2) as pool:
-        low = pool.submit(call, "low")
+        low = pool.submit(call, "low", **dict(sampling_params=long) if path == "/generate" else long)
         until(lambda: info(server)["waiting"] == 1)
         high = pool.submit(call, "high", priority=5)
         until(lambda: info(server)["waiting"] == 2)
