@@ -197,7 +197,7 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('below: the last token comes up, too', 'kv_cache/manager', 'handle.cached_len, pending.matchable_len)', 'handle.cached_len, pending.n_tokens)'),
     ('below: who waits for pages starts at once', 'scheduler/prefill', 'if self.cache.arriving(pending, handle):', 'if self.cache.arriving(pending, handle) and False:'),
     ('below: who waits for pages blocks the queue', 'scheduler/prefill', 'blocked = len(reqs) == n_chunked and not self.travelling', 'blocked = len(reqs) == n_chunked'),
-    ('below: that all wait for pages looks like a deadlock', 'scheduler/scheduler', 'elif stood_still and self.prefill.travelling: self.cache.idle()\n', ''),
+    ('below: that all wait for pages looks like a deadlock', 'scheduler/scheduler', 'elif stood_still and self.prefill.travelling: self.cache.idle()', 'elif False: pass'),
     ('below: nothing that has arrived is noticed', 'kv_cache/manager', 'if self.tier: self.tier.collect()', 'pass'),
     ('callers from vLLM are misunderstood', 'scheduler/lifecycle', 'params = replace(params, priority=-params.priority)', 'pass'),
 ]
