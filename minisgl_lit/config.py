@@ -206,6 +206,9 @@ class ServerConfig(EngineConfig):
     "How to serve a model: the engine's settings, and an address."
     host: str = setting('127.0.0.1', 'Address to listen on; 0.0.0.0 lets other machines in')
     port: int = setting(1919, 'Port to listen on; 0 takes a free one', high=65535)
+    replicas: int = setting(
+        1, 'Engines that share the requests, each with GPUs of its own, or a part of the cores and '
+        'of the memory', low=1, high=64)
     served_model_name: str | None = setting(
         None, "What callers call the model; None is the last part of model's name")
     tool_call_parser: ToolFormatName = setting(

@@ -93,6 +93,49 @@ def test_engine_is_killed_under_16_streams(capfd):
     assert capfd.readouterr().err.count('starting another') == 1
 
 
+@pytest.mark.long
+def test_a_replica_is_killed_under_16_streams():
+    "Its streams end with an error, those of the others go on and are whole; newcomers are served at once; when the last has died, the server ends"
+    before = engines()
+    with serve(**SMALL | dict(num_pages=2048, log_interval=0, replicas=3)) as s:
+        until(lambda: all(o["joined"] for o in info(s)["per_replica"]))
+        streams = [events(s, "/generate", text=f"Hello {i}", rid=f"s{i}", **LONG) for i in range(16)]
+        for o in streams: next(o)
+        assert post(s, "/pause_generation", mode="in_place").status_code == 200   # so that nobody ends before it is killed
+        there = [o["running"] + o["waiting"] for o in info(s)["per_replica"]]
+        assert sum(there) == 16 and all(there)
+        s._processes[1].process.kill()
+        until(lambda: info(s)["per_replica"][1]["why"])
+        assert post(s, "/continue_generation").status_code == 200 and health(s.url) == 200
+        assert post(s, "/generate", text="x", sampling_params=dict(max_tokens=2)).status_code == 200
+        ends = [list(o)[-1] for o in streams]
+        died = [o for o in ends if "error" in o]
+        assert len(died) == there[1] and all("has ended with code -9" in o["error"]["message"] for o in died)
+        assert all(o["meta_info"]["finish_reason"]["type"] == "length" for o in ends if "error" not in o)
+        up = [o for o in web.get(s.url + "/metrics").text.splitlines() if o.startswith("minisgl:replica_up")]
+        assert [o[-3:] for o in up] == ["1.0", "0.0", "1.0"]
+        for i in (0, 2): s._processes[i].process.kill()
+        until(lambda: health(s.url) == 503)
+        with pytest.raises(RuntimeError, match="has ended with code -9"): s.wait()
+    assert engines() == before
+
+@pytest.mark.long
+def test_a_replica_comes_back_as_the_others_are():
+    "Restarted while all are paused, it is paused, too; afterwards it serves"
+    with serve(**SMALL | dict(log_interval=0, replicas=2, restart=True)) as s:
+        until(lambda: all(o["joined"] for o in info(s)["per_replica"]))
+        post(s, "/pause_generation", mode="in_place")
+        s._processes[0].process.kill()
+        until(lambda: not info(s)["per_replica"][0]["joined"])
+        until(lambda: all(o["joined"] for o in info(s)["per_replica"]))
+        with ThreadPoolExecutor(8) as pool:
+            calls = [pool.submit(post, s, "/generate", text=f"{i} pages", sampling_params=dict(max_tokens=2)) for i in range(8)]
+            until(lambda: info(s)["waiting"] == 8)
+            assert all(o["waiting"] and not o["running"] for o in info(s)["per_replica"])
+            post(s, "/continue_generation")
+            assert all(o.result().status_code == 200 for o in calls)
+
+
 def test_engine_is_frozen(tmp_path, record_property):
     "SIGSTOP: /health says so; after `watchdog_timeout` it is killed, callers are told, the exit code is not 0"
     with program(tmp_path, '--watchdog-timeout', '6') as (p, url, engine, folder):
@@ -244,7 +287,7 @@ def test_step_that_hangs(tmp_path):
 def test_idle(server, record_property):
     "A server that nobody asks leaves the processor to others"
     until(lambda: idle(server))
-    pid = server._process.process.pid
+    pid = server._processes[0].process.pid
     def seconds(): return sum(map(int, open(f'/proc/{pid}/stat').read().rsplit(')', 1)[1].split()[11:13])) / os.sysconf('SC_CLK_TCK') + time.process_time()
     before = seconds()
     time.sleep(2)

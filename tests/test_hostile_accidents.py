@@ -260,7 +260,7 @@ def test_an_engine_that_always_fails_is_given_up(monkeypatch, capfd):
     "Four more starts, each later than the one before, then an error; a start that fails counts, too"
     slept, loads = [], []
     async def sleep(seconds): slept.append(seconds)
-    async def load():
+    async def load(replica):
         loads.append(1)
         if len(loads) % 2: raise RuntimeError('it has no memory')
         return client.process, None
@@ -269,12 +269,12 @@ def test_an_engine_that_always_fails_is_given_up(monkeypatch, capfd):
     def fail(why): client.failed = why
     client = SimpleNamespace(listen=listen, fail=fail, failed='', process=SimpleNamespace(close=close))
     server = object.__new__(Server)
-    server._config, server._load, server._process = ServerConfig(restart=True), load, client.process
+    server._config, server._load, server._processes, server._router = ServerConfig(restart=True), load, {0: client.process}, None
     server._stopping, server._log_file = asyncio.Event(), sys.stderr
     server._loop = SimpleNamespace(time=lambda: 0.)
     monkeypatch.setattr(asyncio, 'sleep', sleep)
     with pytest.raises(RuntimeError, match='^the engine process has ended with code 70; 5 failures within 10 minutes, so it is not started again$'):
-        asyncio.run(server._supervise(client))
+        asyncio.run(server._supervise(0, client))
     assert (slept, len(loads)) == ([0, 1, 2, 4], 4)
     assert capfd.readouterr().err.count('starting another') == 4
 

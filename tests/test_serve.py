@@ -52,9 +52,9 @@ def events(server, path, **body):
             if line.startswith('data: {'): yield json.loads(line[6:])
 
 
-@pytest.fixture(scope='module')
-def server():
-    with serve(**SMALL) as s: yield s
+@pytest.fixture(scope='module', params=[1, pytest.param(3, marks=pytest.mark.long)], ids=['alone', 'three'])
+def server(request):
+    with serve(**SMALL, replicas=request.param) as s: yield s
 
 @pytest.fixture(scope='module')
 def client(server): return openai.OpenAI(base_url=server.url + '/v1', api_key='none', max_retries=0)

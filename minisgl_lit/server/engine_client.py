@@ -73,7 +73,7 @@ class EngineClient(Protocol):
 
 # %% ../../nbs/53a_server.engine_client.ipynb #8ed668da
 _SETTINGS = [*(f.name for f in fields(EngineConfig)),
-             'log_interval', 'log_json', 'watchdog_timeout']
+             'log_interval', 'log_json', 'replicas', 'watchdog_timeout']
 _STDERR = 2             # where the process's standard output goes
 _TROUBLE_SECONDS = 3.   # without a heartbeat until new requests are refused
 _STOP_SECONDS = 1.5     # for a loaded process to end after `StopMsg`, before it is killed
@@ -93,6 +93,7 @@ class EngineCoreHandle:
     def __init__(
         self,
         config: ServerConfig,  # What to load, and how long it may be silent
+        replica: int = 0,      # Which of `replicas` engines it is
     ):
         self.folder = tempfile.mkdtemp(prefix='minisgl_lit-')
         self.watchdog_timeout = config.watchdog_timeout   # seconds without a heartbeat
@@ -100,7 +101,7 @@ class EngineCoreHandle:
         self.socket.sndhwm, self.socket.rcvhwm = 0, 64   # messages; 0: no bound
         settings = json.dumps({name: getattr(config, name) for name in _SETTINGS})
         self._heartbeat_socket, its_end = socket.socketpair()
-        args = self._bind(), self.folder, str(os.getpid()), settings
+        args = self._bind(), self.folder, str(os.getpid()), settings, str(replica)
         with its_end: self.process = start_module(
             'minisgl_lit.server.engine_core', *args, stdin=its_end.fileno(), stdout=_STDERR)
         self.loop = asyncio.get_running_loop()

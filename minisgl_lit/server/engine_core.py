@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Profiler', 'GrammarQueue', 'ControlHandler', 'handle', 'receive_messages', 'run_engine_core', 'ThroughputLog',
-           'watch_parent', 'load_runtime', 'main']
+           'watch_parent', 'share_of', 'load_runtime', 'main']
 
 # %% ../../nbs/53_server.engine_core.ipynb #907c36b7
 import faulthandler
@@ -30,6 +30,8 @@ import zmq
 from torch.profiler import profile
 
 from ..config import ServerConfig
+from ..device import resolve_device
+from ..engine.memory import MemoryRatio, available_cores
 from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import Batch, FinishReason, PendingReq
 from ..kv_cache.events import KVEventLog, KVEvents
@@ -429,12 +431,29 @@ def watch_parent(
     os._exit(1)
 
 # %% ../../nbs/53_server.engine_core.ipynb #d954b43f
+def share_of(
+    config: ServerConfig,   # Of the whole server
+    replica: int,           # Which of its engines asks
+) -> ServerConfig:
+    "What one of several engines on a machine may use"
+    n, device = config.replicas, resolve_device(config.device)
+    if n == 1: return config
+    if device.type == 'cuda':
+        return replace(config, device=f'cuda:{(device.index or 0) + replica*config.tp}')
+    ratio = MemoryRatio.of(config.memory_ratio, device).value / n
+    threads = config.threads
+    if threads is None and 'OMP_NUM_THREADS' not in os.environ:
+        threads = max(available_cores() // (n*config.tp), 1)
+    return replace(config, memory_ratio=ratio, threads=threads)
+
+# %% ../../nbs/53_server.engine_core.ipynb #acfa5950
 def load_runtime(
-    settings: str,  # Fields of a `ServerConfig`, as JSON
+    settings: str,     # Fields of a `ServerConfig`, as JSON
+    replica: int = 0,  # Which of `replicas` engines this is
 ) -> Runtime | FailMsg:
     "Scheduler and engine, or why there are none"
     try:
-        config = ServerConfig(**json.loads(settings))
+        config = share_of(ServerConfig(**json.loads(settings)), replica)
         def observe(s: Scheduler) -> BatchLog:
             if not config.log_interval: return BatchLog(s)
             return ThroughputLog(s, config.log_interval, config.log_json, sys.stderr)
@@ -452,6 +471,7 @@ def main(
     folder: str,    # The parent's folder, removed if the parent cannot do it
     parent: str,    # The parent's process id
     settings: str,  # Fields of a `ServerConfig`, as JSON
+    replica: str = '0',   # Which of `replicas` engines this is
 ) -> None:
     "All that the engine core process does; it owns the runtime, and its end of the socket"
     unblock_stderr(json.loads(settings).get('log_json', False))
@@ -465,7 +485,7 @@ def main(
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.sndhwm, socket.rcvhwm = 64, 0   # messages; 0: no bound
         socket.connect(endpoint)
-        runtime = load_runtime(settings)
+        runtime = load_runtime(settings, int(replica))
         if isinstance(runtime, FailMsg):
             socket.send(encode(runtime))
             return

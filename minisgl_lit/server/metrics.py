@@ -133,9 +133,22 @@ class Metrics:
         rate = self._throughput(values['generation_tokens_total'][1])
         values['gen_throughput'] = 'Tokens generated per second', rate
         for name, (about, value) in values.items():
-            family = CounterMetricFamily if name.endswith('_total') else GaugeMetricFamily
-            metric = family(f'minisgl:{name}', about, labels=['model_name'])
+            metric = _family(name, about, 'model_name')
             metric.add_metric([self.model], value)
+            yield metric
+
+    # %% ../../nbs/49a_server.metrics.ipynb #85fe31f2
+    def _of_replicas(self) -> Iterator[Metric]:
+        "The same of each replica, if there are several"
+        each = self.stats.get('per_replica')
+        if not isinstance(each, list): return
+        known = [(o['replica'], o) for o in each if 'pages' in o]   # the others do not answer
+        up = {'replica_up': ('Whether it takes requests', lambda s: s['joined'] and not s['why'])}
+        figures = {f'replica_{name}': metric for name, metric in _SCHEDULER_METRICS.items()}
+        for name, (about, value) in (up | figures).items():
+            metric = _family(name, f'{about}, of one replica', 'model_name', 'replica')
+            for replica, stats in [(o['replica'], o) for o in each] if name in up else known:
+                metric.add_metric([self.model, replica], float(value(stats)))
             yield metric
 
     # %% ../../nbs/49a_server.metrics.ipynb #3b79063e
@@ -145,6 +158,7 @@ class Metrics:
             yield metric
             for name in _OTHER_NAMES.get(metric.name.removeprefix('minisgl:'), ()):
                 yield _renamed(metric, name)
+        yield from self._of_replicas()
 
     # %% ../../nbs/49a_server.metrics.ipynb #9906739e
     def _throughput(self, tokens: float) -> float:
@@ -153,6 +167,13 @@ class Metrics:
         if now - then >= 1:
             self._last_rate, self._rate = (now, tokens), (tokens - before) / (now - then)
         return self._rate
+
+# %% ../../nbs/49a_server.metrics.ipynb #37261cdd
+
+def _family(name: str, about: str, *labels: str) -> CounterMetricFamily | GaugeMetricFamily:
+    "An empty metric; its name says of which kind"
+    family = CounterMetricFamily if name.endswith('_total') else GaugeMetricFamily
+    return family(f'minisgl:{name}', about, labels=labels)
 
 # %% ../../nbs/49a_server.metrics.ipynb #3b79063e
 _OTHER_NAMES = {   # of the same metric, in vLLM and SGLang

@@ -87,14 +87,19 @@ class Operations:
         return {'server_load': stats['running'] + stats['waiting']}
 
     async def get_load(self) -> list[dict[str, int]]:
-        "The same as SGLang writes it, for each of its replicas, of which there is one here"
+        "The same as SGLang writes it, for each replica that answers"
         stats = await self.ask(self.client.stats)
+        each = stats.get('per_replica')
+        engines = each if isinstance(each, list) else [stats]
+        return [self._load_of(i, o) for i, o in enumerate(engines) if 'pages' in o]
+
+    def _load_of(self, number: int, stats: dict[str, object]) -> dict[str, int]:
         counts, pages = _numbers(stats), _numbers(stats['pages'])
         size = self.info.get('page_size')
         used = pages['total'] - pages['free'] - pages['evictable']
-        return [{'dp_rank': 0, 'num_reqs': counts['running'] + counts['waiting'],
-                 'num_waiting_reqs': counts['waiting'],
-                 'num_tokens': used * (size if isinstance(size, int) else 1)}]
+        return {'dp_rank': number, 'num_reqs': counts['running'] + counts['waiting'],
+                'num_waiting_reqs': counts['waiting'],
+                'num_tokens': used * (size if isinstance(size, int) else 1)}
 
     async def request(self, rid: str, request: Request) -> dict[str, object]:
         "What became of a request of the caller; 404 if it is not known any more"

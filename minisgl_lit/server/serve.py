@@ -35,6 +35,7 @@ from .engine_client import AsyncEngineClient, EngineCoreHandle
 from .files import Folders
 from .messages import ReadyMsg
 from .middleware import log_to_stderr
+from .router import Router
 from .tokenizing import checkpoint_problems
 from ..text.tokenizer import Tokenizer
 
@@ -106,7 +107,7 @@ class Backoff:
 
 # %% ../../nbs/56_server.serve.ipynb #c46f4df2
 class Server:
-    """A running server. It owns a port, a thread with an event loop, and the engine core process.
+    """A running server. It owns a port, a thread with an event loop, and the engine core processes.
 
     Leaving its `with` block stops all."""
     def __init__(
@@ -126,7 +127,8 @@ class Server:
         self._ready: Future[None] = Future()
         self._stopping, self._draining = asyncio.Event(), asyncio.Event()
         self._error: BaseException | None = None        # why it failed, once ready
-        self._process: EngineCoreHandle | None = None   # the last that was started
+        self._processes: dict[int, EngineCoreHandle] = {}   # the last of each replica
+        self._router = Router(self.model) if config.replicas > 1 else None
         self._ended = threading.Event()   # a `join` that Ctrl-C breaks never waits again
         self._pid = os.getpid()
         threading.Thread(target=self._run, name=f'minisgl_lit {self.url}', daemon=True).start()
@@ -193,16 +195,16 @@ class Server:
         return not self._stopping.is_set()
 
     # %% ../../nbs/56_server.serve.ipynb #68b9ac80
-    async def _load(self) -> tuple[EngineCoreHandle, ReadyMsg]:
+    async def _load(self, replica: int) -> tuple[EngineCoreHandle, ReadyMsg]:
         "A process that has started, to be closed at the end; raises what kept it from starting"
-        self._process = EngineCoreHandle(self._config)
-        start = asyncio.ensure_future(self._process.start())
+        self._processes[replica] = process = EngineCoreHandle(self._config, replica)
+        start = asyncio.ensure_future(process.start())
         try:
             while await self._unless_stopped(start, timeout=_LOADING_LINE) and not start.done():
                 self._log(f'still loading {self._config.model}')
             if not start.done(): raise RuntimeError('stopped before the model was loaded')
             self.memory = (ready := start.result()).memory
-            return self._process, ready
+            return process, ready
         finally: start.cancel()
 
     # %% ../../nbs/56_server.serve.ipynb #c3a1f0d3
@@ -215,16 +217,29 @@ class Server:
                   f'whoever reaches port {port} can use this server')
 
     # %% ../../nbs/56_server.serve.ipynb #90385af1
-    async def _supervise(self, client: AsyncEngineClient) -> None:
-        "Dispatch what the engine sends; when it fails start another, or raise why not"
+    async def _supervise(self, replica: int, client: AsyncEngineClient) -> None:
+        "Dispatch what an engine sends; when it fails start another, or raise why not"
         backoff = Backoff(self._loop.time)
         while True:
-            try: await client.listen()
-            except Exception as e: client.fail(str(e))
-            if not self._config.restart: raise RuntimeError(client.failed)
-            await self._restart(client, backoff)
+            try:
+                async with asyncio.TaskGroup() as both:   # it joins by messages that we dispatch
+                    both.create_task(client.listen())
+                    if self._router: both.create_task(self._router.join(str(replica), client))
+            except* Exception as e: client.fail(str(e.exceptions[0]))
+            if self._router: self._router.leave(str(replica))
+            if not self._config.restart:
+                if self._router: self._log(f'replica {replica}: {client.failed}')
+                raise RuntimeError(client.failed)
+            await self._restart(replica, client, backoff)
 
-    async def _restart(self, client: AsyncEngineClient, backoff: Backoff) -> None:
+    async def _supervise_all(self, clients: list[AsyncEngineClient]) -> None:
+        "The same for all; `RuntimeError` when the last has failed for good"
+        tasks = (self._supervise(i, client) for i, client in enumerate(clients))
+        failures = await asyncio.gather(*tasks, return_exceptions=True)
+        raise RuntimeError('; '.join(dict.fromkeys(map(str, failures))))
+
+    async def _restart(self, replica: int, client: AsyncEngineClient,
+                       backoff: Backoff) -> None:
         "Start another engine, as soon and as often as it may be; `RuntimeError` when it may not"
         while client.failed:
             delay = backoff.failed()
@@ -232,9 +247,9 @@ class Server:
                 f'{client.failed}; {backoff.max_failures} failures within {backoff.window / 60:g} '
                 'minutes, so it is not started again')
             self._log(f'{client.failed}; starting another' + (f' in {delay:g} s' if delay else ''))
-            if self._process: await self._process.close()
+            await self._processes[replica].close()
             await asyncio.sleep(delay)
-            try: client.process, _ = await self._load()
+            try: client.process, _ = await self._load(replica)
             except (RuntimeError, ValueError) as e:
                 if self._stopping.is_set(): raise
                 client.fail(f'the engine could not be started: {e}')
@@ -243,10 +258,10 @@ class Server:
 
     # %% ../../nbs/56_server.serve.ipynb #e9aff651
     async def _run_until_stopped(
-        self, client: AsyncEngineClient, answering: asyncio.Future,
+        self, client: AsyncEngineClient | Router, engine: asyncio.Future[None],
+        answering: asyncio.Future[None],
     ) -> None:
         "Return when the server is stopped or drained; `RuntimeError` if it has failed"
-        engine = asyncio.ensure_future(self._supervise(client))
         draining = asyncio.ensure_future(self._draining.wait())
         try:
             if not await self._unless_stopped(engine, draining, answering): return
@@ -267,9 +282,10 @@ class Server:
     async def _serve(self) -> None:
         c = self._config
         try:
-            process, ready = await self._load()
-            max_open = c.max_running_req + c.max_queued_req + c.max_recv_per_step
-            self._client = client = AsyncEngineClient(process, self.model, max_open)
+            loaded = await asyncio.gather(*map(self._load, range(c.replicas)))
+            ready, max_open = loaded[0][1], c.max_running_req + c.max_queued_req + c.max_recv_per_step
+            clients = [AsyncEngineClient(o, self.model, max_open) for o, _ in loaded]
+            self._client = client = self._router or clients[0]
             info: dict[str, object] = {
                 **asdict(c), 'max_seq_len': ready.max_seq_len, 'vocab_size': ready.vocab_size,
                 'api_key': None, 'admin_key': None}
@@ -286,24 +302,28 @@ class Server:
             limits = asyncio.ensure_future(acceptor.run())
             log_to_stderr(c.log_json)
             self._warn_of_strangers()
+            engine = asyncio.ensure_future(self._supervise_all(clients))
+            while not client.alive and not engine.done():
+                if not await self._unless_stopped(engine, timeout=_JOIN_POLL): break
             self._batches.start(app)
             self._ready.set_result(None)
-            try: await self._run_until_stopped(client, answering)
+            try: await self._run_until_stopped(client, engine, answering)
             finally:
                 await self._batches.close()   # before its requests end with an error
-                client.fail(client.failed or 'the server was stopped')
+                for each in clients: each.fail(each.failed or 'the server was stopped')
                 acceptor.close()
                 limits.cancel()
                 http.should_exit = True
                 await answering
         finally:
             await self._batches.close()
-            if self._process: await self._process.close()
+            await asyncio.gather(*(o.close() for o in self._processes.values()))
 
 # %% ../../nbs/56_server.serve.ipynb #17622bb1
 _LOADING_LINE = 10.   # seconds between two lines while a model loads
 _FAILED_LINGER = 3.   # seconds in which a failed server still answers, `/health` above all
 _DRAIN_POLL = .05     # seconds between two looks at the open calls
+_JOIN_POLL = .005     # seconds between two looks whether a replica has joined
 
 # %% ../../nbs/56_server.serve.ipynb #f3bab1dc
 def serve(
