@@ -258,8 +258,8 @@ HANGS = '''
 import sys, time
 from minisgl_lit.server import engine_core as workers
 load = workers.load_runtime
-def load_and_hang(settings):
-    runtime = load(settings)
+def load_and_hang(*args):
+    runtime = load(*args)
     def step_that_never_ends():
         if runtime.scheduler.has_work: time.sleep(600)
     runtime.scheduler.step = step_that_never_ends
@@ -276,7 +276,7 @@ def test_step_that_hangs(tmp_path):
         settings = json.dumps(dict(num_pages=32, max_running_req=2, watchdog_timeout=1.))
         with ours, its, subprocess.Popen([sys.executable, '-c', HANGS, endpoint, str(tmp_path/'x'), str(os.getpid()), settings],
                                          stdin=its, stderr=subprocess.PIPE, text=True) as p:
-            assert isinstance(decode(here.recv()), ReadyMsg)
+            assert here.poll(60_000) and isinstance(decode(here.recv()), ReadyMsg)
             with pytest.raises(subprocess.TimeoutExpired): p.wait(1.5)   # nobody has come, so nothing hangs
             here.send(encode(UserMsg('a', np.array([1]), SamplingParams(max_tokens=5))))
             assert p.wait(60) == 70
