@@ -136,6 +136,27 @@ def test_a_replica_comes_back_as_the_others_are():
             assert all(o.result().status_code == 200 for o in calls)
 
 
+@pytest.mark.long
+def test_a_replica_stands_still():
+    "SIGSTOP: all is answered without it; when it goes on it is paused, as it was told meanwhile"
+    with serve(**SMALL | dict(log_interval=0, replicas=2)) as s:
+        until(lambda: all(o["joined"] for o in info(s)["per_replica"]))
+        engine = s._processes[1].process.pid
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            assert "has not been heard of" in info(s)["per_replica"][1]["why"]
+            assert health(s.url) == web.get(s.url + "/health_generate").status_code == web.get(s.url + "/metrics").status_code == 200
+            assert post(s, "/generate", text="x", sampling_params=dict(max_tokens=2)).status_code == 200
+            assert post(s, "/pause_generation", mode="in_place").status_code == 200
+        finally: os.kill(engine, signal.SIGCONT)
+        until(lambda: not info(s)["per_replica"][1]["why"])
+        with ThreadPoolExecutor(8) as pool:
+            calls = [pool.submit(post, s, "/generate", text=f"{i} pages", sampling_params=dict(max_tokens=2)) for i in range(8)]
+            until(lambda: info(s)["waiting"] == 8)
+            assert all(o["waiting"] and not o["running"] for o in info(s)["per_replica"])
+            post(s, "/continue_generation")
+            assert all(o.result().status_code == 200 for o in calls)
+
 def test_engine_is_frozen(tmp_path, record_property):
     "SIGSTOP: /health says so; after `watchdog_timeout` it is killed, callers are told, the exit code is not 0"
     with program(tmp_path, '--watchdog-timeout', '6') as (p, url, engine, folder):

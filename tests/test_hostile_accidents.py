@@ -278,6 +278,38 @@ def test_an_engine_that_always_fails_is_given_up(monkeypatch, capfd):
     assert (slept, len(loads)) == ([0, 1, 2, 4], 4)
     assert capfd.readouterr().err.count('starting another') == 4
 
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_replica_that_has_failed_for_good_is_said_and_ended(restart, monkeypatch, capfd):
+    "The others go on; a start that fails for want of anything is one more failure"
+    closed = []
+    async def sleep(seconds): pass
+    async def load(replica): raise OSError("no space is left")
+    async def fails(): raise RuntimeError("the engine process has ended with code 70")
+    async def lives(): await asyncio.Event().wait()
+    async def join(name, client): pass
+    def client(i, listen):
+        async def close(): closed.append(i)
+        it = SimpleNamespace(listen=listen, failed="", process=SimpleNamespace(close=close))
+        it.fail = lambda why: setattr(it, "failed", why)
+        return it
+    clients = [client(0, fails), client(1, lives)]
+    server = object.__new__(Server)
+    server._config, server._load, server._processes = ServerConfig(restart=restart), load, {i: o.process for i, o in enumerate(clients)}
+    server._router, server._stopping, server._log_file = SimpleNamespace(join=join, leave=lambda name: None), asyncio.Event(), sys.stderr
+    server._loop = SimpleNamespace(time=lambda: 0.)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    async def main():
+        supervising = asyncio.ensure_future(server._supervise_all(clients))
+        await asyncio.wait({supervising}, timeout=.1)
+        assert not supervising.done()
+        supervising.cancel()
+    asyncio.run(main())
+    *before, last = capfd.readouterr().err.splitlines()
+    assert [o.startswith("minisgl_lit: replica 0: the engine") and "starting another" in o for o in before] == [True]*4*restart
+    said = "the engine could not be started: no space is left; 5 failures within 10 minutes, so it is not started again"
+    assert last == "minisgl_lit: replica 0: " + (said if restart else "the engine process has ended with code 70")
+    assert closed == [0]*(1 + 4*restart) and clients[0].failed and not clients[1].failed
+
 def test_failures_are_forgotten():
     hours = itertools.count(step=3600)
     backoff = Backoff(lambda: next(hours))

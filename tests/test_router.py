@@ -9,7 +9,7 @@ from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
 from minisgl_lit.kv_cache.events import BlockIndex, KVEventLog, block_hashes, root_hash
 from minisgl_lit.server.engine_client import AsyncEngineClient
-from minisgl_lit.server.messages import UserMsg
+from minisgl_lit.server.messages import ControlMsg, UserMsg, decode
 from minisgl_lit.server.router import Router
 from minisgl_lit.testing.toy_core import ToyEngineCore
 from minisgl_lit.testing.toy_engine import expected_output
@@ -222,4 +222,116 @@ def test_a_replica_that_drains_ends_what_it_has_begun():
         assert all(o.finish_reason == 'length' for _, o in later) and not any(rid.startswith('l') for rid in router.replicas['0'].load.open)
         for r, ids, stream in zip(asked, first, streams): assert ids + [t async for o in stream for t in o.token_ids] == right(r)
         assert not router.replicas['0'].load.open
+    run(main())
+
+
+# ---- commands
+
+@pytest.mark.parametrize('moment', range(12))
+def test_a_command_while_one_joins(moment):
+    "It is told each command once, and is then as the others are"
+    async def main():
+        router = await cluster(2)
+        await router.control('pause', 'in_place')
+        await router.control('weight_version', 'v2')
+        new, heard = client(), []
+        def send(message, send=new.process.send):
+            heard.append(decode(message))
+            send(message)
+        new.process.send = send
+        joining = asyncio.ensure_future(router.join('2', new))
+        for _ in range(moment): await asyncio.sleep(0)
+        await router.control('weight_version', 'v3')
+        await router.control('resume')
+        await joining
+        for o in router.replicas.values():
+            await o.client.stats()
+            assert (o.client.process.scheduler.paused, o.client.process.scheduler.weight_version) == (False, 'v3')
+        told = [(m.command, m.argument) for m in heard if isinstance(m, ControlMsg) and m.command != 'stats']
+        assert len({*told}) == len(told)
+    run(main())
+
+def test_a_replica_that_stands_still_holds_up_nobody():
+    "It is left out of an answer once that is known; what it was told meanwhile it does when it goes on"
+    async def main():
+        router = await cluster(3)
+        still = router.replicas['0'].client.process
+        turn, still._turn = still._turn, list   # no one can know it yet
+        asked = [asyncio.ensure_future(o) for o in (router.stats(), router.control('live'), router.control('pause', 'in_place'))]
+        await asyncio.sleep(.01)
+        assert not any(o.done() for o in asked)
+        still.trouble = 'the engine has not been heard of for 4 s'
+        for o in await asyncio.gather(*asked[:2]):
+            assert ['pages' in each for each in o['per_replica']] == [False, True, True]
+        await asked[2]
+        await router.control('weight_version', 'v2')
+        n_waiting = len(router.replicas['0'].client._control_replies)
+        for _ in range(5): await router.stats()
+        assert len(router.replicas['0'].client._control_replies) == n_waiting   # it is not asked over and over
+        still.trouble, still._turn = '', turn
+        await router.replicas['0'].client.stats()
+        assert still.scheduler.paused and still.scheduler.weight_version == 'v2'
+    run(main())
+
+def test_a_replica_dies_while_it_is_asked():
+    "The others have answered; when the last dies, the caller is told so"
+    async def main():
+        router = await cluster(2)
+        cores = [o.client.process for o in router.replicas.values()]
+        cores[0]._turn = list
+        asked = asyncio.ensure_future(router.control("pause", "in_place"))
+        await asyncio.sleep(.01)
+        assert not asked.done()
+        cores[0].kill()
+        assert await asked == {} and cores[1].scheduler.paused
+        cores[1]._turn = list
+        asked = asyncio.ensure_future(router.control("resume"))
+        await asyncio.sleep(.01)
+        cores[1].kill()
+        with pytest.raises(RuntimeError, match="has ended"): await asked
+        await router.join("2", new := client())
+        assert not new.process.scheduler.paused   # it has been told what they were
+    run(main())
+
+def test_counts_do_not_fall():
+    "Prometheus would take that for a server that has begun anew"
+    async def main():
+        router = await cluster(2)
+        for i in range(4): await read(router, request(f'a{i}', [i]*9))
+        before = await router.stats()
+        def same(stats): assert all(stats[k] == before[k] for k in ('prompt_tokens', 'cached_tokens', 'generated_tokens', 'hit_rate'))
+        router.replicas['0'].client.process.kill()
+        while router.replicas['0'].client.alive or not router.replicas['0'].client.failed: await asyncio.sleep(0)
+        same(after := await router.stats())
+        assert after['pages']['total']*2 == before['pages']['total'] and 'pages' not in after['per_replica'][0]
+        router.leave('0')
+        same(await router.stats())
+        await router.join('0', client())
+        same(await router.stats())
+        await read(router, request('b', [9]*9))
+        assert (await router.stats())['prompt_tokens'] == before['prompt_tokens'] + 9
+    run(main())
+
+def test_hashes_hold_up_nobody():
+    "Of a long prompt only so many pages are looked at; between the prompts of a call others have their turn"
+    async def main():
+        router, turns, sent = await cluster(2, page_size=1, num_pages=240), 0, []
+        prompt = router._prompt(request('x', np.arange(100_000) % 999))
+        assert prompt.n_tokens == 100_000 and len(prompt.hashes) == 8192
+        async def others():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+        for o in router.replicas.values():
+            def send(message, send=o.client.process.send):
+                sent.append(turns)
+                send(message)
+            o.client.process.send = send
+        task = asyncio.ensure_future(others())
+        await asyncio.sleep(0)
+        before = turns
+        answers = await read(router, *(requests := [request(f'r{i}', [i]*200, 1) for i in range(20)]))
+        assert sent[0] >= before + 19 and [ids for ids, _ in answers] == [right(r) for r in requests]
+        task.cancel()
     run(main())

@@ -216,7 +216,7 @@ class Server:
         self._log(f'host {c.host} lets other machines in, and there is no api_key: '
                   f'whoever reaches port {port} can use this server')
 
-    # %% ../../nbs/56_server.serve.ipynb #90385af1
+    # %% ../../nbs/56_server.serve.ipynb #d6623e96
     async def _supervise(self, replica: int, client: AsyncEngineClient) -> None:
         "Dispatch what an engine sends; when it fails start another, or raise why not"
         backoff = Backoff(self._loop.time)
@@ -227,16 +227,8 @@ class Server:
                     if self._router: both.create_task(self._router.join(str(replica), client))
             except* Exception as e: client.fail(str(e.exceptions[0]))
             if self._router: self._router.leave(str(replica))
-            if not self._config.restart:
-                if self._router: self._log(f'replica {replica}: {client.failed}')
-                raise RuntimeError(client.failed)
+            if not self._config.restart: raise RuntimeError(client.failed)
             await self._restart(replica, client, backoff)
-
-    async def _supervise_all(self, clients: list[AsyncEngineClient]) -> None:
-        "The same for all; `RuntimeError` when the last has failed for good"
-        tasks = (self._supervise(i, client) for i, client in enumerate(clients))
-        failures = await asyncio.gather(*tasks, return_exceptions=True)
-        raise RuntimeError('; '.join(dict.fromkeys(map(str, failures))))
 
     async def _restart(self, replica: int, client: AsyncEngineClient,
                        backoff: Backoff) -> None:
@@ -246,15 +238,34 @@ class Server:
             if delay is None: raise RuntimeError(
                 f'{client.failed}; {backoff.max_failures} failures within {backoff.window / 60:g} '
                 'minutes, so it is not started again')
-            self._log(f'{client.failed}; starting another' + (f' in {delay:g} s' if delay else ''))
+            when = f' in {delay:g} s' if delay else ''
+            self._log(f'{self._name(replica)}{client.failed}; starting another{when}')
             await self._processes[replica].close()
             await asyncio.sleep(delay)
             try: client.process, _ = await self._load(replica)
-            except (RuntimeError, ValueError) as e:
+            except (OSError, RuntimeError, ValueError) as e:
                 if self._stopping.is_set(): raise
                 client.fail(f'the engine could not be started: {e}')
             else: client.failed = ''
-        self._log('the engine answers again')
+        self._log(f'{self._name(replica)}the engine answers again')
+
+    def _name(self, replica: int) -> str:
+        "How a line about an engine begins: with its name, if there are several"
+        return f'replica {replica}: ' if self._router else ''
+
+    # %% ../../nbs/56_server.serve.ipynb #64013940
+    async def _supervise_all(self, clients: list[AsyncEngineClient]) -> None:
+        "The same for all; `RuntimeError` when the last has failed for good"
+        async def supervise(replica: int, client: AsyncEngineClient) -> None:
+            try: await self._supervise(replica, client)
+            except Exception as e:
+                client.fail(str(e))
+                if self._router: self._log(f'{self._name(replica)}{e}')
+                await self._processes[replica].close()
+                raise
+        tasks = (supervise(i, client) for i, client in enumerate(clients))
+        failures = await asyncio.gather(*tasks, return_exceptions=True)
+        raise RuntimeError('; '.join(dict.fromkeys(map(str, failures))))
 
     # %% ../../nbs/56_server.serve.ipynb #e9aff651
     async def _run_until_stopped(

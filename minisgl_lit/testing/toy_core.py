@@ -9,6 +9,7 @@ __all__ = ['ToyEngineCore']
 import asyncio
 from time import perf_counter
 
+
 from ..config import EngineConfig
 from ..kv_cache.manager import CacheManager
 from ..kv_cache.radix import make_prefix_cache
@@ -59,6 +60,7 @@ class ToyEngineCore:
         self.killed, self.trouble = True, 'the engine process has ended'
         self._woken.set()
 
+    # %% ../../nbs/53b_testing.toy_core.ipynb #1a3b6f77
     async def receive(self) -> list[FromScheduler]:
         "What it sends next, at least one message; `RuntimeError` once it was killed"
         while not self.killed:
@@ -68,6 +70,7 @@ class ToyEngineCore:
             if not self.trouble and (sent := self._turn()): return sent
         raise RuntimeError('the engine process has ended with code -9')
 
+    # %% ../../nbs/53b_testing.toy_core.ipynb #4b0c75a3
     def _turn(self) -> list[FromScheduler]:
         "Handle what has come, and run a step"
         inbox, self._inbox = [decode(o) for o in self._inbox], []
