@@ -42,8 +42,8 @@ class Stream(Protocol):
     def reset(self) -> None:
         "Let what is enqueued pass, then forget the error"
         ...
-    def close(self) -> None:
-        "Let what is enqueued pass, then free what the stream holds"
+    def close(self, seconds: float | None = None) -> None:
+        "Let what is enqueued pass, then free what the stream holds; wait at most so long"
         ...
 
 # %% ../nbs/02_device.ipynb #a54f0687
@@ -130,7 +130,7 @@ class InlineStream:
             if e is not self._error: raise   # not from the work: Ctrl-C while we waited
         self._error = None
 
-    def close(self) -> None:
+    def close(self, seconds: float | None = None) -> None:
         "Nothing to free"
 
 # %% ../nbs/02_device.ipynb #6c947c38
@@ -160,11 +160,11 @@ class WorkerStream(InlineStream):
     def _wait(self, event: HostEvent) -> None:
         with self._news: self._news.wait_for(event.query)
 
-    def close(self) -> None:
-        "Let what is enqueued pass, then end the thread; a second time does nothing"
+    def close(self, seconds: float | None = None) -> None:
+        "Let what is enqueued pass, then end the thread; it does so by itself after these seconds"
         self._closed = True
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(seconds)
 
 # %% ../nbs/02_device.ipynb #a023c732
 class ManualStream(InlineStream):

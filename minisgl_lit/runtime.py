@@ -112,8 +112,8 @@ class Runtime:
 
     def close(self) -> None:
         "End the engine and the other ranks; nothing can be served afterwards"
+        self.scheduler.cache.close()   # copies pages from the pool
         self.engine.stream.close()
-        if self.scheduler.cache.tier: self.scheduler.cache.tier.close()
         self.ranks.end('this engine has been closed')
 
 # %% ../nbs/51a_runtime.ipynb #10c46f8d

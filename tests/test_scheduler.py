@@ -109,19 +109,25 @@ class SecondTier:
     memory = '/dev/shm' if os.path.isdir('/dev/shm') else None
     def __init__(self, config, engine, moving, least):
         self.config, self.engine, self.moving, self.least, self.seen = config, engine, moving, least, Counter()
-        self.folder = tempfile.mkdtemp(dir=self.memory)
+        self.folder, self.now = tempfile.mkdtemp(dir=self.memory), 0.
         self.start()
     def start(self):
         c, self.stream = self.config, ManualStream()
         page_bytes = self.engine.empty_pages(1)[0].nbytes
         self.file = PageFile(self.folder, page_bytes, int(c.kv_disk_gib * 2**30)) if c.kv_disk_path else None
         host = int((c.kv_host_gib or 0) * 2**30) // page_bytes
-        self.tier = Tier(self.engine, c.page_size, lambda: bytes(20), self.stream, self.file, host, self.moving, self.least, lambda: self.stream.run_next() or self.engine.stream.run_next())
+        self.tier = Tier(self.engine, c.page_size, lambda: bytes(20), self.stream, self.file, host, self.moving, self.least, self.idle, lambda: self.now)
+    def idle(self):
+        work = self.stream, self.engine.stream
+        any(o.run_next() for o in work if isinstance(o, ManualStream))
     def restart(self):
         self.seen.update(self.tier.counts, restarts=len(self.tier._slots) > 0)
-        self.tier.close()
+        self.kill()
         self.start()
         return self.tier
+    def kill(self):
+        "What was on its way is lost"
+        if self.file: self.file.close()
     def damage(self, which, in_page):
         "A bit of a page, or of its record"
         slots = sorted(self.tier._slots._slot_of.values())
@@ -131,7 +137,7 @@ class SecondTier:
         if byte := os.pread(self.file._fd, 1, at): os.pwrite(self.file._fd, bytes([byte[0] ^ 1]), at)
     def end(self):
         self.restart()
-        self.tier.close()
+        self.kill()
         shutil.rmtree(self.folder)
 
 class Notes(Observer):
@@ -289,6 +295,10 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
         @rule(which=st.integers(0, 99), in_page=st.booleans(), n=st.integers(1, 4))
         def the_disk_is_damaged(self, which, in_page, n):
             for i in range(n): self.below.damage(which + i, in_page)
+
+        @precondition(lambda self: self.below)
+        @rule(seconds=st.sampled_from([3, 20]))
+        def the_disk_is_slow(self, seconds): self.below.now += seconds
 
         @precondition(lambda self: self.below and not self.s.alive and not self.s.has_work)
         @rule()

@@ -1,14 +1,17 @@
 """The second tier for keys and values under faults: other weights, other tenants, NaN, a full or damaged disk, a killed server."""
-import errno, json, signal, subprocess, sys
+import errno, json, os, signal, subprocess, sys, threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
+import httpx
 import numpy as np
 import pytest
 
+from minisgl_lit import LLM, serve
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.page_file import open_page_file
+from minisgl_lit.kv_cache.page_file import PageFile, open_page_file
 from minisgl_lit.kv_cache.radix import make_prefix_cache
 from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.scheduler.control import Control
@@ -154,6 +157,71 @@ def test_a_disk_that_cannot_be_read(server):
     server.go_down()
     with patch('minisgl_lit.kv_cache.page_file.os.preadv', side_effect=OSError(errno.EIO, 'no')): assert server.ask('b') == (RIGHT, 0)
 
+def test_a_disk_that_hangs_keeps_nobody_for_ever(server, caplog):
+    "Ten seconds for who waits already, nothing for who comes later; who needs nothing from there runs on; and a disk that answers again is used again"
+    tier = server.cache.tier
+    server.ask('a')
+    server.go_down()
+    b, c = server.add('b'), server.add('c', [7, 7, 7])
+    with patch.object(tier, 'idle'):   # the disk does nothing
+        for _ in range(5): server.s.step()
+        assert c.finish_reason and not b.output_ids.size
+        server.below.now = 9
+        server.s.step()
+        assert not b.output_ids.size
+        server.below.now = 11
+        assert server.run(b) == [(RIGHT, 0)] and tier.disk_hangs
+        server.cache._push(server.cache.prefix.evict(99))
+        assert server.ask('d') == (RIGHT, 0) and server.below.now == 11
+    assert caplog.text.count('no page came in 10 seconds') == 1 and server.cache.n_leases == 0
+    server.go_down()
+    assert not tier.disk_hangs and tier.counts['lost'] == 4   # what came too late
+    server.ask('e')
+    server.go_down()
+    assert server.ask('f') == (RIGHT, 8)
+
+def test_what_is_emptied_is_not_waited_for(server):
+    server.ask('a')
+    server.go_down()
+    b = server.add('b')
+    with patch.object(server.cache.tier, 'idle'):   # the disk does nothing
+        server.s.step()
+        server.control.flush_cache()
+        assert server.run(b) == [(RIGHT, 0)]
+
+def test_an_engine_ends_beside_a_disk_that_hangs(tmp_path):
+    "It answers what lies there, and its file is closed by the thread that hangs, once it goes on"
+    gate, prompts = threading.Event(), [np.random.default_rng(i).integers(100, 500, 400).tolist() for i in range(3)]
+    llm = LLM(device='cpu', num_pages=60, max_running_req=2, kv_disk_path=str(tmp_path), kv_disk_gib=.05)
+    tier, params = llm._driver.scheduler.cache.tier, SamplingParams(max_tokens=2, temperature=0)
+    def ask(): return [llm.generate([p], params)[0].token_ids for p in prompts]
+    right = ask()
+    with patch.object(PageFile, 'read', lambda *args: gate.wait(60)), patch('minisgl_lit.kv_cache.tier._PATIENCE', .2), patch('minisgl_lit.kv_cache.tier.CLOSING_SECONDS', .1):
+        assert ask() == right and tier.disk_hangs
+        llm.close()
+        assert tier._stream._thread.is_alive() and tier._file._fd >= 0
+        gate.set()
+        tier._stream._thread.join()
+    assert tier._file._fd == -1
+
+@pytest.mark.parametrize('path, why', [('/dev/null', 'Not a directory'), ('/proc/nobody', 'No such file')])
+def test_a_folder_that_cannot_be_used_is_refused_before_anything_is_loaded(path, why):
+    with patch('minisgl_lit.runtime.Tokenizer', side_effect=AssertionError('it was loaded')), pytest.raises(ValueError, match=f'kv_disk_path={path!r} cannot be used: .*{why}'):
+        LLM(device='cpu', kv_disk_path=path)
+
+def test_the_file_of_another_user_is_refused(tmp_path):
+    open_page_file(tmp_path, 8, 9999).close()
+    with patch('minisgl_lit.kv_cache.page_file.os.geteuid', return_value=1 + os.geteuid()), pytest.raises(ValueError, match='pages-0.kv: it is no file of this user'):
+        open_page_file(tmp_path, 8, 9999)
+
+def test_a_server_starts_beside_a_disk_that_is_full_or_unreadable(tmp_path):
+    for call, error in ('pwrite', errno.ENOSPC), ('pread', errno.EIO):
+        with patch(f'minisgl_lit.kv_cache.page_file.os.{call}', side_effect=OSError(error, 'no')):
+            file = open_page_file(tmp_path, 8, 9999)
+            assert not file.write(0, 1, bytes(20), np.zeros(8, np.uint8)) or call == 'pread'
+            assert [*file.records()] == []
+        file.close()
+
 def test_a_small_pool_computes_what_it_has_no_room_to_load():
     "A request whose pages have all come up, and a pool that is full of others': nothing is promised twice"
     server = Server(num_pages=8)
@@ -162,6 +230,21 @@ def test_a_small_pool_computes_what_it_has_no_room_to_load():
     long = server.add('long', [9]*8)
     server.s.step()
     assert server.run(long, server.add('b'))[1][0] == RIGHT
+    server.below.end()
+
+def test_an_end_in_order_writes_what_was_never_evicted(server):
+    server.ask('a')
+    server.cache.close()
+    server.cache.tier = server.below.restart()
+    assert server.ask('b') == (RIGHT, 8)
+
+def test_an_end_in_order_goes_on_while_there_is_room_for_a_page():
+    "In a host memory of one page all five go down, one after the other"
+    server = Server()
+    server.cache.tier.moving_pages = 1
+    server.ask('a')
+    server.cache.close()
+    assert server.cache.tier.counts == dict(stored=5, from_host=0, from_disk=0, dropped=0, lost=0) and len(server.cache.tier._slots) == 5
     server.below.end()
 
 def test_metrics_tell_of_it(server):
@@ -211,3 +294,22 @@ def test_two_engines_do_not_share_a_file(tmp_path):
     assert [one.path.name, two.path.name] == ['pages-0.kv', 'pages-1.kv']
     one.close()
     assert open_page_file(tmp_path, 8, 9999).path == one.path
+
+@pytest.mark.long
+def test_a_server_that_ends_in_order_finds_all_of_it_again(tmp_path):
+    "Over HTTP: pages go down and come up while others run, the end writes the pool, and the next start has at least 80 % of the hits at once"
+    prompts = [np.random.default_rng(i).integers(100, 500, 400).tolist() for i in range(6)]
+    settings = dict(device='cpu', port=0, num_pages=80, max_running_req=2, kv_disk_path=str(tmp_path), kv_disk_gib=.05)
+    def ask(url, prompt):
+        body = {'input_ids': prompt, 'sampling_params': {'max_new_tokens': 4, 'temperature': 0}}
+        answer = httpx.post(url + '/generate', json=body, timeout=60).json()
+        return answer['text'], answer['meta_info']['cached_tokens']
+    def ask_all(url):
+        with ThreadPoolExecutor(3) as threads: return [*threads.map(ask, [url]*6, prompts)]
+    with serve(**settings) as s:
+        first, second = ask_all(s.url), ask_all(s.url)
+        told = httpx.get(s.url + '/metrics').text
+    with serve(**settings) as s: third = ask_all(s.url)
+    texts, hits = zip(*(zip(*o) for o in (first, second, third)))
+    assert texts[0] == texts[1] == texts[2] and 'minisgl:kv_disk_hit_pages_total{' in told
+    assert sum(hits[1]) > 1000 and sum(hits[2]) >= .8*max(sum(hits[1]), 2304), hits

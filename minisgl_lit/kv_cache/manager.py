@@ -343,6 +343,7 @@ class CacheManager:
             self._insert_prefix(pending, end * self.page_size)
         return self._cached_len(pending)
 
+    # %% ../../nbs/13_kv_cache.manager.ipynb #db50723d
     def drop(self, pending: PendingReq) -> None:
         "A request waits no more for pages from below"
         if self.tier: self.tier.drop(pending)
@@ -360,6 +361,14 @@ class CacheManager:
     def n_leases(self) -> int:
         "Requests that hold something below"
         return self.tier.stats()['leases'] if self.tier else 0
+
+    def close(self) -> None:
+        "End the second tier, to which all goes down that the tree has; nothing is computed any more"
+        def evict(n: int) -> int:
+            assert self.tier
+            self._push(pages := self.prefix.evict(n, self.tier.put))
+            return len(pages)
+        if self.tier: self.tier.close(evict)
 
 # %% ../../nbs/13_kv_cache.manager.ipynb #79f61aeb
 

@@ -77,6 +77,7 @@ _SETTINGS = [*(f.name for f in fields(EngineConfig)),
 _STDERR = 2             # where the process's standard output goes
 _TROUBLE_SECONDS = 3.   # without a heartbeat until new requests are refused
 _STOP_SECONDS = 1.5     # for a loaded process to end after `StopMsg`, before it is killed
+_WRITE_SECONDS = 6.     # more, if it has pages to write to a disk
 
 def _decode_reply(data: bytes) -> FromScheduler:
     "A message of the engine core"
@@ -97,6 +98,7 @@ class EngineCoreHandle:
     ):
         self.folder = tempfile.mkdtemp(prefix='minisgl_lit-')
         self.watchdog_timeout = config.watchdog_timeout   # seconds without a heartbeat
+        self._stop_seconds = _STOP_SECONDS + (_WRITE_SECONDS if config.kv_disk_path else 0)
         self.socket = zmq.asyncio.Context().socket(zmq.PAIR)
         self.socket.sndhwm, self.socket.rcvhwm = 0, 64   # messages; 0: no bound
         settings = json.dumps({name: getattr(config, name) for name in _SETTINGS})
@@ -194,7 +196,7 @@ class EngineCoreHandle:
         "End it, and remove what was shared with it; to call it again does nothing"
         if self.socket.closed: return
         self.send(encode(StopMsg()))
-        if self.ready: await asyncio.wait({self.exited}, timeout=_STOP_SECONDS)
+        if self.ready: await asyncio.wait({self.exited}, timeout=self._stop_seconds)
         if not self.exited.done(): self.process.kill()
         await asyncio.wait({self.exited})
         self.loop.remove_reader(self._heartbeat_socket)
