@@ -38,7 +38,7 @@ class AsyncEngineDriver(EngineDriver):
     ):
         super().__init__(runtime)
         self._thread = ThreadPoolExecutor(1, 'engine steps')
-        self._state, self._runs = threading.Lock(), False   # whether the thread runs
+        self._state, self._runs = threading.RLock(), False   # whether the thread runs
         self._waiting: dict[str, asyncio.Future[None]] = {}   # by rid: whom to wake
 
     def submit(self, requests: Sequence[RequestState]) -> None:
@@ -54,24 +54,26 @@ class AsyncEngineDriver(EngineDriver):
 
     def close(self) -> None:
         "Abort all requests, and end the engine; a second time does nothing"
-        super().close()
-        self._fail(RuntimeError('this LLM has been closed; make a new one'))
-        self._thread.shutdown(wait=False)
+        try: super().close()
+        finally:
+            self._fail(RuntimeError('this LLM has been closed; make a new one'))
+            self._thread.shutdown(wait=False)
 
     # %% ../nbs/52c_async_llm.ipynb #1b9eba72
     def _start(self) -> None:
         "Have the thread run, unless it does"
         with self._state:
             if self._runs or self.closed: return
-            with suppress(RuntimeError):   # the interpreter is about to end
-                self._thread.submit(self._run)
-                self._runs = True
+            self._runs = True
+            try: self._thread.submit(self._run)
+            except RuntimeError: self._runs = False   # the interpreter is about to end
 
     def _has_work(self) -> bool:
         "Whether there is; if there is none, the thread ends"
         with self._state:
+            busy = self.scheduler.has_work
             self._runs = not self.closed and bool(
-                self._submitted or self._released or self._backlog or self.scheduler.has_work)
+                busy or self._backlog or self._submitted or self._released)
             return self._runs
 
     def _run(self) -> None:
@@ -106,20 +108,18 @@ class AsyncEngineDriver(EngineDriver):
             self.check_open()
             self._waiting[request.rid] = news = asyncio.get_running_loop().create_future()
             if not request.ready: await news
-        if request.error and not (request.pieces or request.output): raise request.error
+        request.raise_error()
 
     async def pieces(
         self,
         request: RequestState,   # One that is streamed
     ) -> AsyncGenerator[Piece]:  # To close it aborts the request
         "The pieces of an answer, as they come"
-        try:
-            self.submit([request])
+        with self.serving([request]):
             while True:
                 await self.arrival(request)
                 yield (piece := request.pieces.popleft())
                 if piece.finish_reason: return
-        finally: self.release([request])
 
     async def outputs(
         self,
@@ -127,11 +127,9 @@ class AsyncEngineDriver(EngineDriver):
         progress: bool | None,             # A bar; `None`: for four or more, where somebody looks
     ) -> list[RequestOutput]:
         "All answers, in the order of the requests"
-        try:
-            self.submit(requests)
+        with self.serving(requests):
             for request in progress_bar(requests, progress): await self.arrival(request)
             return [request.output for request in requests if request.output]
-        finally: self.release(requests)
 
 # %% ../nbs/52c_async_llm.ipynb #af51179b
 
@@ -239,6 +237,7 @@ class AsyncLLM(LoadedModel):
         "Take it again; weights that were not updated meanwhile are loaded once more"
         await asyncio.to_thread(self._driver.wake)
 
+    # %% ../nbs/52c_async_llm.ipynb #773f6f92
     async def embed(
         self,
         prompts: Prompt | Sequence[Prompt],  # Texts or token ids: one, or many

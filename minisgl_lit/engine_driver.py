@@ -74,6 +74,10 @@ class RequestState:
         "Whether there is something for the caller: a piece, the whole answer, an error"
         return bool(self.pieces or self.output or self.error)
 
+    def raise_error(self) -> None:
+        "Raise what its own objects have raised, if there is nothing else to read"
+        if self.error and not (self.pieces or self.output): raise self.error
+
     def add(self, new: EngineCoreOutput) -> None:
         "Take the next output of this request"
         if self._streamed:
@@ -105,7 +109,7 @@ class EngineDriver:
         self._open: dict[str, RequestState] = {}
         self._backlog: deque[RequestState] = deque()   # open, but not in the scheduler yet
         self._released: deque[str] = deque()   # open, but their callers wait no longer
-        self._empty = False   # asleep without weights
+        self._falls_asleep, self._empty = False, False   # takes no request; has lost its weights
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -122,17 +126,27 @@ class EngineDriver:
         "`RuntimeError` if this has been closed"
         if self.closed: raise RuntimeError('this LLM has been closed; make a new one')
 
+    # %% ../nbs/51g_engine_driver.ipynb #27a4f9d0
     def submit(self, requests: Sequence[RequestState]) -> None:
         "Have the next step add all of these to the scheduler"
         self.check_open()
+        if self._falls_asleep: raise RuntimeError('this LLM is falling asleep; wake it first')
         self._submitted.extend(requests)
+
+    @contextmanager
+    def serving(self, requests: Sequence[RequestState]) -> Iterator[None]:
+        "Submit these for the length of a block, in which their caller waits for them"
+        try:
+            self.submit(requests)
+            yield
+        finally: self.release(requests)
 
     def wait(self, request: RequestState) -> None:
         "Run steps until there is a piece to read, or the whole answer; raises what it has raised"
         while not request.ready:
             with self.exclusive():   # another caller's step may have brought it meanwhile
                 if not request.ready: self._advance()
-        if request.error and not (request.pieces or request.output): raise request.error
+        request.raise_error()
 
     # %% ../nbs/51g_engine_driver.ipynb #c367b338
     def _advance(self) -> None:
@@ -156,10 +170,11 @@ class EngineDriver:
     def _take_in(self) -> list[RequestState]:
         "Open what was submitted, end what was released; those that the scheduler failed on"
         failed: list[RequestState] = []
+        n_released = len(self._released)   # of these, each was submitted before; later ones perhaps not
         while self._submitted:
             self._backlog.append(request := self._submitted.popleft())
             self._open[request.rid] = request
-        while self._released:
+        for _ in range(n_released):
             self.runtime.control.abort(rid := self._released.popleft())
             request = self._open.pop(rid, None)
             if request in self._backlog: self._backlog.remove(request)
@@ -173,6 +188,7 @@ class EngineDriver:
             self._backlog.popleft()
         return failed
 
+    # %% ../nbs/51g_engine_driver.ipynb #c63dedca
     def release(self, requests: Sequence[RequestState]) -> None:
         "The callers of these wait no longer: abort those that have not ended, and forget all"
         self._released.extend(r.rid for r in requests)
@@ -188,13 +204,11 @@ class EngineDriver:
         request: RequestState,   # One that is streamed
     ) -> Generator[Piece]:       # To close it aborts the request
         "The pieces of an answer, as they come"
-        try:
-            self.submit([request])
+        with self.serving([request]):
             while True:
                 self.wait(request)
                 yield (piece := request.pieces.popleft())
                 if piece.finish_reason: return
-        finally: self.release([request])
 
     # %% ../nbs/51g_engine_driver.ipynb #24c4c124
     def collect(
@@ -203,16 +217,11 @@ class EngineDriver:
         progress: bool | None,             # A bar; `None`: for four or more, where somebody looks
     ) -> list[RequestOutput]:
         "All answers, in the order of the requests"
-        outputs: list[RequestOutput] = []
-        try:
-            self.submit(requests)
-            for request in progress_bar(requests, progress):
-                self.wait(request)
-                assert request.output, 'a request that is not streamed waits for its whole answer'
-                outputs.append(request.output)
-        finally: self.release(requests)
-        return outputs
+        with self.serving(requests):
+            for request in progress_bar(requests, progress): self.wait(request)
+            return [request.output for request in requests if request.output]
 
+    # %% ../nbs/51g_engine_driver.ipynb #41ce9e8e
     def stats(self) -> dict[str, float | dict[str, int]]:
         "What the scheduler counts"
         with self.exclusive(): return self.scheduler.stats()
@@ -223,26 +232,32 @@ class EngineDriver:
         with self.exclusive():
             weights.check(path)
             control.hold()
-            while control.unfinished(): self._step()
-            control.swap(partial(weights.load, path), version)
+            try:
+                while control.unfinished(): self._step()
+                control.swap(partial(weights.load, path), version)
+            finally: self.scheduler.prefill.held = False
 
     def close(self) -> None:
         "Abort all requests, and end the engine; a second time does nothing"
-        if self.closed: return
-        with self.exclusive():
-            self.runtime.control.abort_all()
-            while self.scheduler.has_work: self.scheduler.step()
-            self._end_engine()
+        with defer_interrupts(), self._turnstile, self._lock:
+            if self.closed: return
             self.closed = True
+            try:
+                self.runtime.control.abort_all()
+                while self.scheduler.has_work: self.scheduler.step()
+            finally: self._end_engine()
 
-    # %% ../nbs/51g_engine_driver.ipynb #41ce9e8e
+    # %% ../nbs/51g_engine_driver.ipynb #ddc72167
     def sleep(self, parts: Collection[str]) -> None:
         "End what runs, then give the memory of these parts back; `ValueError` if that cannot be"
         weights = self.runtime.weights
         weights.check_release(parts)
         with self.exclusive():
-            while self.scheduler.has_work or self._backlog or self._submitted: self._advance()
-            self.runtime.control.sleep(partial(weights.release, parts))
+            self._falls_asleep = True
+            try:
+                while self.scheduler.has_work or self._backlog or self._submitted: self._advance()
+                self.runtime.control.sleep(partial(weights.release, parts))
+            finally: self._falls_asleep = False
             self._empty = 'weights' in parts
 
     def wake(self) -> None:

@@ -9,7 +9,6 @@ __all__ = ['F', 'Params', 'EngineSettings', 'SamplingFields', 'ChatFields', 'pas
 # %% ../nbs/51f_keywords.ipynb #4722ec7c
 import difflib
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Literal, TypedDict, TypeVar
@@ -17,7 +16,7 @@ from typing import Literal, TypedDict, TypeVar
 from .config import (
     AdmissionName, CacheName, DTypeName, EngineConfig, EvictionName, KVDTypeName, PolicyName,
     ProductName, QuantizationName, ReasoningParserName, allowed)
-from .core.sampling_params import RequestError, SamplingParams, quote
+from .core.sampling_params import RequestError, SamplingParams, described, quote
 from .text.chat_template import ChatOptions
 from .text.tool_calling import ToolLike, offer_tools
 
@@ -125,7 +124,9 @@ def passes_on(
         more = [_shown(p) for target in targets
                 for p in inspect.signature(target).parameters.values() if p.name not in names]
         setattr(function, '__signature__', signature.replace(parameters=[*own, *more]))
-        if explained: function.__doc__ = f'{inspect.getdoc(function)}\n\n{_lines(more, targets)}'
+        if explained:
+            said = described(more, *targets)
+            function.__doc__ = f'{inspect.getdoc(function)}\n\n{said}'
         return function
     return decorate
 
@@ -133,14 +134,6 @@ def _shown(p: inspect.Parameter) -> inspect.Parameter:
     "The same, for a signature that has many; a default that a factory makes is an empty map"
     default = {} if str(p.default) == '<factory>' else p.default
     return p.replace(kind=p.KEYWORD_ONLY, annotation=p.empty, default=default)
-
-def _lines(parameters: Iterable[inspect.Parameter], targets: Iterable[Callable]) -> str:
-    "A line for each, with its comment, which only the source has"
-    try: source = '\n'.join(map(inspect.getsource, targets))
-    except OSError: source = ''   # a program that was frozen without its sources
-    comments = dict(re.findall(r'(?m)^    (\w+): .*?# (.+)', source))
-    return '\n'.join(f'    {p.name} = {p.default!r}: {comments.get(p.name, "")}'
-                     for p in parameters)
 
 def settings_help(
     config: type[EngineConfig],  # Whose fields

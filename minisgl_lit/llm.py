@@ -61,9 +61,13 @@ P = TypeVar('P')   # a prompt or a conversation
 
 def as_list(
     prompts: Prompt | Sequence[Prompt],   # One, or many
+    name: str = 'prompts',                # What they are called, for the error
 ) -> Sequence[Prompt]:
     "Prompts as a list, also if there is only one: a text, or a list that begins with a number"
     if isinstance(prompts, str): return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, (Sequence, np.ndarray)):
+        what = f'{name} must be a text, token ids, or a list of these, not {quote(prompts)}'
+        raise RequestError(name, what)
     if len(prompts) > 0 and isinstance(prompts[0], Integral): return [cast(Prompt, prompts)]
     return cast(Sequence[Prompt], prompts)
 
@@ -142,6 +146,7 @@ class LoadedModel:
                    for request, own in zip(requests, owns)]
         return Call(requests, readers, [own.n for own in params])
 
+    # %% ../nbs/52_llm.ipynb #7649768c
     def _params(
         self, params: Params, n: int, fields: Mapping[str, object],
     ) -> tuple[list[SamplingParams], Reader | None]:
@@ -160,6 +165,7 @@ class LoadedModel:
         own, read = self._params(params, len(prompts), fields)
         return self._call(prompts, partial(input_ids, self.tokenizer), own, read, streamed=streamed)
 
+    # %% ../nbs/52_llm.ipynb #21716fd9
     def _dialogs(
         self, dialogs: Sequence[Dialog], params: Params, how: Mapping[str, object],
         streamed: bool = False,
@@ -183,6 +189,7 @@ class LoadedModel:
         else: call = self._completions([cast(Prompt, prompt)], params, how, True)
         return call.requests[0], call.readers[0]
 
+    # %% ../nbs/52_llm.ipynb #60a29822
     def _embedding(
         self, pooling: str | None, normalize: bool | None, dimensions: int | None,
     ) -> tuple[SamplingParams, Callable[[Sequence[RequestOutput]], np.ndarray]]:
@@ -202,19 +209,20 @@ class LoadedModel:
         "Prompts after which the labels are scored, and their parameters"
         params = score_params(np.asarray(label_token_ids).tolist())   # numpy's numbers, too
         prompts: list[Prompt] = [joined(cast(Sequence[int], query), cast(Sequence[int], o), item_first)
-                                 for o in items]
+                                 for o in as_list(items, 'items')]
         return prompts, params
 
     def _reranking(
         self, query: str, documents: Sequence[str], instruct: str | None,
     ) -> tuple[list[np.ndarray], SamplingParams]:
         "Prompts that ask whether each document answers the query, and their parameters"
-        params = rerank_params(self.tokenizer)
-        prompts = [rerank_prompt(query, o, instruct) for o in documents]
+        params, texts = rerank_params(self.tokenizer), as_list(documents, 'documents')
+        if wrong := [o for o in (query, *texts) if not isinstance(o, str)]: raise RequestError(
+            'documents', f'query and documents must be texts, not {quote(wrong[0])}')
+        prompts = [rerank_prompt(query, cast(str, o), instruct) for o in texts]
         return [self.tokenizer.encode(o, False) for o in prompts], params
 
-# %% ../nbs/52_llm.ipynb #07120695
-
+# %% ../nbs/52_llm.ipynb #21716fd9
 _OPTIONS = [f.name for f in fields(ChatOptions)]
 _TOOLS = 'tools', 'tool_choice', 'parallel_tool_calls'
 
@@ -338,6 +346,7 @@ class LLM(LoadedModel):
         "Take it again; weights that were not updated meanwhile are loaded once more"
         self._driver.wake()
 
+    # %% ../nbs/52_llm.ipynb #07a6ff2f
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],  # Texts or token ids: one, or many

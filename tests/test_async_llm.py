@@ -1,5 +1,6 @@
 """Many coroutines on one driver: streams read to the end, left, cancelled; several event loops; Ctrl-C; an engine that fails; and what editors see."""
-import asyncio, json, random, signal, subprocess, sys, threading
+import asyncio, gc, json, random, signal, subprocess, sys, threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from minisgl_lit.async_llm import AsyncEngineDriver, AsyncLLM
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.llm import LLM
-from test_llm import expected, prompt, toy_driver
+from test_llm import expected, failing, prompt, toy_driver
 
 
 def async_driver(overlap=False, **more): return toy_driver(overlap, driver=AsyncEngineDriver, **more)
@@ -91,6 +92,21 @@ def test_closing_tells_all_who_wait():
         with pytest.raises(RuntimeError, match="has been closed"): await read(driver, [1], 1)
     asyncio.run(main())
 
+def test_an_engine_that_fails_while_it_is_closed():
+    "Who waits is told all the same"
+    async def main():
+        driver = async_driver(delay=.002)
+        tasks = [asyncio.create_task(read(driver, [1], 40)) for _ in range(3)]
+        while len(driver._waiting) < 3: await asyncio.sleep(.001)
+        reached, gate, has_work = threading.Event(), threading.Event(), driver._has_work
+        driver._has_work = lambda: reached.set() or gate.wait(5) and has_work()   # the thread is between two steps then
+        while not reached.is_set(): await asyncio.sleep(.001)
+        driver.runtime.control.abort_all = failing
+        with pytest.raises(ZeroDivisionError): await asyncio.to_thread(driver.close)
+        gate.set()
+        for e in await asyncio.gather(*tasks, return_exceptions=True): assert isinstance(e, RuntimeError) and "has been closed" in str(e)
+    asyncio.run(asyncio.wait_for(main(), 10))
+
 def test_a_failing_engine_is_told_and_forgotten():
     async def main():
         driver = async_driver(True)
@@ -101,6 +117,126 @@ def test_a_failing_engine_is_told_and_forgotten():
         await idle(driver)
         driver.close()
     asyncio.run(main())
+
+def left(llm):
+    "Nothing is left of any request: each page is free or cached"
+    pages = llm.runtime.scheduler.stats()["pages"]
+    assert pages["held"] == pages["protected"] == 0 and pages["free"] + pages["evictable"] == pages["total"], pages
+
+CALLS = dict(
+    chat=lambda llm: texts(llm.chat(["Count from 3 to 5"], temperature=0)),
+    many=lambda llm: texts(llm.generate(["The page", "A lock", "The page"], max_tokens=3, temperature=0)),
+    json=lambda llm: llm.chat("What is 3 plus 4?", json_schema=int, temperature=0),
+    embed=lambda llm: llm.embed(["A page", "A lock"]),
+    stream=lambda llm: whole(llm.stream("The page", max_tokens=4, temperature=0)),
+    stats=lambda llm: llm.stats(), sleep=lambda llm: llm.sleep(), wake=lambda llm: llm.wake())
+
+async def texts(call): return [answer.text for answer in await call]
+async def whole(stream): return "".join([piece.text async for piece in stream])
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sleep needs Linux")
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")   # cancelled before its first line
+def test_cancelled_at_every_await():
+    "After so many turns of the event loop the caller is cancelled, wherever it is then; nothing hangs, and nothing is left"
+    async def main():
+        loop, spare = asyncio.get_running_loop(), ThreadPoolExecutor(2)
+        async def cancelled(call, turns):
+            with ThreadPoolExecutor(4) as threads:   # what they do is over at the end of the block
+                loop.set_default_executor(threads)
+                task = asyncio.create_task(call)
+                for _ in range(turns): await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            loop.set_default_executor(spare)
+        async with AsyncLLM(num_pages=32, max_seq_len=64) as llm:
+            want = [await CALLS[name](llm) for name in ("chat", "many", "stream")]
+            for name, call in CALLS.items():
+                for turns in (0, 1, 2, 3, 5, 10, 30, 100):
+                    await cancelled(call(llm), turns)
+                    await idle(llm._driver)
+                    await llm.wake()   # a model that falls asleep goes on to do so when its caller has left
+                    left(llm)
+            assert [await CALLS[name](llm) for name in ("chat", "many", "stream")] == want
+        spare.shutdown()
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+def test_left_by_an_exception():
+    "What the body of `async for` raises ends the request; so does what a neighbour in a group raises"
+    async def reads(llm):
+        async for piece in llm.stream("The page", max_tokens=60, ignore_eos=True): raise LookupError("mine")
+    async def waits(llm): await llm.generate(["The page"] * 3, max_tokens=60, ignore_eos=True)
+    async def main():
+        async with AsyncLLM(num_pages=32, max_seq_len=64) as llm:
+            with pytest.raises(LookupError, match="mine"): await reads(llm)
+            await idle(llm._driver)
+            with pytest.raises(ExceptionGroup):
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(3): group.create_task(waits(llm))
+                    group.create_task(reads(llm))
+            await idle(llm._driver)
+            left(llm)
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine method 'aclose'")
+def test_a_loop_closed_with_streams_open():
+    "A loop that is closed without its streams and tasks leaves no request behind, and the next loop is served"
+    llm, loop = AsyncLLM(num_pages=64, max_seq_len=512), asyncio.new_event_loop()
+    stream = llm.stream("The page", max_tokens=400, ignore_eos=True)
+    loop.run_until_complete(anext(stream))
+    task = loop.create_task(llm.generate("A lock", max_tokens=400, ignore_eos=True))
+    loop.run_until_complete(asyncio.sleep(.05))
+    loop.close()
+    del stream, task
+    while llm._driver._runs: threading.Event().wait(.001)   # what no one reads comes to its end
+    gc.collect()                                            # and then no one waits for it
+    asyncio.run(idle(llm._driver))
+    left(llm)
+    assert asyncio.run(llm.generate("The page", max_tokens=3))[0].finish_reason == "length"
+    asyncio.run(llm.close())
+
+def test_the_garbage_collector_comes_in_between():
+    "It may close a forgotten coroutine at any allocation, even while the thread decides whether to end: no deadlock, and the request ends"
+    driver = async_driver()
+    one, two = driver.make_requests([[1], [2]], np.array, SamplingParams(max_tokens=40, temperature=0), streamed=True)
+    real, forgotten = type(driver.scheduler).has_work, [two]
+    class Collecting(type(driver.scheduler)):
+        @property
+        def has_work(self):
+            if real.fget(self) and self.n_steps > 2 and forgotten: driver.release([forgotten.pop()])
+            return real.fget(self)
+    driver.scheduler.__class__ = Collecting
+    async def main():
+        driver.submit([two])
+        async with aclosing(driver.pieces(one)) as pieces:
+            return [i async for piece in pieces for i in piece.token_ids]
+    told = []
+    thread = threading.Thread(target=lambda: told.append(asyncio.run(main())), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert told == [expected([1], 40)] and not forgotten and len(two.pieces) < 40
+    asyncio.run(idle(driver))
+    driver.close()
+
+def test_falling_asleep_has_an_end():
+    "Callers that ask again and again do not keep it awake"
+    async def main():
+        async with AsyncLLM(num_pages=64, max_seq_len=64) as llm:
+            answers, refused = [], []
+            async def caller():
+                while len(refused) < 50:
+                    try: answers.append(await llm.generate("The page", max_tokens=4, temperature=0, ignore_eos=True))
+                    except RuntimeError as e: refused.append(str(e))
+                    await asyncio.sleep(0)
+            callers = [asyncio.create_task(caller()) for _ in range(6)]
+            while len(answers) < 20: await asyncio.sleep(.001)
+            await llm.sleep()
+            await asyncio.gather(*callers)
+            assert all("asleep" in o or "memory has been released" in o for o in refused)
+            await llm.wake()
+            assert len({tuple(o.token_ids) for o in [a for [a] in answers] + await llm.generate("The page", max_tokens=4, temperature=0, ignore_eos=True)}) == 1
+            await idle(llm._driver)
+            left(llm)
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 @pytest.mark.long
 def test_a_thousand_streams_of_the_model():

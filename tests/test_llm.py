@@ -126,6 +126,96 @@ def test_a_list_longer_than_the_queue():
     driver.close()
 
 
+def test_closing_at_once_in_several_threads():
+    "Only one closes, and none is told of it"
+    driver, errors = toy_driver(False), []
+    def close():
+        try: driver.close()
+        except Exception as e: errors.append(e)
+    threads = [threading.Thread(target=close) for _ in range(3)]
+    with driver.exclusive():
+        for t in threads: t.start()
+        while not driver._turnstile.locked(): threading.Event().wait(.001)
+    for t in threads: t.join(5)
+    assert driver.closed and errors == []
+
+
+def failing(): raise ZeroDivisionError("a bug")
+
+
+def test_an_engine_that_fails_while_it_is_closed_is_ended():
+    driver = toy_driver(False)
+    stream = driver.read(*driver.make_requests([[1]], np.array, SamplingParams(max_tokens=9, temperature=0), streamed=True))
+    next(stream)
+    driver.scheduler.step = failing
+    with pytest.raises(ZeroDivisionError): driver.close()
+    assert driver.closed and not driver._end_engine.alive
+
+
+def without_weights(driver):
+    driver.runtime.weights = SimpleNamespace(check=lambda path: None, load=lambda path: None, check_release=lambda parts: None,
+                                             release=lambda parts: None, reload=lambda: None)
+    return driver
+
+
+def test_an_update_that_fails_holds_nobody():
+    "New weights wait for what has begun; if that fails, those who waited meanwhile may start"
+    driver, params = without_weights(toy_driver(False)), SamplingParams(max_tokens=9, temperature=0)
+    stream = driver.read(*driver.make_requests([[1]], np.array, params, streamed=True))
+    next(stream)
+    step, driver.scheduler.step = driver.scheduler.step, failing
+    with pytest.raises(ZeroDivisionError): driver.update_weights("other", None)
+    driver.scheduler.step = step
+    assert not driver.scheduler.prefill.held
+    out, = driver.collect(driver.make_requests([[2]], np.array, params), progress=False)
+    assert out.token_ids == expected([2], 9)
+    driver.update_weights("other", None)
+    driver.close()
+
+
+def test_falling_asleep_has_an_end():
+    "What runs and what waits is ended first; who comes meanwhile is told, however often"
+    driver, params = without_weights(toy_driver(False, queued=2)), SamplingParams(max_tokens=5, temperature=0)
+    prompts = [[k] for k in range(9)]
+    waiting = driver.make_requests(prompts, np.array, params)
+    driver.submit(waiting)
+    step, refused = driver.scheduler.step, []
+    def another():   # at each step another caller asks
+        with pytest.raises(RuntimeError, match="falling asleep"): driver.submit(driver.make_requests([[1]], np.array, params))
+        refused.append(1)
+        return step()
+    driver.scheduler.step = another
+    driver.sleep({"kv_cache"})
+    driver.scheduler.step = step
+    assert refused and [o.output.token_ids for o in waiting] == [expected(o, 5) for o in prompts]
+    with pytest.raises(RuntimeError, match="memory has been released"): driver.collect(driver.make_requests([[1]], np.array, params), progress=False)
+    driver.wake()
+    out, = driver.collect(driver.make_requests([[2]], np.array, params), progress=False)
+    assert out.token_ids == expected([2], 5)
+    driver.release(waiting)
+    driver.runtime.control.self_check()
+    driver.close()
+
+
+def test_released_before_it_was_opened():
+    "One is submitted and released again while others are being released: no step opens it for nobody"
+    driver, params = toy_driver(False), SamplingParams(max_tokens=30, temperature=0)
+    one, two = driver.make_requests([[1], [2]], np.array, params, streamed=True)
+    driver.submit([one])
+    driver.wait(one)
+    abort = driver.runtime.control.abort
+    def abort_and_come_and_go(rid):
+        if rid == one.rid:
+            driver.submit([two])
+            driver._released.append(two.rid)
+        return abort(rid)
+    driver.runtime.control.abort = abort_and_come_and_go
+    driver.release([one])
+    assert driver._open == {} and not driver._submitted
+    driver.runtime.control.self_check()
+    driver.close()
+
+
 def test_transformers_stays_out():
     "Importing it would take longer than everything else that a first answer needs."
     code = ("import sys\nfrom minisgl_lit import LLM, SamplingParams\n"

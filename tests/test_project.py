@@ -1,6 +1,8 @@
 """The package is the export of the notebooks, the notebooks are clean, and no chapter reads ahead."""
-import ast, filecmp, json, re, shutil, subprocess, sys, tomllib
+import ast, filecmp, inspect, json, re, shutil, subprocess, sys, tomllib
+from dataclasses import fields
 from importlib import metadata
+from typing import get_type_hints
 import pytest
 from nbrun import cfg, notebooks, root
 
@@ -136,6 +138,24 @@ def test_public_face():
 def test_public_names_exist(name):
     import minisgl_lit
     assert getattr(minisgl_lit, name).__name__ == name
+
+def test_every_field_is_a_named_parameter():
+    "Each setting is one of `LLM` and `AsyncLLM`: for checkers with its type, at run time with its default; `help` says what each field means"
+    from minisgl_lit import LLM, AsyncLLM, SamplingParams
+    from minisgl_lit.config import EngineConfig
+    from minisgl_lit.keywords import EngineSettings, SamplingFields
+    hints, typed = get_type_hints(EngineConfig), get_type_hints(EngineSettings)
+    settings = {f.name: f for f in fields(EngineConfig)}
+    assert {"model": hints["model"], **typed} == {name: hints[name] for name in settings}
+    assert get_type_hints(SamplingFields).keys() == {f.name for f in fields(SamplingParams)}
+    for model in (LLM, AsyncLLM):
+        parameters = inspect.signature(model).parameters
+        assert parameters.keys() == settings.keys()
+        assert [p.default for name, p in parameters.items() if name != "model"] == [f.default for name, f in settings.items() if name != "model"]
+    explained = [(LLM.__init__, settings), (AsyncLLM.__init__, settings)] + [(o, get_type_hints(SamplingFields)) for o in (SamplingParams, LLM.chat, AsyncLLM.chat)]
+    for explains, names in explained:
+        said = dict(re.findall(r"(?m)^    (\w+) = .*?: (\S.*)$", explains.__doc__))
+        assert not (silent := names.keys() - said.keys() - {"model"}), f"{explains} says nothing of {silent}"
 
 def test_import_is_light():
     code = "import sys, time; t = time.perf_counter(); import minisgl_lit; print(time.perf_counter() - t, 'torch' in sys.modules)"

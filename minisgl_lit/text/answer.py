@@ -48,12 +48,13 @@ def read_json(
     if reason in (FinishReason.ABORT, FinishReason.ERROR):
         return None, output.error or 'the request was aborted'
     try: return read(text), ''
-    except (ValueError, RecursionError) as e: lines = map(str.strip, str(e).splitlines())
+    except Exception as e:   # a validator of the caller's may raise anything
+        why = str(e) if isinstance(e, ValueError) else f'{type(e).__name__}: {e}'
     if reason is FinishReason.LENGTH:
         return None, (f'the answer was cut after {output.completion_tokens} tokens, so it is no '
                       'whole JSON; raise max_tokens')
-    why = ' '.join(o for o in lines if not o.startswith('For further information'))
-    return None, f'the answer is not what json_schema asks for: {why:.300}'
+    lines = [o.strip() for o in why.splitlines() if 'For further information' not in o]
+    return None, f'the answer is not what json_schema asks for: {" ".join(lines):.300}'
 
 # %% ../../nbs/51e_text.answer.ipynb #9c339f88
 @dataclass(repr=False)
@@ -90,6 +91,7 @@ class Answer(RequestOutput):
         if self.tool_calls: message['tool_calls'] = [_call(o) for o in self.tool_calls]
         return message
 
+    # %% ../../nbs/51e_text.answer.ipynb #e20da7ed
     def __repr__(self) -> str:
         more = f', parsed={self.parsed!r}' if self.parsed is not None else ''
         calls = ', '.join(f'{o.name}({o.arguments})' for o in self.tool_calls)
@@ -133,6 +135,8 @@ class Answer(RequestOutput):
             parts.append(folded(f'thinking: {self.reasoning_tokens} tokens', span(self.reasoning)))
         parts.append(f'<div class="text">{coloured or span(self.text)}</div>')
         return framed(*parts, lines_html([*_notes(self)]))
+
+# %% ../../nbs/51e_text.answer.ipynb #e20da7ed
 
 def _call(call: ToolCall) -> dict[str, object]:
     "A call as OpenAI's API has it"

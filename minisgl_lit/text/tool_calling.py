@@ -53,18 +53,21 @@ def _untitled(schema: object) -> object:
     if not isinstance(schema, Mapping): return schema
     return {k: _untitled(v) for k, v in schema.items() if k != 'title' or not isinstance(v, str)}
 
+def _signed(tool: object) -> dict[str, object] | None:
+    "What a Python function says of itself; `None` if it is none"
+    if not callable(tool): return None
+    name, said = getattr(tool, '__name__', ''), inspect.getdoc(tool)
+    try: schema = _untitled(TypeAdapter(cast(type, tool)).json_schema())
+    except (PydanticUserError, NameError, TypeError, ValueError) as e:
+        what = f'the arguments of {name} cannot be described: {str(e).splitlines()[0]:.200}'
+        raise RequestError('tools', what) from None
+    return {'name': name, **({'description': said} if said else {}), 'parameters': schema}
+
 def describe_tool(
     tool: ToolLike,   # A function, or its description, alone or as a `function` of OpenAI's tools
 ) -> dict[str, object]:   # Its name; description, parameters and `strict`, if there are any
     "A function as chat templates want it; `RequestError` if it cannot be one"
-    if callable(tool):
-        name, said = getattr(tool, '__name__', ''), inspect.getdoc(tool)
-        try: schema = _untitled(TypeAdapter(cast(type, tool)).json_schema())
-        except (PydanticUserError, NameError) as e:
-            what = f'the arguments of {name} cannot be described: {str(e).splitlines()[0]:.200}'
-            raise RequestError('tools', what) from None
-        return {'name': name, **({'description': said} if said else {}), 'parameters': schema}
-    function = tool.get('function', tool) if isinstance(tool, Mapping) else None
+    function = tool.get('function', tool) if isinstance(tool, Mapping) else _signed(tool)
     if isinstance(function, Mapping) and isinstance(function.get('parameters') or {}, Mapping):
         if re.fullmatch('[a-zA-Z0-9_-]{1,64}', str(function.get('name', ''))): return {**function}
     raise RequestError('tools', 'each of tools must be a Python function, or a map with a name of '
@@ -112,6 +115,7 @@ class ToolCalling:
         self._token_ids = tokenizer.added_ids
         self._has_grammars = find_spec('llguidance') is not None
 
+    # %% ../../nbs/51c_text.tool_calling.ipynb #e0ec0105
     def params(self, offer: ToolOffer, own: SamplingParams) -> SamplingParams:
         "Parameters of a conversation: the request's own, and what calls need"
         if not offer.schemas: return own
@@ -129,14 +133,15 @@ class ToolCalling:
                                answer)
         return replace(own, ebnf=grammar, json_schema=None)
 
+    # %% ../../nbs/51c_text.tool_calling.ipynb #41a8c887
     def shown(self, offer: ToolOffer, tools: Sequence[Mapping]) -> Sequence[Mapping]:
         "The tools that the chat template is given"
         return [] if offer.forced and not self._takes_tools else tools
 
     def for_writer(self, offer: ToolOffer, own: SamplingParams) -> dict[str, object]:
         "What the writer of an answer has to know"
-        return dict(tools=offer.schemas, tool_formats=self.formats,
-                    hidden=[*self._markers] if own.skip_special_tokens else [],
+        hidden = [*self._markers] if own.skip_special_tokens else []
+        return dict(tools=offer.schemas, tool_formats=self.formats, hidden=hidden,
                     max_calls=_UNLIMITED if offer.many else 1)
 
     def parser(self, offer: ToolOffer, own: SamplingParams) -> ToolParser | None:
