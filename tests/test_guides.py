@@ -79,7 +79,8 @@ class Page:
         if command == "minisgl-lit serve": said = f"{self.shared.model} is served on {URL}"
         elif "minisgl-lit serve" in command and " is served on " in expected: said = self.start(command)
         else:
-            done = subprocess.run(command.replace(URL, self.url), shell=True, text=True, capture_output=True, timeout=120)
+            own = " --port 0" * ("minisgl-lit serve" in command)   # one that is refused, whoever has the usual port
+            done = subprocess.run(command.replace(URL, self.url) + own, shell=True, text=True, capture_output=True, timeout=120)
             said, refused = done.stdout + done.stderr, expected.startswith("minisgl-lit ")
             assert done.returncode == 2*refused, f"{command}\n{said}"
         check(expected, said.replace(self.url, URL), command)

@@ -8,10 +8,12 @@ __all__ = ['HUB', 'fetch_file', 'resolve_config', 'resolve_model']
 # %% ../../nbs/36c_models.hub.ipynb #77a18d3f
 import fcntl
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from io import BufferedWriter, FileIO
 from pathlib import Path
 
 from ..kernels.compiler import cache_folder
@@ -19,11 +21,30 @@ from .gguf import gguf_folder, split_files
 from .weights import shard_names
 
 # %% ../../nbs/36c_models.hub.ipynb #1db83235
+class _Part(BufferedWriter):
+    "A file on its way, which one process writes, at its end, up to the announced size."
+    def __init__(self, path: Path, size: int):
+        super().__init__(FileIO(path, 'ab'))
+        fcntl.flock(self, fcntl.LOCK_EX)   # until another process has it
+        self.size = size
+        if self.seek(0, os.SEEK_END) > size: self.empty()   # it cannot be the beginning
+
+    def write(self, data: bytes) -> int:
+        "Add bytes; `OSError` if they are too many"
+        if self.tell() + len(data) <= self.size: return super().write(data)
+        raise OSError(f'it sends more than the {self.size:,} bytes that it has announced')
+
+    def empty(self) -> None:
+        "Begin anew"
+        self.seek(0)
+        self.truncate()
+
 def _is_damaged(file: Path, etag: str) -> bool:
     "Whether a content is not that of its name, where the name is a hash (as large files have it)"
     if not re.fullmatch('[0-9a-f]{64}', etag): return False
     with file.open('rb') as data: return hashlib.file_digest(data, 'sha256').hexdigest() != etag
 
+# %% ../../nbs/36c_models.hub.ipynb #27dd30ba
 def fetch_file(
     url: str,       # Of a file on the hub, at a commit
     blobs: Path,    # The folder of contents in the cache of its repository
@@ -33,19 +54,19 @@ def fetch_file(
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
     about = get_hf_file_metadata(url)
-    too_large = (about.size or 0) > constants.MAX_HTTP_DOWNLOAD_SIZE
-    if too_large or not about.etag: return   # the library has a way of its own
+    is_ours = 0 < (about.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE
+    if not is_ours or not about.etag: return   # the library has a way of its own
+    if not re.fullmatch(r'\w[\w.-]*', about.etag):
+        raise OSError(f'it calls the content of a file {about.etag!r:.80}, which is no name')
     blob, part = blobs/about.etag, blobs/f'{about.etag}.part'
     blobs.mkdir(parents=True, exist_ok=True)
-    with part.open('ab') as file:
-        fcntl.flock(file, fcntl.LOCK_EX)   # until another process has it
+    with _Part(part, about.size or 0) as file:
         if blob.exists(): return part.unlink(missing_ok=True)
-        begin = file.tell()
-        http_get(url, file, resume_size=begin, expected_size=about.size,
+        http_get(url, file, resume_size=file.tell(), expected_size=about.size,
                  headers=build_hf_headers(), displayed_filename=url.rpartition('/')[2])
         file.flush()
-        if begin and _is_damaged(part, about.etag):
-            part.unlink()
+        if _is_damaged(part, about.etag):
+            file.empty()
             raise OSError('a file was damaged on its way; the same command fetches it anew')
         part.replace(blob)
 
@@ -96,9 +117,7 @@ def _explained(about: str) -> Iterator[None]:
     try: yield
     except Exception as e: raise ValueError(f'{about}: {_reason(e)}') from None
 
-# %% ../../nbs/36c_models.hub.ipynb #315ca257
-_REPO, _REVISION = r'[\w-][\w.-]*(?:/[\w-][\w.-]*)?', r'[\w.-][\w./-]*'
-
+# %% ../../nbs/36c_models.hub.ipynb #2614fbcf
 def _resolve_gguf(name: str) -> Path:
     "The folder of a GGUF file, on disk or on the hub"
     path, (cache, why) = Path(name).expanduser(), cache_folder()
@@ -118,6 +137,9 @@ def _resolve_gguf(name: str) -> Path:
     if not (folder/file).exists(): raise ValueError(f'model={name!r}: {repo} has no such file')
     return gguf_folder(folder/file, cache/'gguf')
 
+# %% ../../nbs/36c_models.hub.ipynb #315ca257
+_REPO, _REVISION = r'[\w-][\w.-]*(?:/[\w-][\w.-]*)?', r'[\w.-][\w./-]*'
+
 def resolve_config(
     name: str | Path,  # A folder, a GGUF file, or a name on the hub: model or model@revision
 ) -> Path:             # A folder with its `config.json`
@@ -132,6 +154,7 @@ def resolve_config(
     with _explained(f'model={text!r} is no folder here, and the hub did not give it'):
         return _snapshot(on_hub[1], on_hub[2], _SMALL)
 
+# %% ../../nbs/36c_models.hub.ipynb #aad5b33b
 def resolve_model(
     name: str | Path,  # The same
 ) -> Path:             # Its folder

@@ -14,6 +14,7 @@ import os
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self
 
@@ -116,6 +117,7 @@ def read_lines(
         while len(rest) > MAX_LINE and not rest.endswith(b'\n'): rest = file.readline(MAX_LINE + 2)
         yield (number := number + 1), data
 
+# %% ../../nbs/54k_server.batch_file.ipynb #2e90356e
 class BatchFile:
     "The requests in a file."
     def __init__(
@@ -123,10 +125,15 @@ class BatchFile:
         path: Path,                # Must not change meanwhile, except at its end
         only: str | None = None,   # The one route that its lines may name; `None`: any
         defaults: Mapping[str, object] = {},   # Fields that simple lines may leave out
+        most: int | None = None,   # Lines, empty ones among them; more are a `ValueError`
     ):
         self.path, self.only, self.defaults = path, only, defaults
-        with path.open('rb') as file: keys = [0, *map(self._key, read_lines(file))]
-        self.keys = np.array(keys, np.int64)   # of each line; 0: there is none, or it is empty
+        with path.open('rb') as file:
+            keys = map(self._key, islice(read_lines(file), most))
+            # of each line; 0: there is none, or it is empty
+            self.keys = np.fromiter(chain([0], keys), np.int64)
+            if most is not None and file.read(1):
+                raise ValueError(f'a batch may have at most {most:,} lines')
         is_again = self.keys != 0
         is_again[np.unique(self.keys, return_index=True)[1]] = False
         for number in np.flatnonzero(is_again): self.keys[number] = key_of(f'line-{number}')
@@ -194,12 +201,12 @@ class RecordFile:
         path: Path,   # Is made if it does not exist; `ValueError` if it is no file of records
     ):
         self.path, self._keys = path, array('q')
-        self._file = path.open('a+b')
+        self._file = path.open('ab', buffering=0)   # what cannot be written is not kept for later
         try: fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
             raise ValueError(f'{path} is being written by another program') from None
-        try: self._file.truncate(self._read())
+        try: self._size = self._file.truncate(self._read())
         except ValueError:
             self._file.close()
             raise
@@ -213,31 +220,37 @@ class RecordFile:
         "Of the names that have a record, int64, [n]"
         return np.array(self._keys, dtype=np.int64)
 
+    # %% ../../nbs/54k_server.batch_file.ipynb #583b92da
     def _read(self) -> int:
         "Note all names; returns where the last whole record ends"
-        self._file.seek(0)
-        end = 0
-        for number, data in enumerate(self._file, 1):
-            if not data.startswith(_BEGIN[:len(data)]): raise ValueError(
-                f'{self.path}: line {number} is not the answer of a batch; name another file')
-            if not data.endswith(b'\n'): break
-            try: self._keys.append(key_of(json.loads(data)['custom_id']))
-            except (ValueError, KeyError): raise ValueError(
-                f'{self.path}: line {number} is damaged; remove it to have it done again') from None
-            end += len(data)
-        return end
+        with self.path.open('rb') as file: return sum(map(self._note, enumerate(file, 1)))
 
-    # %% ../../nbs/54k_server.batch_file.ipynb #583b92da
+    def _note(self, line: tuple[int, bytes]) -> int:
+        "Note the name in a line; returns its bytes, 0 for half a line"
+        number, data = line
+        if not data.startswith(_BEGIN[:len(data)]): raise ValueError(
+            f'{self.path}: line {number} is not the answer of a batch; name another file')
+        if not data.endswith(b'\n'): return 0
+        try: self._keys.append(key_of(json.loads(data)['custom_id']))
+        except (ValueError, KeyError): raise ValueError(
+            f'{self.path}: line {number} is damaged; remove it to have it done again') from None
+        return len(data)
+
+    # %% ../../nbs/54k_server.batch_file.ipynb #6dee741b
     def append(
         self,
         records: Iterable[Mapping[str, object]],   # Made by `record`
     ) -> int:                                      # Bytes
-        "Write them, and wait until they are on the disk"
+        "Write them, and wait until they are on the disk; all or none: `OSError`"
         records = [*records]
-        data = b''.join(map(_encode, records))
-        self._file.write(data)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        left = memoryview(data := b''.join(map(_encode, records)))
+        try:
+            while left: left = left[self._file.write(left):]
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(self._size)
+            raise
+        self._size += len(data)
         self._keys.extend(key_of(made['custom_id']) for made in records)
         return len(data)
 

@@ -60,6 +60,7 @@ def _reply(sent: list[Message]) -> LineReply:
 
 # %% ../../nbs/54m_server.batches.ipynb #431932cc
 _Json = dict[str, object]
+_MAX_LINES = 1_000_000   # of a file; some bytes of memory are kept for each, also if it is empty
 
 class BatchError(Exception): "Why a batch cannot go on."
 
@@ -96,6 +97,7 @@ class _Outputs:
         self.folder.n_bytes += size - self.counted
         self.counted = size
 
+# %% ../../nbs/54m_server.batches.ipynb #affae906
 async def run_batch(
     folder: CallerFolder,   # Of its caller
     batch: BatchObject,     # Not over
@@ -103,7 +105,8 @@ async def run_batch(
     most: int,              # Lines in flight
 ) -> None:
     "Answer all lines that have no record; `BatchError` if there is no room for more"
-    lines = await asyncio.to_thread(BatchFile, folder.content(batch.input_file_id), batch.endpoint)
+    lines = await asyncio.to_thread(BatchFile, folder.content(batch.input_file_id), batch.endpoint,
+                                    most=_MAX_LINES)
     with await asyncio.to_thread(_Outputs, folder, batch) as outputs:
         batch.request_counts = counts = BatchCounts(
             len(lines), len(outputs.good.keys), len(outputs.bad.keys))
@@ -119,6 +122,7 @@ async def run_batch(
                 if folder.n_bytes > folder.max_bytes: raise BatchError(
                     f'your files have more than {folder.max_bytes:,} bytes; delete some')
 
+# %% ../../nbs/54m_server.batches.ipynb #fc9d5d98
 def finish(
     folder: CallerFolder,   # Of its caller
     batch: BatchObject,     # All of whose records are written
@@ -135,10 +139,16 @@ def finish(
         setattr(batch, f'{of}_file_id', name)
     if error: batch.errors = {'object': 'list', 'data': [
         {'code': 'batch_failed', 'message': error, 'line': None, 'param': None}]}
+    before = batch.status
     batch.enter(status)
-    folder.save(batch)
+    try: folder.save(batch)
+    except ApiError:
+        batch.status = before   # the disk says so, too
+        raise
 
 # %% ../../nbs/54m_server.batches.ipynb #ce158707
+_FULL_DISK = 10.   # seconds until a state is written again that a full disk did not take
+
 class Batches:
     "The tasks that answer the batches of all callers."
     def __init__(
@@ -184,11 +194,17 @@ class Batches:
             try:
                 if batch.status != 'cancelling': await self._run_one(folder, batch, send)
                 error = ''
-            except (BatchError, ValueError, OSError) as e: error = str(e)
+            except (ApiError, BatchError, ValueError, OSError) as e: error = str(e)
             except Exception as e: error = f'something went wrong in the server: {e!r}'
-            error = error.replace(f'{folder.path}/', '')   # the operator's
-            end: Status = 'failed' if error else 'completed'
-            finish(folder, batch, 'cancelled' if batch.status == 'cancelling' else end, error)
+            await self._finish(folder, batch, error.replace(f'{folder.path}/', ''))   # the operator's
+
+    async def _finish(self, folder: CallerFolder, batch: BatchObject, error: str) -> None:
+        "Let a batch be over, as soon as the disk takes that"
+        end: Status = 'failed' if error else 'completed'
+        if batch.status == 'cancelling': end = 'cancelled'
+        while True:
+            try: return finish(folder, batch, end, error)
+            except ApiError: await asyncio.sleep(_FULL_DISK)
 
     async def _run_one(self, folder: CallerFolder, batch: BatchObject, send: Send) -> None:
         "Run a batch until it ends, or is cancelled by its caller; raises what it raises"
@@ -196,9 +212,9 @@ class Batches:
             run_batch(folder, batch, send, self.most))
         try: await asyncio.wait({running})
         finally:   # if the server stops, it has not ended
-            del self._running[batch.id]
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+            del self._running[batch.id]   # last: a second `stop` meanwhile must find it
         if not running.cancelled(): running.result()
 
     def stop(
@@ -209,9 +225,10 @@ class Batches:
         "End a batch; what it has answered is kept"
         if batch.is_over: raise ApiError(f'this batch is {batch.status} already', 409, 'batch_id')
         batch.enter('cancelling')
-        folder.save(batch)
-        if running := self._running.get(batch.id): running.cancel()
-        else: finish(folder, batch, 'cancelled')   # it had not begun
+        running = self._running.get(batch.id)
+        if running is None: return finish(folder, batch, 'cancelled')   # it had not begun
+        running.cancel()
+        folder.save(batch)   # so that it ends, if the server does first
 
 # %% ../../nbs/54m_server.batches.ipynb #ddcb2017
 _MAX_RUNNING = 16   # batches of a caller that are not over
@@ -233,20 +250,18 @@ class BatchRequest(ApiObject):
             raise ApiError('metadata may have names of 64 and texts of 512 characters at most',
                            param='metadata')
 
+# %% ../../nbs/54m_server.batches.ipynb #405e95ed
 class BatchRoutes:
     "The routes of batches."
     def __init__(
         self,
         batches: Batches,   # What they are about
     ):
-        self.batches = batches
-
-    def _folder(self, request: Request) -> CallerFolder:
-        return self.batches.folders.of(request.state.account.name)
+        self.batches, self.folders = batches, batches.folders
 
     async def create(self, body: BatchRequest, request: Request) -> object:
         "Begin a batch"
-        folder = self._folder(request)
+        folder = self.folders.of_caller(request)
         body.check()
         asked = folder.get(body.input_file_id, FileObject)
         folder.check_room()
@@ -261,15 +276,15 @@ class BatchRoutes:
 
     async def batch_list(self, request: Request) -> object:
         "The caller's batches"
-        return page_of(self._folder(request).all(BatchObject), request, 100)
+        return page_of(self.folders.of_caller(request).all(BatchObject), request, 100)
 
     async def retrieve(self, batch_id: str, request: Request) -> object:
         "How far a batch is"
-        return msgspec.to_builtins(self._folder(request).get(batch_id, BatchObject))
+        return msgspec.to_builtins(self.folders.of_caller(request).get(batch_id, BatchObject))
 
     async def cancel(self, batch_id: str, request: Request) -> object:
         "End a batch; what it has answered is kept"
-        folder = self._folder(request)
+        folder = self.folders.of_caller(request)
         kept = folder.get(batch_id, BatchObject)
         self.batches.stop(folder, kept)
         return msgspec.to_builtins(kept)
@@ -278,6 +293,6 @@ class BatchRoutes:
     def routes(self) -> list[Route]:
         "Method, path and function of each, those of files among them"
         one = '/v1/batches/{batch_id}'
-        return [*FileRoutes(self.batches.folders).routes,
+        return [*FileRoutes(self.folders).routes,
                 ('POST', '/v1/batches', self.create), ('GET', '/v1/batches', self.batch_list),
                 ('GET', one, self.retrieve), ('POST', f'{one}/cancel', self.cancel)]

@@ -149,30 +149,38 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     requests_per_minute: _Positive | None = None
     tokens_per_minute: _Positive | None = None
 
+def _read_tables(path: str) -> dict[str, object]:
+    "What stands in the file, by name"
+    try:
+        text = Path(path).read_text(encoding='utf-8')
+        entries = (json if path.endswith('.json') else tomllib).loads(text)
+        if os.stat(path).st_mode & 0o077:
+            warnings.warn(f'other users of this machine may read {path}: chmod 600', stacklevel=3)
+    except OSError as e:
+        raise ValueError(f'api_keys: {path} cannot be read: {e.strerror}') from None
+    except ValueError as e:
+        raise ValueError(f'api_keys: {path} cannot be understood: {e}') from None
+    if isinstance(entries, dict) and entries: return entries
+    raise ValueError(f'api_keys: {path} must name at least one caller')
+
+# %% ../../nbs/48a_server.callers.ipynb #d3f17a15
+def _checked(name: str, entry: object) -> _Entry:
+    "A caller's table; `ValueError` if it or the name cannot be used"
+    if not re.fullmatch(r'[\w.-]{1,64}', name, re.ASCII) or name in _own_names:
+        raise ValueError(f'api_keys: {name!r:.80} cannot be the name of a caller: letters, '
+                         f'digits, _ . and -, and not {" or ".join(_own_names)}')
+    try: return msgspec.convert(entry, _Entry)
+    except msgspec.ValidationError as e:
+        raise ValueError(f'api_keys: caller {name}: {e}') from None
+
 def read_accounts(
     path: str,                   # A TOML file, or a JSON file whose name ends in .json
     clock: Callable[[], float] = time.monotonic,   # Seconds, for limits
 ) -> dict[str, Account]:         # By key
     "The callers that a file names; `ValueError` in one sentence, without any key"
-    try:
-        text = Path(path).read_text(encoding='utf-8')
-        entries = (json if path.endswith('.json') else tomllib).loads(text)
-        if os.stat(path).st_mode & 0o077:
-            warnings.warn(f'other users of this machine may read {path}: chmod 600', stacklevel=2)
-    except OSError as e:
-        raise ValueError(f'api_keys: {path} cannot be read: {e.strerror}') from None
-    except ValueError as e:
-        raise ValueError(f'api_keys: {path} cannot be understood: {e}') from None
-    if not isinstance(entries, dict) or not entries:
-        raise ValueError(f'api_keys: {path} must name at least one caller')
     accounts: dict[str, Account] = {}
-    for name, entry in entries.items():
-        if not re.fullmatch(r'[\w.-]{1,64}', name, re.ASCII) or name in _own_names:
-            raise ValueError(f'api_keys: {name!r:.80} cannot be the name of a caller: letters, '
-                             f'digits, _ . and -, and not {" or ".join(_own_names)}')
-        try: found = msgspec.convert(entry, _Entry)
-        except msgspec.ValidationError as e:
-            raise ValueError(f'api_keys: caller {name}: {e}') from None
+    for name, entry in _read_tables(path).items():
+        found = _checked(name, entry)
         if found.key in accounts:
             raise ValueError(f'api_keys: {accounts[found.key].name} and {name} have the same key')
         accounts[found.key] = Account(name, found.weight, found.requests_per_minute,

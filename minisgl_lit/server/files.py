@@ -15,8 +15,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
-from email import message_from_string
-from email.message import Message as Head
+from contextlib import asynccontextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeVar
@@ -94,15 +93,22 @@ K = TypeVar('K', FileObject, BatchObject)
 _MAX_OBJECTS = 2_000   # files and batches of a caller
 
 def _write(path: Path, data: bytes | memoryview) -> None:
-    "Write a file, all or nothing"
+    "Write a file, all or nothing; `ApiError` 507 if the disk takes it not"
     new = path.with_suffix('.new')
-    with new.open('wb') as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    sync_folder(path.parent)
+    try:
+        with new.open('wb') as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        sync_folder(path.parent)
+    except OSError as e: raise _disk_error(e) from None
+    finally: new.unlink(missing_ok=True)
 
+def _disk_error(e: OSError) -> ApiError:
+    return ApiError(f'this server can keep nothing more at present: {e.strerror}', 507)
+
+# %% ../../nbs/54l_server.files.ipynb #4772af92
 class CallerFolder:
     "Files and batches of one caller. Contents lie beside their objects, and go with them."
     def __init__(
@@ -145,6 +151,7 @@ class CallerFolder:
         "Where the content of a file lies"
         return self.path/id
 
+    # %% ../../nbs/54l_server.files.ipynb #da32ca23
     def save(self, kept: Kept) -> None:
         "Keep an object as it is now"
         _write(self.path/f'{kept.id}.json', msgspec.json.encode(kept))
@@ -158,16 +165,28 @@ class CallerFolder:
         self.n_bytes -= content.stat().st_size
         content.unlink()
 
+    # %% ../../nbs/54l_server.files.ipynb #24b4aa9e
     def check_room(self, n_bytes: int = 0) -> None:
         "`ApiError` 413 if there is no room for so many bytes more, or for another object"
+        if len(self.objects) >= _MAX_OBJECTS: self._forget()
         if len(self.objects) >= _MAX_OBJECTS: raise ApiError(
-            f'you may have {_MAX_OBJECTS:,} files and batches; delete some first', 413)
+            f'you may have {_MAX_OBJECTS:,} files and batches; delete some files first', 413)
         if self.n_bytes + n_bytes > self.max_bytes: raise ApiError(
             f'your files may have {self.max_bytes:,} bytes together; delete some first', 413)
 
+    def _forget(self) -> None:
+        "Drop the oldest batch that is over and has no answers left, if there is one"
+        for batch in self.all(BatchObject):
+            answers = {batch.output_file_id, batch.error_file_id}
+            if not batch.is_over or self.objects.keys() & answers: continue
+            del self.objects[batch.id]
+            return (self.path/f'{batch.id}.json').unlink()
+
 def _load(path: Path) -> Kept:
     kind = BatchObject if path.name.startswith('batch_') else FileObject
-    return msgspec.json.decode(path.read_bytes(), type=kind)
+    try: return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.DecodeError: raise ValueError(
+        f'{path} is damaged; remove it, and what it describes goes, too') from None
 
 def outputs_of(
     kept: Kept,   # A batch; a file writes none
@@ -178,8 +197,22 @@ def outputs_of(
     return f'file-{own}-output', f'file-{own}-errors'
 
 # %% ../../nbs/54l_server.files.ipynb #9ec6f3e3
-_MAX_HEAD = 4096   # bytes of a part's header, and of the other fields
+_MAX_HEAD = 4096    # bytes of a part's header, and of the other fields
 _MAX_PARTS = 8
+_SLICE = 1 << 20    # bytes that are searched at once
+_PARAM = re.compile(r';\s*([\w-]+)=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))')
+
+def _params(header: str) -> dict[str, str]:
+    "What stands behind the first `;` of a header, such as `form-data; name=file`"
+    return {name.lower(): re.sub(r'\\(.)', r'\1', quoted) or plain
+            for name, quoted, plain in _PARAM.findall(header[:_MAX_HEAD])}
+
+def _find(data: mmap.mmap | bytes, mark: bytes, begin: int) -> int:
+    "Where a mark stands, or -1"
+    for at in range(begin, len(data), _SLICE):
+        found = data.find(mark, at, at + _SLICE + len(mark) - 1)
+        if found >= 0: return found
+    return -1
 
 def form_parts(
     data: mmap.mmap | bytes,   # A form
@@ -192,11 +225,12 @@ def form_parts(
     for _ in range(_MAX_PARTS):
         if data[at:at + 2] == b'--': return
         begin = data.find(b'\r\n\r\n', at, at + _MAX_HEAD) + 4
-        end = data.find(mark, begin) if begin >= 4 else -1
+        end = _find(data, mark, begin) if begin >= 4 else -1
         if end < 0: raise ApiError('the form is cut off, or a part of it has a long header')
-        head = message_from_string(data[at + 2:begin].decode(errors='replace'))
-        name = head.get_param('name', '', 'content-disposition')
-        yield str(name), head.get_filename() or '', begin, end
+        head = data[at + 2:begin].decode(errors='replace')
+        about = re.search(r'(?im)^content-disposition:(.*)', head)
+        params = _params(about[1]) if about else {}
+        yield params.get('name', ''), params.get('filename', ''), begin, end
         at = end + len(mark)
     raise ApiError(f'the form may have at most {_MAX_PARTS} parts')
 
@@ -204,13 +238,13 @@ def read_boundary(
     content_type: str,   # The header
 ) -> str:
     "The boundary of a form; `ApiError` if it is no form"
-    head = Head()
-    head['content-type'] = re.sub(r'[\r\n]', ' ', content_type)
-    boundary = head.get_boundary() or ''
-    if head.get_content_type() == 'multipart/form-data' and 0 < len(boundary) <= 70: return boundary
+    kind, boundary = content_type.partition(';')[0], _params(content_type).get('boundary', '')
+    is_form = kind.strip().lower() == 'multipart/form-data'
+    if is_form and 0 < len(boundary) <= 70: return boundary
     raise ApiError('a file must be uploaded as multipart/form-data, with the fields file and '
                    f'purpose, not as {content_type!r:.80}', 415)
 
+# %% ../../nbs/54l_server.files.ipynb #fda76d8d
 def _store(form: Path, boundary: str, to: Path) -> tuple[str, int]:
     "Write the file in a form to a place of its own; its name there and its bytes"
     if not form.stat().st_size: raise ApiError('the body must be a form, with a boundary')
@@ -220,7 +254,7 @@ def _store(form: Path, boundary: str, to: Path) -> tuple[str, int]:
             if name == 'purpose':
                 purpose = data[begin:min(end, begin + _MAX_HEAD)].decode(errors='replace')
             elif name == 'file':
-                with memoryview(data) as whole: _write(to, whole[begin:end])
+                with memoryview(data) as whole, whole[begin:end] as part: _write(to, part)
                 found = filename[:255].encode(errors='replace').decode(), end - begin
             else: raise ApiError(f'{name[:64]} is not a field of this request; leave it out',
                                  param=name[:64])
@@ -255,6 +289,18 @@ class Folders:
         self.path = None if path is None else Path(path).expanduser()
         self.max_bytes, self._lock = max_bytes, None if self.path is None else _claim(self.path)
         self._folders: dict[str, CallerFolder] = {}   # by caller
+        try:   # what is damaged is said at the start
+            for caller in self.callers: self.of(caller)
+        except ValueError:
+            self.close()
+            raise
+
+    def of_caller(
+        self,
+        request: Request,   # Of a caller
+    ) -> CallerFolder:
+        "What the caller of a request keeps"
+        return self.of(request.state.account.name)
 
     def of(
         self,
@@ -286,7 +332,8 @@ def page_of(
     query = request.query_params
     if query.get('order') != 'asc': found = found[::-1]
     limit = query.get('limit', str(most))
-    if not limit.isdecimal() or not 0 < int(limit[:9]) <= most:
+    n = int(limit) if re.fullmatch('[0-9]{1,9}', limit) else 0
+    if not 0 < n <= most:
         raise ApiError(f'limit must be a whole number from 1 to {most:,}, not {limit!r:.40}',
                        param='limit')
     if after := query.get('after'):
@@ -294,21 +341,32 @@ def page_of(
         if after not in ids:
             raise ApiError(f'there is no {after!r:.80} to begin after', 404, 'after')
         found = found[ids.index(after) + 1:]
-    shown = found[:int(limit)]
+    shown = found[:n]
     return {'object': 'list', 'data': [msgspec.to_builtins(o) for o in shown],
             'first_id': shown[0].id if shown else None, 'last_id': shown[-1].id if shown else None,
             'has_more': len(found) > len(shown)}
 
 # %% ../../nbs/54l_server.files.ipynb #ad5195fc
-async def _receive(stream: AsyncIterator[bytes], to: Path, folder: CallerFolder) -> None:
-    "Write a body to a file as it comes; its bytes count while it is there"
+@asynccontextmanager
+async def _received(
+    stream: AsyncIterator[bytes], to: Path, folder: CallerFolder) -> AsyncIterator[None]:
+    "A body in a file, written as it comes; its bytes count while it is there"
+    size = 0
     try:
         with to.open('wb') as file:
             async for part in stream:
                 folder.check_room(len(part))
-                folder.n_bytes += file.write(part)
+                folder.n_bytes += len(part)
+                size += len(part)
+                file.write(part)
+        yield
     except ClientDisconnect: raise ClientDisconnected from None
+    except OSError as e: raise _disk_error(e) from None
+    finally:
+        folder.n_bytes -= size
+        to.unlink(missing_ok=True)
 
+# %% ../../nbs/54l_server.files.ipynb #79787f8a
 class FileRoutes:
     "The routes of files."
     def __init__(
@@ -317,46 +375,42 @@ class FileRoutes:
     ):
         self.folders = folders
 
-    def _folder(self, request: Request) -> CallerFolder:
-        return self.folders.of(request.state.account.name)
-
     async def upload(self, request: Request) -> object:
         "Take a file"
-        folder = self._folder(request)
+        folder = self.folders.of_caller(request)
         boundary = read_boundary(request.headers.get('content-type', ''))
         id = f'file-{secrets.token_hex(12)}'
-        form = folder.path/f'{id}.form'
+        content, form = folder.content(id), folder.path/f'{id}.form'
         try:
-            await _receive(request.stream(), form, folder)
-            filename, size = await asyncio.to_thread(_store, form, boundary, folder.content(id))
-            folder.check_room()
-            folder.save(kept := FileObject(id, size, int(time.time()), filename))
-            folder.n_bytes += size
-            return msgspec.to_builtins(kept)
+            async with _received(request.stream(), form, folder):
+                filename, size = await asyncio.to_thread(_store, form, boundary, content)
+                folder.check_room()
+                folder.save(kept := FileObject(id, size, int(time.time()), filename))
+                folder.n_bytes += size
+                return msgspec.to_builtins(kept)
         finally:
-            folder.n_bytes -= form.stat().st_size if form.exists() else 0
-            form.unlink(missing_ok=True)
-            if id not in folder.objects: folder.content(id).unlink(missing_ok=True)
+            if id not in folder.objects: content.unlink(missing_ok=True)
 
+    # %% ../../nbs/54l_server.files.ipynb #960485ba
     async def files(self, request: Request) -> object:
         "The caller's files"
         purpose = request.query_params.get('purpose')
-        found = [o for o in self._folder(request).all(FileObject) if purpose in (None, o.purpose)]
-        return page_of(found, request, 10_000)
+        files = self.folders.of_caller(request).all(FileObject)
+        return page_of([o for o in files if purpose in (None, o.purpose)], request, 10_000)
 
     async def file(self, file_id: str, request: Request) -> object:
         "What is known about a file"
-        return msgspec.to_builtins(self._folder(request).get(file_id, FileObject))
+        return msgspec.to_builtins(self.folders.of_caller(request).get(file_id, FileObject))
 
     async def content(self, file_id: str, request: Request) -> Response:
         "A file itself"
-        folder = self._folder(request)
+        folder = self.folders.of_caller(request)
         kept = folder.get(file_id, FileObject)
         return FileResponse(folder.content(kept.id), media_type='application/octet-stream')
 
     async def delete(self, file_id: str, request: Request) -> object:
         "Remove a file"
-        folder = self._folder(request)
+        folder = self.folders.of_caller(request)
         kept = folder.get(file_id, FileObject)
         for batch in folder.all(BatchObject):
             if kept.id == batch.input_file_id and not batch.is_over:

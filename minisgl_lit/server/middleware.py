@@ -73,7 +73,7 @@ def _request_id(scope: Scope) -> str:
 _ID_HEADERS = b'x-request-id', b'request-id'   # as OpenAI's clients read it, and Anthropic's
 
 class AccessLogMiddleware:
-    "Every call has a request id, and leaves exactly one line in the log."
+    "Every call has a request id, and leaves one line in the log; a poll only if it fails."
     def __init__(
         self,
         app: ASGIApp,            # The application inside
@@ -84,7 +84,8 @@ class AccessLogMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope['type'] != 'http': return await self.app(scope, receive, send)
         started, status, request_id = perf_counter(), 0, _request_id(scope)
-        scope.setdefault('state', {})['request_id'] = request_id
+        state = scope.setdefault('state', {})
+        state['request_id'] = request_id
         def send_with_id(message: Message) -> Awaitable[None]:
             nonlocal status
             if message['type'] == 'http.response.start':
@@ -93,8 +94,10 @@ class AccessLogMiddleware:
                 message['headers'] = [*message.get('headers', ()), *ids]
             return send(message)
         try: await self.app(scope, receive, send_with_id)
-        finally: log.info(access_line(scope['method'], scope['path'], status,
-                                      perf_counter() - started, request_id, self.log_json))
+        finally:
+            if not (state.get('is_poll') and 0 < status < 500):
+                log.info(access_line(scope['method'], scope['path'], status,
+                                     perf_counter() - started, request_id, self.log_json))
 
 # %% ../../nbs/49_server.middleware.ipynb #1d7a137b
 ErrorShape = Callable[[ApiError, str], object]   # The JSON of an error, for clients of a path

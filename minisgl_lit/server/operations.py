@@ -104,6 +104,7 @@ class Operations:
     async def request(self, rid: str, request: Request) -> dict[str, object]:
         "What became of a request of the caller; 404 if it is not known any more"
         account: Account = request.state.account
+        request.state.is_poll = True   # of the page, for each answer that it shows
         name = account.engine_rid(rid)
         try: return {'rid': rid, **await self.ask(self.client.control, 'request', name)}
         except RequestError: raise ApiError(

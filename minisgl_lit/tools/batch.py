@@ -20,28 +20,20 @@ from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from socket import socket
 from typing import cast
-from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
 from ..config import EngineConfig, ServerConfig, ToolFormatName, setting
 from ..server.batch_file import (
     BatchFile, RecordFile, LineReply, drop_failures, has_failed, run, sort_records)
-from .load_generator import base, first_model, refuse_settings
+from .load_generator import (
+    base, first_model, refuse_settings, send_post)
 
 # %% ../../nbs/62d_tools.batch.ipynb #910b0da1
 class _Received:
     "Bytes that have come, as `HTTPResponse` wants them."
     def __init__(self, data: bytes): self._data = data
     def makefile(self, mode: str) -> io.BytesIO: return io.BytesIO(self._data)
-
-def _head(url: str, key: str | None, n_bytes: int) -> bytes:
-    "The head of a request"
-    parts = urlsplit(url)
-    lines = [f'POST {parts.path} HTTP/1.1', f'Host: {parts.netloc}', 'Connection: close',
-             'Content-Type: application/json', f'Content-Length: {n_bytes}']
-    if key: lines.append(f'Authorization: Bearer {key}')
-    return '\r\n'.join([*lines, '', '']).encode()
 
 def read_reply(
     data: bytes,   # All that a server has sent
@@ -53,7 +45,7 @@ def read_reply(
         text = response.read()
     except HTTPException: raise ConnectionError('the server broke off') from None
     try: body = json.loads(text)
-    except ValueError: body = text.decode(errors='replace')
+    except (ValueError, RecursionError): body = text.decode(errors='replace')
     after = response.getheader('retry-after') or ''
     return LineReply(response.status, response.getheader('x-request-id') or '', body,
                  float(after) if after.isdecimal() else 1.)
@@ -64,13 +56,8 @@ async def post(
     body: bytes,       # JSON
 ) -> LineReply:
     "Send a request, and wait for its answer as long as it takes; `OSError` if there is none"
-    parts = urlsplit(url)
-    tls = parts.scheme == 'https'
-    reader, writer = await asyncio.open_connection(
-        parts.hostname, parts.port or (443 if tls else 80), ssl=tls or None)
-    try:
-        writer.write(_head(url, key, len(body)) + body)
-        return read_reply(await reader.read())
+    reader, writer = await send_post(url, key, body)
+    try: return read_reply(await reader.read())
     finally: writer.close()
 
 # %% ../../nbs/62d_tools.batch.ipynb #bef9e468
@@ -175,13 +162,19 @@ async def _answer_all(
             await asyncio.to_thread(file.append, group)
             for record in group: progress.add(record)
 
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    "Make a `ValueError` of what the system says about a file, or about its disk"
+    try: yield
+    except OSError as e:
+        raise ValueError(f'{e.filename or path} cannot be used: {e.strerror}') from None
+
 def _open(asked: Path, told: Path) -> tuple[BatchFile, RecordFile]:
     "The two files; `ValueError` if one is not what it should be"
-    try:
+    with _usable(told):
         lines = BatchFile(asked)
         with RecordFile(told): drop_failures(told)
         return lines, RecordFile(told)
-    except OSError as e: raise ValueError(f'{e.filename} cannot be used: {e.strerror}') from None
 
 def _answer_left(
     lines: BatchFile, file: RecordFile, config: BatchConfig, key: str | None,
@@ -216,5 +209,6 @@ def answer_file(
         is_left = next(lines.left(file.keys), None) is not None
         progress = (_answer_left(lines, file, config, key, sampling) if is_left else
                     Progress(len(lines), len(lines)))   # and no model
-    if config.ordered: sort_records(told, lines.keys)
+    if config.ordered:
+        with _usable(told): sort_records(told, lines.keys)
     return progress

@@ -57,13 +57,16 @@ def said(
     try: return run_compiler(command).strip()
     except RuntimeError: return None
 
+def _cpuinfo(root: Path) -> list[str]:
+    "What Linux says about the cores; nothing elsewhere"
+    try: return (root/'proc/cpuinfo').read_text().splitlines()
+    except OSError: return []
+
 def processor(
     root: Path = Path('/'),  # Where the system's own files begin
 ) -> str:
     "The name of the processor"
-    try: lines = (root/'proc/cpuinfo').read_text().splitlines()
-    except OSError: lines = []
-    names = [o.split(':', 1)[1].strip() for o in lines if o.startswith('model name')]
+    names = [o.split(':', 1)[1].strip() for o in _cpuinfo(root) if o.startswith('model name')]
     return names[0] if names else platform.processor() or platform.machine()
 
 _VECTORS = dict(   # by the flag that Linux lists, the best first
@@ -74,9 +77,8 @@ def vector_units(
     root: Path = Path('/'),  # Where the system's own files begin
 ) -> str:
     "The best vectors that the kernels can use here"
-    try: lines = (root/'proc/cpuinfo').read_text().splitlines()
-    except OSError: lines = []
-    flags = next((o.split() for o in lines if o.startswith(('flags', 'Features'))), [])
+    found = (o.split() for o in _cpuinfo(root) if o.startswith(('flags', 'Features')))
+    flags = next(found, [])
     return next((words for flag, words in _VECTORS.items() if flag in flags), 'not known')
 
 def shipped_level() -> str | None:

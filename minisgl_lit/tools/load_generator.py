@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TOKEN_IDS', 'refuse_settings', 'LoadConfig', 'arrival_times', 'request_bodies', 'error_message', 'call', 'base',
-           'first_model', 'read_event', 'stream_events', 'RequestRecord', 'send_request', 'LoadResult', 'run_load',
-           'figures', 'errors', 'own_server', 'main']
+           'first_model', 'read_event', 'send_post', 'stream_events', 'RequestRecord', 'send_request', 'LoadResult',
+           'run_load', 'figures', 'errors', 'own_server', 'main']
 
 # %% ../../nbs/58_tools.load_generator.ipynb #0d5a0231
 import asyncio
@@ -181,6 +181,19 @@ def _request(url: str, key: str | None, body: bytes) -> bytes:
     if key: lines.append(f'Authorization: Bearer {key}')
     return '\r\n'.join([*lines, '', '']).encode() + body
 
+async def send_post(
+    url: str,          # A route
+    key: str | None,   # Bearer token
+    body: bytes,       # JSON
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    "Send a request over a connection of its own, from which the answer can be read"
+    parts = urlsplit(url)
+    tls = parts.scheme == 'https'
+    port = parts.port or (443 if tls else 80)
+    reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=tls or None)
+    writer.write(_request(url, key, body))
+    return reader, writer
+
 # %% ../../nbs/58_tools.load_generator.ipynb #5bf1cc80
 async def stream_events(
     url: str,          # A route
@@ -188,12 +201,9 @@ async def stream_events(
     body: bytes,       # JSON
 ) -> AsyncGenerator[bytes]:
     "The data of each event, up to `[DONE]`; `ValueError` if it is refused or breaks off"
-    parts, response = urlsplit(url), _Response()
-    tls = parts.scheme == 'https'
-    port = parts.port or (443 if tls else 80)
-    reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=tls or None)
+    response = _Response()
+    reader, writer = await send_post(url, key, body)
     try:
-        writer.write(_request(url, key, body))
         while not response.done:
             received = await reader.read(2**16)
             if not received: break

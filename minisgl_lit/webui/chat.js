@@ -200,9 +200,13 @@ function redraw({message}) {
   follow(() => turns.get(message.id)?.draw())
 }
 
-// how far its request is, in the queue, too
-async function watchWay({id, message, started}) {
-  const seen = turns.get(message.id), way = seen && await ask(`requests/${id}`).catch(() => null)
+// how far its request is, in the queue, too; one look at a time, since a browser has few connections, which Stop needs, too
+async function watchWay(run) {
+  const {id, message, started} = run, seen = turns.get(message.id)
+  if (!seen || run.looks || document.hidden) return
+  run.looks = true
+  const way = await ask(`requests/${id}`).catch(() => null)
+  run.looks = false
   if (way && !message.reason) follow(() => seen.watch(way, (performance.now() - started) / 1e3))
 }
 

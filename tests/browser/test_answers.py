@@ -166,6 +166,23 @@ def test_the_way_is_drawn_while_it_runs(page):
     assert not page.all(".now")
     page.quiet()
 
+def test_one_look_at_a_time(page):
+    "A server that is slow to say how far a request is gets no second question meanwhile: a browser has few connections, and Stop needs one"
+    page.driver.execute_script("""const real = fetch; let now = 0; window.looks = window.most = 0
+        window.fetch = window.plain = async (url, o) => {
+            if (!String(url).startsWith('requests/')) return real(url, o)
+            looks += 1
+            most = Math.max(most, now += 1)
+            await new Promise(done => setTimeout(done, 1200))
+            try { return await real(url, o) } finally { now -= 1 }
+        }""")
+    page.ask("Hello", tokens=1900)
+    page.until(lambda: page.js("looks") >= 2)
+    assert page.js("most") == 1   # up to the end, at which there is a last look
+    page("stop").click()
+    page.answered()
+    page.quiet()
+
 def test_a_request_that_waits_is_seen_and_stopped(page, server):
     "Before its first token, too"
     with httpx.Client(base_url=server.url) as client:
