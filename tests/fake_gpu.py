@@ -1,5 +1,5 @@
 """A GPU that computes nothing, and FlashInfer on it: its own Python layer runs on torch's fake tensors, and its compiled modules are stubs
-that check device, dtype, shape and strides. It shows, on any machine, which calls would be refused, what is copied or planned while a
+that check device, dtype, shape and strides; so are our kernels in Triton. It shows, on any machine, which calls would be refused, what is copied or planned while a
 graph is captured, and how many kernels and copies a step launches. It proves no numbers, no races and no speed.
 
     PYTHONPATH=.:tests:.flashinfer python tests/fake_gpu.py [qwen3 … greedy random recorded …]   a line of JSON for each
@@ -10,6 +10,7 @@ It changes torch for the whole process, so tests start it as a process of its ow
 """
 import contextlib, json, os, sys, tempfile, traceback
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,8 +229,7 @@ class Module:
         all_on('cuda', floats, workspace)
         all_on('cpu', pinned)
         check(len(workspace) == len(pinned) and floats.dtype == workspace.dtype == pinned.dtype == torch.uint8, len(workspace), len(pinned))
-        device.copies_to_device()
-        device.counts['plans'] += 1
+        device.counts['plans'] += 1    # which makes a copy of its own
         if self.name.startswith('batch_decode'):
             indptr, n, heads, kv_heads, page_size, graph, window_left, cap, dim, dim_v, *dtypes = rest
             ints('cpu', indptr)
@@ -271,6 +271,26 @@ def compare_shapes(pairs) -> float:
     "In place of `largest_error`, since there are no numbers"
     for got, right in pairs: check(got.shape == right.shape and got.dtype == right.dtype, got.shape, right.shape, got.dtype, right.dtype)
     return 0.
+
+# ---- Triton: its kernels are launched, and compute nothing --------------------------------------------------------------------
+
+@dataclass
+class Launch:
+    "A kernel; where it writes and reads must be on the device."
+    run: Callable
+
+    def __call__(self, *args): raise RuntimeError(f'{self.run.__name__} runs on the device alone')
+
+    def __getitem__(self, grid):
+        def launch(*args, num_warps=4, **constants):
+            all_on('cuda', *[o for o in args if isinstance(o, torch.Tensor)])
+            names = self.run.__code__.co_varnames[:self.run.__code__.co_argcount]
+            check(len(args) + len(constants) == len(names) and set(constants) == set(names[len(args):]), names, constants)
+            check(all(0 < o < 2**16 for o in grid[1:]) and 0 < grid[0] < 2**31, grid)
+            device.launch(self.run.__name__.strip('_'))
+        return launch
+
+def fake_triton(): return SimpleNamespace(jit=Launch), SimpleNamespace()
 
 # ---- the engine on it -------------------------------------------------------------------------------------------------------
 
@@ -358,6 +378,20 @@ def step_counts(temperature: float, steps: int = 16) -> dict:
         def each(counts): return {k: round(v / steps, 2) for k, v in counts.items()}
         return each(device.counts) | dict(kernels=round(kernels.total() / steps, 2), by_name=each(kernels))
 
+def layer_counts() -> dict:
+    "What one layer launches in a decode step"
+    from minisgl_lit.attention.flashinfer import attend_batch
+    with engine(Case()) as (runtime, _):
+        model, step = runtime.engine.model, runtime.engine.steps.captured[4]
+        attend = attend_batch(runtime.engine.steps.attention, step.metadata)
+        x, more = (torch.zeros(4, 1024, dtype=torch.bfloat16, device='cuda') for _ in range(2))
+        with torch.inference_mode():
+            angles = model.angles(step.metadata.block.positions)
+            device.kernels.clear()
+            with Kernels() as seen: model.layer(0, x, more, angles, attend)
+        kernels = device.kernels + seen.by_name
+        return dict(kernels=kernels.total(), by_name=dict(kernels))
+
 class AtOnce:
     "In place of a pool of threads, which would not see the fake device"
     def __init__(self, n): pass
@@ -389,14 +423,18 @@ def check_step(name: str) -> dict:
 def main(names: list[str]) -> None:
     torch._C._ensureCUDADeviceGuardSet()
     from flashinfer.jit.core import JitSpec
+    from minisgl_lit.kernels import triton_reference
+    changes = dict(find_triton=fake_triton, find_spec=lambda name: True, largest_error=compare_shapes)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.multiple(triton_reference, **changes))
         for name, o in CUDA.items(): stack.enter_context(patch.object(torch.cuda, name, o))
         stack.enter_context(patch.object(torch.Tensor, 'record_stream', lambda *_: None))
         stack.enter_context(patch.object(JitSpec, 'build_and_load', build_and_load))
         stack.enter_context(FakeGpu())
-        for name in names or [*CASES, *TEMPERATURES]:
+        for name in names or [*CASES, *TEMPERATURES, 'layer']:
             try:
-                told = run(CASES[name]) if name in CASES else step_counts(TEMPERATURES[name]) if name in TEMPERATURES else dict(figures=check_step(name))
+                if name == 'layer': told = layer_counts()
+                else: told = run(CASES[name]) if name in CASES else step_counts(TEMPERATURES[name]) if name in TEMPERATURES else dict(figures=check_step(name))
                 print(json.dumps(dict(name=name, ok=True, **told)), flush=True)
             except Exception as e:
                 at = [f'{Path(o.filename).name}:{o.lineno} {o.line}' for o in traceback.extract_tb(e.__traceback__)]

@@ -175,6 +175,40 @@ def all_trials() -> dict:
     library, device = KernelLibrary(*(getattr(flashinfer, o.name) for o in fields(KernelLibrary))), torch.device('cuda', 0)
     return small_trials(library, device) | attention_trials(library, device, torch.bfloat16, SHAPES[0], (None,))
 
+def triton_trials() -> dict:
+    "Our kernels in Triton, once, against their definitions"
+    from functools import partial
+    import torch
+    from minisgl_lit.kernels import fused_heads, sampling
+    from minisgl_lit.models import stored_heads
+    device = torch.device('cuda', 0)
+    return dict(heads=partial(stored_heads._trial, fused_heads.norm_rope_store, device), sampling=partial(sampling._trial, device))
+
+def heads_us(n: int, times: int = 20) -> dict:
+    "Microseconds of QK norm, RoPE and KV store in a graph, step by step and in one kernel"
+    import torch
+    from minisgl_lit.engine.cuda_graph import CudaCapture
+    from minisgl_lit.kernels.fused_heads import norm_rope_store
+    from minisgl_lit.models import stored_heads
+    from minisgl_lit.models.layers import rope_angles
+    from minisgl_lit.tools.roofline import best_time
+    pool, table, batch = decoding_setup(16, n, 64)
+    b = batch([63] * n, [64] * n)
+    slots = pool.slots(0, torch.from_numpy(b.out_loc).cuda())
+    x, norms = torch.randn(n, 1024, device='cuda').bfloat16(), tuple(torch.ones(2, 128, device='cuda').bfloat16())
+    weight, angles = torch.randn(32 * 128, 1024, device='cuda').bfloat16() * .03, rope_angles(torch.arange(n, device='cuda'), torch.rand(64, device='cuda'), x)
+    told = {}
+    for name, kernel in dict(matmul_alone='none', steps=None, fused=norm_rope_store).items():
+        def work():
+            for _ in range(times):
+                if kernel == 'none': out = torch.nn.functional.linear(x, weight)
+                else: out = stored_heads._stored_heads(kernel, x, weight, None, norms, 1e-6, angles, slots)[0]
+            return [out]
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            replay, _ = CudaCapture()(work)
+            told[f'heads_{name}_us'] = 1e6 * best_time(replay, 'cuda', .1) / times
+    return told
+
 def modules(args) -> Figures:
     "Load or compile each module, all at once; how it came, how long that took, and what the compiler said if it failed"
     trials = all_trials()
@@ -225,8 +259,9 @@ def kernels(args) -> Figures:
     from minisgl_lit.attention.torch import TorchAttention
     from minisgl_lit.kernels.flashinfer_reference import TOLERANCE, largest_error
     bad = []
-    for name, trial in all_trials().items():
-        try: told = largest_error(trial.run())
+    for name, run in ({k: o.run for k, o in all_trials().items()} | triton_trials()).items():
+        try:
+            with torch.inference_mode(): told = largest_error(run())
         except Exception as e: told = str(e)[-300:]
         bad += [name] * (not isinstance(told, float) or not told <= TOLERANCE)
         yield {f'{name}_error': told}
@@ -239,7 +274,7 @@ def kernels(args) -> Figures:
         bad += [kind_of(b)] * (not error <= TOLERANCE)
         yield {f'{kind_of(b)}_long_error': error}
     full = batch([length - 1] * n, [length] * n)
-    static = ours.static(full, ours.prepare(full).out_loc)
+    static = ours.static(full)
     def host_us(f):   # without waiting for the device
         times = []
         for _ in range(30):
@@ -249,6 +284,7 @@ def kernels(args) -> Figures:
             times.append(time.perf_counter() - began)
         return sorted(times)[len(times) // 2] * 1e6
     yield dict(plan_us=host_us(lambda: ours.prepare(full)), update_us=host_us(lambda: ours.update(static, full)))
+    yield heads_us(n)
     if bad: raise AssertionError(f'these kernels say something else than torch: {", ".join(bad)}')
 
 def recorded(args) -> Figures:
@@ -276,7 +312,7 @@ def recorded(args) -> Figures:
     def logits(engine, b):
         launched = engine.forward(b)
         stream.synchronize()
-        return launched.logits.clone()
+        return launched.logits.float()   # a copy
     errors = []
     for i in range(20):
         lens = [1 + (k * 7 + i * 50) % 1000 for k in range(n)]
@@ -382,10 +418,11 @@ def decode(args) -> Figures:
                 ours = attention.choose_attention('flashinfer', pool, table.page_table, num_heads=16)
             for n in (1, 32, 128, 256):
                 b = batch([length - 1] * n, [length] * n)
-                x, m = random_qkv(b), ours.static(b, ours.prepare(b).out_loc)
+                x, m = random_qkv(b), ours.static(b)
                 def work():
+                    ours.list_pages(m)
                     for _ in range(times): out = ours.forward(*x, 0, m)
-                    return out
+                    return [out]
                 with torch.cuda.stream(torch.cuda.Stream()):
                     replay, _ = CudaCapture()(work)
                     seconds = best_time(replay, 'cuda', .1) / times
@@ -414,6 +451,11 @@ def sampling(args) -> Figures:
         top_p=lambda: top_p_threshold(probs, p), greedy=lambda: sample(logits, None, at), random=lambda: sample(logits, arrays(temperature=.6), at),
         random_top_k=lambda: sample(logits, arrays(temperature=.6, top_k=50), at), random_top_p=lambda: sample(logits, arrays(temperature=.6, top_p=.9), at),
         random_min_p=lambda: sample(logits, arrays(temperature=.6, min_p=.05), at))
+    halves = logits.bfloat16()    # as the engine samples; the others are in float32, in torch
+    for name in ('greedy', 'random', 'random_top_k', 'random_top_p', 'random_min_p'):
+        given = dict(greedy={}, random_top_k=dict(top_k=50), random_top_p=dict(top_p=.9), random_min_p=dict(min_p=.05)).get(name, {})
+        settings = None if name == 'greedy' else arrays(temperature=.6, **given)
+        stages[f'{name}_16_bits'] = lambda settings=settings: sample(halves, settings, at)
     with torch.inference_mode():
         for name, work in stages.items(): yield {f'{name}_us': 1e6 * best_time(work, 'cuda', .2)}
 

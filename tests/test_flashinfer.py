@@ -111,13 +111,14 @@ def test_static_tensors_tell_of_the_last_batch(world, seed):
     lens[batch.rows == table.dummy_row] = 1
     other = replace(batch, cached_lens=lens - 1, device_lens=lens, positions=lens - 1, out_loc=table.slots(batch.rows, lens - 1))
     ours = FlashInferAttention(pool, table.page_table, windows, num_heads=qkv[0].shape[1], library=standin)
-    out_loc = torch.from_numpy(batch.out_loc).clone()
-    static = ours.static(batch, out_loc)
-    before = [o.data_ptr() for o in (static.indptr, static.indices, static.last_page_len, static.out_loc)]
+    static = ours.static(batch)
+    before = [o.data_ptr() for o in (static.block.indptr, static.indices, static.block.last_page_len, static.out_loc)]
     ours.update(static, other)
-    out_loc.copy_(torch.from_numpy(other.out_loc))
+    ours.list_pages(static)
     wrapper = static.graph_wrappers[windows[1]]
     assert [o.data_ptr() for o in (wrapper.indptr, wrapper.indices, wrapper.last, static.out_loc)] == before
+    told = plan_arrays(other, pool.page_size)
+    assert torch.equal(static.indices[:told.kv_indptr[-1]], page_indices(table.page_table, other.rows, told.kv_indptr))
     n = len(batch.sampled)
     got = ours.forward(*qkv, 1, static)[:n].clone()
     assert torch.equal(got, ours.forward(*qkv, 1, ours.prepare(other))[:n])

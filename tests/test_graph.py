@@ -14,6 +14,7 @@ from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import Batch, ForwardMode
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.runtime import build
+from minisgl_lit.engine.engine import Launched
 from minisgl_lit.engine.cuda_graph import (
     CudaCapture, GraphEngine, CudaGraphs, bucket_sizes, padded)
 from minisgl_lit.kernels.flashinfer_reference import standin
@@ -51,8 +52,8 @@ def fake_capture(replays: list):
     def capture(work):
         out = work()
         def replay():
-            replays.append(len(out))
-            out.copy_(work())
+            replays.append(len(out[0]))
+            for old, new in zip(out, work()): old.copy_(new)
         return replay, out
     return capture
 
@@ -115,21 +116,19 @@ def test_a_failing_recording_is_told_at_once(checkpoint):
 @needs_gpu
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_replayed_steps_are_those_computed_as_they_come_on_a_gpu(tmp_path, dtype):
-    "All prompts of the reference through both engines; bits may differ, so the hidden states of each step are compared"
+    "All prompts of the reference through both engines; bits may differ, so the logits of each step are compared"
     make_checkpoint('Qwen3', tmp_path, head_dim=128, hidden_size=128)   # kernels that other steps have compiled
     runtime = build(EngineConfig.of(tmp_path, device='cuda', dtype=dtype, page_size=16, num_pages=200, max_running_req=6, attention='torch'))
     old, s = runtime.engine, runtime.scheduler
     attention = choose_attention('flashinfer', old.attention.pool, s.table.page_table, runtime.model_config.windows, num_heads=runtime.model_config.num_heads)
     graphs = CudaGraphs(old.model, attention, old.token_pool, dummy_batch(s.table), [1, 2, 4, 6], CudaCapture())
     s.engine = runtime.engine = GraphEngine(old.model, attention, old.token_pool, old.stream, graphs)
-    apart, inner = [], graphs.hidden
-    def hidden(batch):
-        got = inner(batch).clone()
-        seen = SimpleNamespace(logits=None, prompts=[])
-        super(GraphEngine, runtime.engine)._forward(batch, seen)
-        apart.append(float((old.model.logits(got) - seen.logits).abs().max()))
-        return got
-    graphs.hidden = hidden
+    apart, inner = [], graphs.run
+    def run(batch, launched):
+        super(GraphEngine, runtime.engine)._forward(batch, seen := Launched())
+        inner(batch, launched)
+        apart.append(float((launched.logits.float() - seen.logits.float()).abs().max()))
+    graphs.run = run
     serve(runtime, temperature=0)
     assert len(apart) > 5 and max(apart) < .5, apart
     runtime.close()

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['RECOMMENDED_WORKSPACE', 'MAX_TILE', 'PLAN_BYTES', 'PlanArrays', 'plan_arrays', 'page_indices', 'PlanBuffers',
-           'workspace_bytes', 'tensor_cores', 'FlashInferMetadata', 'kind_of', 'StaticMetadata', 'PlanOptions',
-           'FlashInferAttention', 'attention_trials', 'unsupported_reason', 'PairMetadata', 'PairAttention',
-           'choose_attention', 'graph_attention']
+           'workspace_bytes', 'tensor_cores', 'FlashInferMetadata', 'kind_of', 'StepBlock', 'StaticMetadata',
+           'PlanOptions', 'FlashInferAttention', 'attention_trials', 'unsupported_reason', 'PairMetadata',
+           'PairAttention', 'BatchAttention', 'attend_batch', 'choose_attention', 'graph_attention']
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #b23cbb66
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from ..kernels.flashinfer_reference import KernelLibrary, Pairs, Trial
 from ..kernels.flashinfer_reference import find_library, numbers, try_kernels
 from ..kernels.flashinfer_reference import ReferenceRagged, ReferencePaged
 from ..kernels.flashinfer_reference import ReferencePrefill, ReferenceDecode
-from ..kv_cache.pool import KVPool
+from ..kv_cache.pool import KVPool, KVSlots
 from ..kv_cache.table import to_device
 from .torch import AttentionBackend, TorchAttention
 from .cpu import backends
@@ -117,15 +117,47 @@ def kind_of(
     if (batch.extend_lens == 1).all(): return 'decode'
     return 'prefill' if batch.cached_lens.any() else 'ragged'
 
+# %% ../../nbs/33_attention.flashinfer.ipynb #7337b3ab
+class StepBlock:
+    "All that a recorded decode step of `n` requests is sent, in one memory."
+    def __init__(
+        self,
+        memory: torch.Tensor,   # int64, [4 * n + 1]
+        n: int,                 # Requests
+    ):
+        self.memory = memory
+        self.rows, self.positions, self.out_loc = memory[:3 * n].view(3, n).unbind()
+        pointers = memory[3 * n:].view(torch.int32)
+        self.indptr, self.last_page_len = pointers[:n + 1], pointers[n + 1:2 * n + 1]
+
+    @classmethod
+    def empty(
+        cls,
+        n: int,                         # Requests
+        device: torch.device | str,     # Where
+        pinned: bool = False,           # Whether a GPU copies from it
+    ) -> 'StepBlock':
+        "Zeros"
+        return cls(torch.zeros(4*n + 1, dtype=torch.int64, device=device, pin_memory=pinned), n)
+
+    def fill(
+        self,
+        batch: Batch,        # A decode step of this size
+        arrays: PlanArrays,  # From `plan_arrays`
+    ) -> None:
+        "Write the numbers of a batch; on the host"
+        parts = (self.rows, batch.rows), (self.positions, batch.positions)
+        more = (self.indptr, arrays.kv_indptr), (self.last_page_len, arrays.last_page_len)
+        for to, new in (*parts, (self.out_loc, batch.out_loc), *more): to.numpy()[:] = new
+
 # %% ../../nbs/33_attention.flashinfer.ipynb #294c470e
 @dataclass(frozen=True)
 class StaticMetadata(FlashInferMetadata):
     "Metadata for a CUDA graph: tensors that never move, for a fixed number of requests."
-    indptr: torch.Tensor         # int32, [n + 1]
-    indices: torch.Tensor        # int32, room for all pages of all rows
-    last_page_len: torch.Tensor  # int32, [n]
+    block: StepBlock             # What changes from step to step; `out_loc` is a part of it
+    indices: torch.Tensor        # int32, room for all pages of all rows, and one number more
     graph_wrappers: Mapping[int | None, ReferenceDecode]   # The same as `paged`
-    plan_buffers: BufferPool[PlanBuffers]   # With one, so that plans wait for each other
+    hosts: BufferPool[StepBlock]   # The block on the host: one, so that plans wait for each other
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #61278d4d
 class PlanOptions(TypedDict):
@@ -161,7 +193,7 @@ class FlashInferAttention:
         self.record_event = partial(record_event, self.device)
         both = [self._make_plan_buffers() for _ in range(2)]
         self.plan_buffers = BufferPool(both, lambda: self.record_event())
-        self._graph_tensors: list[torch.Tensor] = []   # made by the first `static`
+        self._graph_pages: torch.Tensor | None = None   # made by the first `static`
         self._graph_plans: dict[int | None, torch.Tensor] = {}
 
     def by_window(self, make: Callable[[], T]) -> dict[int | None, T]:
@@ -231,6 +263,17 @@ class FlashInferAttention:
         "Store the new keys and values, then attend to the request's tokens up to each query"
         assert isinstance(metadata, FlashInferMetadata)
         self.pool.store_kv(layer, k, v, metadata.out_loc)
+        return self.attend(q, k, v, layer, metadata)
+
+    def attend(
+        self,
+        q: torch.Tensor,   # As for `forward`
+        k: torch.Tensor,   # Stored already
+        v: torch.Tensor,   # Stored already
+        layer: int,        # Whose keys and values these are
+        metadata: FlashInferMetadata,   # From `prepare` or `static`
+    ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
+        "Attend to the request's tokens up to each query"
         window = self.windows.get(layer)
         if metadata.ragged: return metadata.ragged[window].run(q, k, v)
         return metadata.paged[window].run(q, self.pages[layer])
@@ -239,43 +282,48 @@ class FlashInferAttention:
     def static(
         self,
         batch: Batch,            # Any that decodes, of the wanted size
-        out_loc: torch.Tensor,   # Slot of each new token; it never moves, [n]
     ) -> StaticMetadata:         # For `forward`, and `update`
         "Metadata for a graph, planned for this batch; `update` plans the next ones"
-        n, rows = len(batch.rows), len(self.page_table)
-        if not self._graph_tensors:
-            sizes = rows + 1, self.page_table.numel(), rows
-            self._graph_tensors = [torch.zeros(o, dtype=torch.int32, device=self.device) for o in sizes]
+        n, block = len(batch.rows), StepBlock.empty(len(batch.rows), self.device)
+        if self._graph_pages is None:
+            room = self.page_table.numel() + 1
+            self._graph_pages = torch.zeros(room, dtype=torch.int32, device=self.device)
             self._graph_plans = self.by_window(
                 partial(torch.empty, PLAN_BYTES, dtype=torch.uint8, device=self.device))
-        indptr, indices, last = self._graph_tensors
-        indptr, last = indptr[:n + 1], last[:n]
         wrappers = self.by_window(lambda: self.library.BatchDecodeWithPagedKVCacheWrapper(
             self.workspace, backend='fa2', use_cuda_graph=True, use_tensor_cores=self.tensor_cores,
-            paged_kv_indptr_buffer=indptr, paged_kv_indices_buffer=indices,
-            paged_kv_last_page_len_buffer=last))
+            paged_kv_indptr_buffer=block.indptr, paged_kv_indices_buffer=self._graph_pages,
+            paged_kv_last_page_len_buffer=block.last_page_len))
         for window, wrapper in wrappers.items():
             wrapper.reset_workspace_buffer(self.workspace, self._graph_plans[window])
-        buffers = BufferPool([PlanBuffers(self.host_buffer(), {}, {}, wrappers)],
-                             lambda: self.record_event())
-        metadata = StaticMetadata(out_loc, {}, wrappers, indptr, indices, last, wrappers, buffers)
+        on_host = StepBlock.empty(n, 'cpu', pinned=self.device.type == 'cuda')
+        hosts = BufferPool([on_host], lambda: self.record_event())
+        metadata = StaticMetadata(
+            block.out_loc, {}, wrappers, block, self._graph_pages, wrappers, hosts)
         self._plan_static(metadata, batch, lambda wrapper, *args, **kw: wrapper.plan(*args, **kw))
         return metadata
 
     # %% ../../nbs/33_attention.flashinfer.ipynb #9ae75d23
     def _plan_static(self, m: StaticMetadata, batch: Batch,
                      plan: Callable[..., None]) -> None:
-        "Fill the tensors of a graph, and plan every wrapper"
+        "Fill the block of a graph, and plan every wrapper"
         arrays = plan_arrays(batch, self.pool.page_size)
-        pages = page_indices(self.page_table, batch.rows, arrays.kv_indptr)
-        with m.plan_buffers.take() as buffers:
-            _, kv, last = buffers.fill(arrays)
-            m.indptr.copy_(kv, non_blocking=True)
-            m.last_page_len.copy_(last, non_blocking=True)
-            m.indices[:len(pages)].copy_(pages)
+        with m.hosts.take() as host:
+            host.fill(batch, arrays)
+            m.block.memory.copy_(host.memory, non_blocking=True)
             for window, wrapper in m.graph_wrappers.items():
-                plan(wrapper, kv, pages, last, *self.shape, self.pool.page_size,
-                     **self._plan_options(window))
+                plan(wrapper, host.indptr, m.indices, host.last_page_len, *self.shape,
+                     self.pool.page_size, **self._plan_options(window))
+
+    def list_pages(
+        self,
+        m: StaticMetadata,   # Whose list is written
+    ) -> None:
+        "The pages of all requests, from the page table as it is now: the first work of a graph"
+        columns = torch.arange(self.page_table.shape[1], device=self.device)
+        at = m.block.indptr[:-1, None] + columns
+        beyond = at >= m.block.indptr[1:, None]
+        m.indices[at.masked_fill(beyond, len(m.indices) - 1)] = self.page_table[m.block.rows]
 
     def update(
         self,
@@ -321,8 +369,9 @@ def attention_trials(
         return [pair for o in both for pair in pairs(o, ours.prepare(o))]
     def decode() -> Pairs:
         last = batch(7, 8)
-        static = ours.static(batch(3, 4), to_device(last.out_loc, device))
+        static = ours.static(batch(3, 4))
         ours.update(static, last)
+        ours.list_pages(static)
         return pairs(last, static) + pairs(last, ours.prepare(last))
     kind = f'dtype_q_{"bf16" if dtype == torch.bfloat16 else "f16"}_*head_dim_qk_{head_dim}_*'
     modules = dict(prefill=f'batch_prefill_*{kind}', decode=f'batch_decode_*{kind}')
@@ -399,6 +448,37 @@ class PairAttention:
         "Attention by the chosen backend"
         assert isinstance(metadata, PairMetadata)
         return metadata.backend.forward(q, k, v, layer, metadata.metadata)
+
+# %% ../../nbs/33_attention.flashinfer.ipynb #e3e43bee
+@dataclass(frozen=True)
+class BatchAttention:
+    "FlashInfer's attention of one batch, after keys and values were stored in `slots`."
+    backend: FlashInferAttention
+    metadata: FlashInferMetadata   # Of the batch
+
+    def slots(
+        self,
+        layer: int,   # Whose keys and values are stored
+    ) -> KVSlots:
+        "Where they go"
+        return self.backend.pool.slots(layer, self.metadata.out_loc)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                 layer: int) -> torch.Tensor:
+        "Attention of a layer"
+        return self.backend.attend(q, k, v, layer, self.metadata)
+
+def attend_batch(
+    backend: AttentionBackend,   # That has prepared the batch
+    metadata: object,            # What it returned
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]:
+    "Attention of one batch, as a decoder calls it"
+    if isinstance(metadata, PairMetadata): return attend_batch(metadata.backend, metadata.metadata)
+    if isinstance(backend, FlashInferAttention) and isinstance(metadata, FlashInferMetadata):
+        return BatchAttention(backend, metadata)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        return backend.forward(q, k, v, layer, metadata)
+    return attend
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #b78259ff
 def choose_attention(

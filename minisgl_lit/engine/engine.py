@@ -18,6 +18,7 @@ from ..core.request import (
 from ..device import Stream
 from .pooling import sum_states
 from .sampler import apply_mask, apply_logit_edits, logprobs, sample
+from ..attention.flashinfer import attend_batch
 from ..attention.torch import AttentionBackend
 from ..kv_cache.table import to_device
 from ..models.decoder import Decoder
@@ -26,8 +27,9 @@ from ..models.decoder import Decoder
 @dataclass(eq=False)
 class Launched:
     "What `forward` leaves for `sample`, filled on the stream."
-    logits: torch.Tensor | None = None   # Of the sampled, float32, [n_sampled, vocab_size]
+    logits: torch.Tensor | None = None   # Of the sampled, [n_sampled, vocab_size]
     largest: tuple[torch.Tensor, torch.Tensor] | None = None   # Of `logits`, if computed already
+    places: torch.Tensor | None = None   # Row and position of the next tokens, if there already
     prompts: list[torch.Tensor] = field(default_factory=list)   # `logprobs` of the prompts
     pooled: list[torch.Tensor] = field(default_factory=list)    # Sums of their hidden states
 
@@ -104,7 +106,7 @@ class Engine:
         metadata = self.attention.prepare(batch)
         rows, positions = to_device(np.stack([batch.token_rows, batch.positions]), self.device)
         input_ids = self.token_pool[rows, positions]
-        def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, metadata)
+        attend = attend_batch(self.attention, metadata)
         last = to_device(batch.last_tokens, self.device)
         asked, pooling = batch.logprob_requests, batch.pooling_requests
         of_prompts = asked and len(asked.tokens)
@@ -139,11 +141,13 @@ class Engine:
         assert logits is not None, '`_forward` has filled it, earlier on this stream'
         as_made = logits[to_device(asked.sampled, self.device)] if asked else None   # a copy
         places = self._places(batch)
-        if batch.logit_edits: apply_logit_edits(logits, batch.logit_edits, places, self.token_pool)
+        if batch.logit_edits:
+            logits = logits.float()   # a penalty may be less than 16 bits can tell
+            apply_logit_edits(logits, batch.logit_edits, places, self.token_pool)
         if mask is not None: apply_mask(logits, mask)
         known = None if batch.logit_edits or mask is not None else launched.largest
         tokens, finite = sample(logits, batch.sampling, places[1], known)   # position, seed decide
-        self._write_tokens(places, tokens)
+        self._write_tokens(places, tokens, launched.places)
         results += tokens, finite
         if asked and as_made is not None:
             results += self._reported(asked, as_made, tokens, launched.prompts)
@@ -162,11 +166,13 @@ class Engine:
         "Table row and position of the next token of each sampled request, [2, n_sampled]"
         return np.array([batch.rows[batch.sampled], batch.device_lens[batch.sampled]])
 
-    def _write_tokens(self, places: np.ndarray, tokens: torch.Tensor | None) -> None:
+    def _write_tokens(self, places: np.ndarray, tokens: torch.Tensor | None,
+                      there: torch.Tensor | None = None) -> None:
         "On the stream: write the tokens that rank 0 has sampled to `token_pool`, in every rank"
         if tokens is None: tokens = torch.empty(places.shape[1], dtype=torch.int64, device=self.device)
         tokens = self.group.broadcast(tokens)
         if self._host_pool is not None: self._host_pool[*places] = tokens.numpy()   # torch is slow
+        elif there is not None: self.token_pool[*there] = tokens.int()
         else: self.token_pool[*to_device(places, self.device)] = tokens.int()
 
     # %% ../../nbs/41_engine.engine.ipynb #60da8a48

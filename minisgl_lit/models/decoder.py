@@ -19,6 +19,7 @@ from ..device import ProcessGroup
 from ..kernels.linear import PackedWeight, linear
 from .layers import RotaryAngles, Llama3Scaling, inverse_frequencies, rope_angles
 from .layers import add_norm, embed, gated_mlp, qkv_heads, to_float
+from .stored_heads import StoredAttention, stored_heads
 
 # %% ../../nbs/34_models.decoder.ipynb #7df841db
 @dataclass(frozen=True, kw_only=True)
@@ -370,9 +371,11 @@ class Decoder:
         "The attention of a layer, by the heads of this rank"
         c, w, norms = self.shard, self.layers[i], None
         if c.qk_norm: norms = _norm(w, 'self_attn.q_norm.weight'), _norm(w, 'self_attn.k_norm.weight')
-        q, k, v = qkv_heads(x, w['self_attn.qkv_proj.weight'], _bias(w, 'self_attn.qkv_proj.bias'),
-                            norms, c.rms_norm_eps, angles, c.num_kv_heads)
-        out = attend(q, k, v, i).flatten(1)
+        made_of = (x, w['self_attn.qkv_proj.weight'], _bias(w, 'self_attn.qkv_proj.bias'),
+                   norms, c.rms_norm_eps, angles)
+        if isinstance(attend, StoredAttention): heads = stored_heads(*made_of, attend.slots(i))
+        else: heads = qkv_heads(*made_of, c.num_kv_heads)
+        out = attend(*heads, i).flatten(1)
         return linear(out, w['self_attn.o_proj.weight'], _bias(w, 'self_attn.o_proj.bias'))
 
     # %% ../../nbs/34_models.decoder.ipynb #fc14df79
@@ -416,10 +419,14 @@ class Decoder:
     def logits(
         self,
         x: torch.Tensor,  # From `hidden`, [n, hidden_size]
-    ) -> torch.Tensor:    # float32, [n, vocab_size]
+        out: torch.Tensor | None = None,  # Where they shall be, [n, vocab_size]
+    ) -> torch.Tensor:    # [n, vocab_size]; on a CPU float32, on a GPU as `x`
         "`lm_head`: a logit for each token of the vocabulary"
-        own = linear(x, self.head)
-        return to_float(self.group.all_gather(own)[:, :self.config.vocab_size].contiguous())
+        if out is not None and isinstance(self.head, torch.Tensor):
+            return torch.mm(x, self.head.T, out=out)
+        own = self.group.all_gather(linear(x, self.head))[:, :self.config.vocab_size].contiguous()
+        logits = to_float(own) if own.is_cpu else own
+        return logits if out is None else out.copy_(logits)
 
     def forward(
         self,
@@ -427,6 +434,6 @@ class Decoder:
         positions: torch.Tensor,   # Place of each in its sequence, [n_tokens]
         attend: Attend,            # Attention of this batch: (q, k, v, layer) to the shape of q
         last: torch.Tensor,        # Rows to compute logits for, [n_sampled]
-    ) -> torch.Tensor:             # float32, [n_sampled, vocab_size]
+    ) -> torch.Tensor:             # [n_sampled, vocab_size], as `logits` returns them
         "Logits of the next token"
         return self.logits(self.hidden(input_ids, self.angles(positions), attend)[last])

@@ -1,0 +1,175 @@
+"""Kernels in Triton against their definitions in torch, for odd shapes, strides, dtypes and seeds. They run in the reference of Triton, a few
+examples each; and on Triton's own interpreter, in a process that is told so before it imports the package (`make test-long`)."""
+import importlib.util, os, subprocess, sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl_lit.engine.sampler import largest, sample_random
+from minisgl_lit.kernels import fused_heads, sampling
+from minisgl_lit.kernels.triton_reference import TritonKernel
+from minisgl_lit.kv_cache.pool import KVPool, layouts
+from minisgl_lit.models.layers import _plain_apply_rope, _plain_norm, rope_angles
+from minisgl_lit.models.stored_heads import _trial as heads_trial
+from minisgl_lit.kernels.flashinfer_reference import TOLERANCE, largest_error
+
+interpreted = os.environ.get('TRITON_INTERPRET') == '1'
+lacks_package = importlib.util.find_spec('triton') is None
+n_examples = int(os.environ.get('TST_TRITON', 8))
+examples, few = settings(max_examples=n_examples), settings(max_examples=min(n_examples, 8) // 2)   # `few`: each has many launches
+
+@st.composite
+def heads(draw):
+    "Sizes of a step: heads that lie in something wider, a cache that is one layer of several"
+    return dict(n=draw(st.integers(0, 5)), n_q=draw(st.integers(1, 5)), n_kv=draw(st.integers(1, 3)), half=draw(st.sampled_from([1, 2, 3, 8, 24, 40, 64])),
+                more=draw(st.integers(0, 7)), page_size=draw(st.sampled_from([1, 3, 16])), layout=draw(st.sampled_from(list(layouts))),
+                dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])), normed=draw(st.booleans()), seed=draw(st.integers(0, 99)))
+
+def step(n, n_q, n_kv, half, more, page_size, layout, dtype, normed, seed):
+    g, dim = torch.Generator().manual_seed(seed), 2 * half
+    def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
+    pool = KVPool(3, 4 + n, page_size, n_kv, dim, dtype, layout=layout)
+    pool.buffer.copy_(some(*pool.buffer.shape))
+    wide = some(n, (n_q + 2 * n_kv) * dim + more)
+    qkv = wide[:, :(n_q + 2 * n_kv) * dim].view(n, n_q + 2 * n_kv, dim)
+    out_loc = torch.randperm((4 + n) * page_size, generator=g)[:n]
+    angles = rope_angles(torch.randint(1000, (n,), generator=g), torch.rand(half, generator=g), torch.zeros(1))
+    return pool, wide, qkv, (some(dim), some(dim)) if normed else None, angles, out_loc
+
+def by_steps(pool, wide, qkv, norms, angles, out_loc, n_kv):
+    "As the layers' definitions compute it"
+    q, k, v = qkv.split([qkv.shape[1] - 2 * n_kv, n_kv, n_kv], dim=1)
+    if norms: q, k = _plain_norm(q, norms[0], 1e-6), _plain_norm(k, norms[1], 1e-6)
+    q, k = (_plain_apply_rope(o.float(), angles).to(o.dtype) for o in (q, k))
+    pool.store_kv(1, k, v, out_loc)
+    qkv.copy_(torch.cat([q, k, v], dim=1))
+
+@examples
+@given(heads())
+def test_heads_are_stored_as_step_by_step(world):
+    "Queries and keys where they were, keys and values in their slots, and not a number elsewhere has changed"
+    ours, theirs = step(**world), step(**world)
+    pool, wide, qkv, norms, angles, out_loc = ours
+    fused_heads.norm_rope_store(qkv, norms, 1e-6, angles.cos_sin, pool.k(1), pool.v(1), out_loc)
+    by_steps(*theirs, world['n_kv'])
+    eps = {torch.float32: 2e-5, torch.bfloat16: .02, torch.float16: .003}[world['dtype']]
+    for a, b in (wide, theirs[1]), (pool.buffer, theirs[0].buffer):
+        torch.testing.assert_close(a.float(), b.float(), rtol=eps, atol=eps)
+    before, others = step(**world), torch.ones(len(pool.k(1)), dtype=torch.bool)
+    others[out_loc] = False
+    assert torch.equal(pool.buffer[[0, 2]], before[0].buffer[[0, 2]]) and torch.equal(pool.buffer[1][:, others], before[0].buffer[1][:, others])
+    width = qkv.shape[1] * qkv.shape[2]
+    assert torch.equal(wide[:, width:], before[1][:, width:]) and torch.equal(qkv[:, -world['n_kv']:], before[2][:, -world['n_kv']:])
+
+def test_the_trial_of_heads_passes(): assert largest_error(heads_trial(fused_heads.norm_rope_store, torch.device('cpu'))) <= TOLERANCE
+
+@st.composite
+def rows(draw):
+    n = draw(st.integers(1, 4))
+    def each(*values): return [draw(st.sampled_from(values)) for _ in range(n)]
+    return dict(vocab=draw(st.sampled_from([1, 2, 5, 63, 64, 65, 300])), more=draw(st.integers(0, 3)), chunk=draw(st.sampled_from([16, 64, 128])),
+                dtype=draw(st.sampled_from([torch.bfloat16, torch.float16])), spread=draw(st.sampled_from([0, .1, 3, 12])), banned=draw(st.booleans()),
+                seed=draw(st.integers(0, 99)), temperature=each(.05, .6, 1., 7.), top_k=each(0, 0, 2, 5, 64, 1000), top_p=each(1., 1., .2, .9, .999),
+                min_p=each(0., 0., .05, .9), greedy=each(0, 0, 0, 1))
+
+def near(logits, settings, a, b, eps=1e-5):
+    "Whether two tokens differ only because a number falls where they meet, or a threshold where a probability is"
+    temperature, top_k, top_p, min_p, u = settings[:5]
+    probs = torch.softmax(logits.double() / temperature, -1)
+    def chosen(p, u, k, least):
+        ordered, _ = probs.sort(descending=True)
+        kept = ordered[:int(k)] if k else ordered
+        before = kept.cumsum(-1) - kept
+        cut = kept[before < p * kept.sum()].min() if len(kept) else 0
+        left = probs.where((probs >= cut * (1 - 1e-9)) & (probs >= least * probs.max()), 0)
+        return int((left.cumsum(-1) <= u * left.sum()).sum().clamp(max=len(probs) - 1))
+    around = [chosen(min(p, 1.), v, top_k, m) for p in (top_p - eps, top_p, top_p + eps) for v in (u - eps, u, u + eps)
+              for m in (min_p - eps, min_p + eps)]
+    return {int(a), int(b)} <= set(around)
+
+@examples
+@given(rows())
+def test_tokens_are_those_of_the_sampler(world):
+    "Of `sample_random`, in float32; and exactly those of `plain_tokens`, in whole numbers"
+    n, vocab, g = len(world['top_k']), world['vocab'], torch.Generator().manual_seed(world['seed'])
+    logits = (torch.randn(n, vocab + world['more'], generator=g) * world['spread']).to(world['dtype'])[:, :vocab]
+    if world['banned']: logits[:, 1::3] = -torch.inf
+    u = torch.rand(n, generator=g).double()
+    numbers = [torch.tensor(world[o]).float().double() for o in ('temperature', 'top_k', 'top_p', 'min_p')]
+    given_ = torch.stack([*numbers, u, torch.tensor(world['greedy']).double()])
+    first, _ = largest(logits)
+    got = sampling.sample_tokens(logits, first, given_, True, world['chunk'])
+    assert got.tolist() == sampling.plain_tokens(logits, first, given_).tolist()
+    top_k, top_p = given_[1], given_[2]
+    alone = ((top_p < 1) & (top_k == 0)).nonzero().flatten().numpy()
+    width = min(int(top_k.max()), vocab)
+    want = sample_random(logits, given_[:5, :, None], width, alone, True)
+    want = torch.where(given_[5] > 0, first, want)
+    for i in range(n): assert got[i] == want[i] or near(logits[i], given_[:, i], got[i], want[i]), (i, got, want)
+
+@few
+@given(rows(), st.permutations(range(6)))
+def test_a_seed_gives_its_token_in_any_company(world, order):
+    "Alone, among others, in another order, and in chunks of any size"
+    g = torch.Generator().manual_seed(world['seed'])
+    logits, u = (torch.randn(6, world['vocab'], generator=g) * 4).to(world['dtype']), torch.rand(6, generator=g).double()
+    def pick(name): return torch.tensor([world[name][i % len(world[name])] for i in range(6)]).double()
+    given_ = torch.stack([*map(pick, ('temperature', 'top_k', 'top_p', 'min_p')), u, u * 0])
+    def tokens(rows, chunk):
+        some = logits[rows]
+        return sampling.sample_tokens(some, largest(some)[0], given_[:, rows].contiguous(), True, chunk).tolist()
+    together = tokens(list(range(6)), 64)
+    assert tokens(list(order), 16) == [together[i] for i in order]
+    assert [tokens([i], 128)[0] for i in range(6)] == together
+
+def test_which_triton_this_is():
+    "Else the process for the interpreter would test the reference again"
+    assert isinstance(sampling._pick, TritonKernel) != interpreted
+
+def run_long(*command, **env):
+    "A process of its own, in which Triton is another"
+    done = subprocess.run([sys.executable, *command], cwd=Path(__file__).parents[1], env=os.environ | env, capture_output=True, text=True)
+    assert not done.returncode, done.stdout[-3000:] + done.stderr[-1000:]
+    return done.stdout
+
+long = [pytest.mark.long, pytest.mark.skipif(lacks_package, reason='needs the package triton'), pytest.mark.skipif(interpreted, reason='this is that process')]
+def marked(test):
+    for mark in long: test = mark(test)
+    return test
+
+@marked
+def test_tritons_own_interpreter_agrees():
+    run_long('-m', 'pytest', '-q', '-n', '0', '-p', 'no:cacheprovider', __file__, TRITON_INTERPRET='1', TST_TRITON='25')
+
+COMPILE = """
+import torch
+torch.cuda.is_available = lambda: True   # so that the modules take the package
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from minisgl_lit.kernels import fused_heads, sampling
+
+def build(kernel, types, arch, warps, **constants):
+    types = dict(zip(kernel.arg_names, [*types, *['constexpr'] * len(constants)], strict=True))
+    values = {(kernel.arg_names.index(k),): v for k, v in constants.items()}
+    made = compile(ASTSource(kernel, types, values), GPUTarget('cuda', arch, 32), dict(num_warps=warps))
+    assert made.asm['cubin'], kernel
+    print(kernel.__name__, arch)
+
+for arch in (80, 89, 90):
+    for x in ('*bf16', '*fp16'):
+        given = [x, '*i64', '*fp64', 'i32', 'i32', 'i32']
+        build(sampling._cut, ['*i32', *given], arch, 16, BLOCK=1024)
+        build(sampling._weigh, ['*i64', '*i32', *given, 'i32'], arch, 4, CHUNK=1024)
+        build(sampling._pick, ['*i64', '*i64', '*i32', *given, 'i32'], arch, 4, CHUNK=1024, CHUNKS=256)
+        heads = [x, x, x, '*fp32', x, x, '*i64', *['i32'] * 3, 'fp32', *['i32'] * 4]
+        for normed in (True, False): build(fused_heads._heads, heads, arch, 1, HAS_NORM=normed, HALF=64)
+"""
+
+@marked
+def test_each_kernel_compiles_for_gpus():
+    "Down to machine code, which needs no GPU; what it computes there is not shown"
+    assert len(run_long('-c', COMPILE).splitlines()) == 3 * 2 * 5
