@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOCK := $(if $(shell command -v flock),flock .venv/.lock)
 PYTEST = $(BIN)/python -m pytest -n $(J) --dist worksteal
 need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=11_kv_cache.table))
-.PHONY: help serve test test-browser test-clients screenshot vendor test-long mutants docs wheel wheel-arm nbs export edit done check embedded readme try exercises lab cov install flashinfer clean
+.PHONY: help serve test test-browser test-clients replicas screenshot vendor test-long mutants docs wheel wheel-arm nbs export edit done check embedded readme try exercises lab cov install flashinfer clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 14
@@ -26,6 +26,8 @@ test-browser: .venv/.browser  ## use the page in Chromium as people do
 	TST_BROWSER=1 $(BIN)/python -m pytest -q tests/browser
 test-clients: .venv/.all  ## clients that others have written, each in an environment of its own (.clients)
 	TST_CLIENTS=1 $(BIN)/python -m pytest -q -n 0 tests/test_other_clients.py
+replicas: .venv/.all     ## three engines that sleep behind the router: predicted against measured
+	$(BIN)/python -m minisgl_lit.tools.sleeping_replicas
 screenshot: .venv/.browser    ## the pictures of the page for the docs: docs/images/page*.png
 	TST_BROWSER=1 TST_SCREENSHOT=docs/images $(BIN)/python -m pytest -q tests/browser/test_pictures.py
 vendor:                  ## fetch the libraries of the page anew, as tests/vendor.py names them (needs npm)

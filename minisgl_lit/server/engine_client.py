@@ -91,6 +91,8 @@ class EngineCoreHandle:
 
     It owns all of them, and `close` ends them. Made inside an event loop, and used from
     there only."""
+    module = 'minisgl_lit.server.engine_core'   # what the process runs
+
     def __init__(
         self,
         config: ServerConfig,  # What to load, and how long it may be silent
@@ -105,7 +107,7 @@ class EngineCoreHandle:
         self._heartbeat_socket, its_end = socket.socketpair()
         args = self._bind(), self.folder, str(os.getpid()), settings, str(replica)
         with its_end: self.process = start_module(
-            'minisgl_lit.server.engine_core', *args, stdin=its_end.fileno(), stdout=_STDERR)
+            self.module, *args, stdin=its_end.fileno(), stdout=_STDERR)
         self.loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self.loop.create_future()
         threading.Thread(target=self._wait_for_exit, daemon=True).start()

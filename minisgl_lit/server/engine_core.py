@@ -472,6 +472,8 @@ def main(
     parent: str,    # The parent's process id
     settings: str,  # Fields of a `ServerConfig`, as JSON
     replica: str = '0',   # Which of `replicas` engines this is
+    *,
+    load: Callable[[str, int], Runtime | FailMsg] = load_runtime,   # Makes scheduler and engine
 ) -> None:
     "All that the engine core process does; it owns the runtime, and its end of the socket"
     unblock_stderr(json.loads(settings).get('log_json', False))
@@ -485,7 +487,7 @@ def main(
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.sndhwm, socket.rcvhwm = 64, 0   # messages; 0: no bound
         socket.connect(endpoint)
-        runtime = load_runtime(settings, int(replica))
+        runtime = load(settings, int(replica))
         if isinstance(runtime, FailMsg):
             socket.send(encode(runtime))
             return

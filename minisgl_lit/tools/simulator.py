@@ -4,19 +4,19 @@
 
 # %% auto #0
 __all__ = ['bins', 'MAX_SAMPLES', 'Clock', 'WallClock', 'VirtualClock', 'StepWork', 'CostModel', 'SimEvent', 'SimEngine',
-           'sim_scheduler', 'Clients', 'bin_of', 'quantile', 'ServingStats', 'goodput', 'report', 'replay', 'simulate',
-           'plot']
+           'sim_scheduler', 'TakesRequests', 'Clients', 'bin_of', 'quantile', 'ServingStats', 'goodput', 'report',
+           'replay', 'simulate', 'plot']
 
 # %% ../../nbs/62_tools.simulator.ipynb #c4795ccf
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from ..kv_cache.manager import CacheManager
 from ..kv_cache.radix import make_prefix_cache
 from ..kv_cache.table import TableManager
 from ..scheduler.lifecycle import Observer
+from ..scheduler.prefill import RequestValidator
 from ..scheduler.scheduler import Scheduler
 from .roofline import Measurement, ModelCosts, Report
 from .traces import Session, Turn
@@ -199,6 +200,13 @@ def _fixed_length_params(n: int) -> SamplingParams:
                            min_p=0., repetition_penalty=1., seed=0)
 
 # %% ../../nbs/62_tools.simulator.ipynb #a7546bb6
+class TakesRequests(Protocol):
+    "What requests are sent to: a scheduler, or a router of several."
+    validator: RequestValidator   # Says what a vocabulary has
+    def add(self, rid: str, input_ids: np.ndarray, params: SamplingParams, /) -> PendingReq:
+        "Accept a request; `QueueFull` if too many wait"
+        ...
+
 class Clients:
     """The sessions of a trace: which sends its next turn, and which waits for an answer.
 
@@ -229,22 +237,22 @@ class Clients:
         "When the next turn is due, in seconds; infinite if all wait or have ended"
         return self._due[0][0] if self._due else math.inf
 
-    def send_next(self, scheduler: Scheduler) -> bool:
+    def send_next(self, scheduler: TakesRequests) -> bool:
         "Send the next turn; False if the waiting queue is full, which ends the session"
         _, number, turn, session = heappop(self._due)
         if session is self._newest: self._start_next_session()
         prompt = turn.prompt % scheduler.validator.vocab_size
-        ids = cast(Sequence[int], prompt)   # arrays are sequences, but not to a type checker
-        try: pending = scheduler.add(str(number), ids, _fixed_length_params(turn.max_tokens))
+        try: pending = scheduler.add(str(number), prompt, _fixed_length_params(turn.max_tokens))
         except QueueFull: return False
         self._running[pending.rid] = pending, session
         return True
 
-    def finish(self, rid: str, now: float) -> None:
-        "Give the output of a finished request to its session, which may have a next turn"
+    def finish(self, rid: str, now: float) -> int:
+        "Give the output of a finished request to its session; its length"
         pending, session = self._running.pop(rid)
         try: self._enqueue(session.send(pending.output_ids), session, now)
         except StopIteration: pass
+        return len(pending.output_ids)
 
 # %% ../../nbs/62_tools.simulator.ipynb #a1b8bea8
 bins = 1200   # of a histogram over seconds: 100 a decade, the first one at a microsecond
