@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+
 from .config import EngineConfig
 from .engine.engine import Engine
 from .engine.grammar import GrammarCompiler
@@ -66,6 +67,7 @@ class ModelWeights:
         "Load the checkpoint of now once more"
         self.load(str(self.updater.path))
 
+    # %% ../nbs/51a_runtime.ipynb #2233290c
     def check_release(
         self,
         parts: Collection[str],   # Of 'weights' and 'kv_cache'
@@ -87,6 +89,7 @@ class ModelWeights:
         self.engine.stream.synchronize()
         for tensor in tensors: release_pages(tensor)
 
+# %% ../nbs/51a_runtime.ipynb #09da840e
 @dataclass
 class Runtime:
     """A running engine: what `build` has made of a config.

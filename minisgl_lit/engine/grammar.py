@@ -122,6 +122,7 @@ def _refusal(spec: GrammarSpec, message: str) -> RequestError:
     name, text = spec
     return RequestError(name, f'{name}={text!r:.80} cannot be followed: {why:.200}')
 
+# %% ../../nbs/45_engine.grammar.ipynb #1052fb1f
 class GrammarMatcher:
     "A grammar that the library follows, with the state of one request: a `Grammar`."
     def __init__(
@@ -261,6 +262,7 @@ class GrammarCompiler:
             {**o, 'json_schema': ours(o['json_schema'])} if 'json_schema' in o else o
             for o in grammars]})
 
+    # %% ../../nbs/45_engine.grammar.ipynb #7a227798
     def _compile(self, spec: GrammarSpec) -> 'LLMatcher':
         "The library's matcher, after its first mask"
         name, text = spec

@@ -43,6 +43,7 @@ class Control:
         rids = [rid for rid in self.scheduler.alive if rid.startswith(rid_prefix)]
         return sum(map(self.abort, rids))
 
+    # %% ../../nbs/26_scheduler.control.ipynb #c384e7a1
     def checks(self) -> Iterator[None]:
         "`RuntimeError` unless nothing is left to do and every page and row is free or cached"
         s = self.scheduler
@@ -82,6 +83,7 @@ class Control:
         if s.prefill.chunked: started.append(s.prefill.chunked)
         for pending in started: s.retract(pending)
 
+    # %% ../../nbs/26_scheduler.control.ipynb #9de63e49
     def resume(self) -> None:
         "Launch batches again; `RequestError` if the weights are broken"
         if self.broken: raise RequestError('weights', self.broken)
@@ -106,6 +108,7 @@ class Control:
         self.scheduler.quiesce()
         return sum(o.has_output for o in self.scheduler.alive.values())
 
+    # %% ../../nbs/26_scheduler.control.ipynb #163584dd
     def swap(
         self,
         load: Callable[[], None],  # Changes the weights of the engine
@@ -126,6 +129,7 @@ class Control:
         s.paused, s.prefill.held, self.broken = self._paused_before, False, ''
         if version is not None: s.weight_version = version
 
+    # %% ../../nbs/26_scheduler.control.ipynb #b5a91ef4
     def sleep(
         self,
         drop: Callable[[], None],   # Gives back memory of the weights or of the pages, or of both
@@ -148,7 +152,7 @@ class Control:
 # %% ../../nbs/26_scheduler.control.ipynb #4ede0ff7
 _CHECKS_PER_SLICE = 4096   # some milliseconds
 
-# %% ../../nbs/26_scheduler.control.ipynb #45a93b2f
+# %% ../../nbs/26_scheduler.control.ipynb #b5a91ef4
 
 _BROKEN = 'the weights could not be replaced as a whole; update them once more'
 _ASLEEP = 'memory has been released; resume it, or update the weights'

@@ -326,6 +326,7 @@ class ResponseWriter:
         "Logprobs of tokens; the first token begins `start` characters into the output"
         raise NotImplementedError
 
+    # %% ../../nbs/54_server.openai_protocol.ipynb #afc0472e
     def logprob_fields(self, index: int, output: _Output, start: int) -> _Json:
         "All fields of a choice that hold logprobs"
         new, of_prompt = output.logprobs, output.prompt_logprobs
