@@ -20,7 +20,7 @@ serve: .venv/.core       ## serve a model on PORT=1919 (MODEL=a checkpoint, defa
 	@exec $(BIN)/python -m minisgl_lit serve --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 test: .venv/.all         ## run every notebook and every test
 	$(PYTEST)
-test-long: .venv/.all .venv/.triton  ## the same with the long tests and the slow cells (TST_FLAGS="slow gpu" for GPU cells too)
+test-long: .venv/.all .venv/.triton .venv/.ray  ## the same with the long tests and the slow cells (TST_FLAGS="slow gpu" for GPU cells too)
 	TST_LONG=1 TST_FLAGS="$(or $(TST_FLAGS),slow)" $(PYTEST)
 test-browser: .venv/.browser  ## use the page in Chromium as people do
 	TST_BROWSER=1 $(BIN)/python -m pytest -q tests/browser
@@ -92,6 +92,9 @@ clean:           ## remove what was built, .venv included
 	$(BIN)/python -m pip install -q --disable-pip-version-check jupyterlab
 	@touch $@
 # its interpreter and its compiler need no GPU
+.venv/.ray: .venv/.all
+	@$(BIN)/python -m pip install -q --disable-pip-version-check "$$(grep -o 'ray\[serve\][^ ]*' settings.ini)" && touch $@ || \
+	  echo 'Ray could not be installed, so the tests that need it are skipped'
 .venv/.triton: .venv/.all
 	@$(BIN)/python -m pip install -q --disable-pip-version-check triton && touch $@ || \
 	  echo 'Triton could not be installed, so the tests that need it are skipped'

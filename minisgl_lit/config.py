@@ -209,6 +209,10 @@ class ServerConfig(EngineConfig):
     replicas: int = setting(
         1, 'Engines that share the requests, each with GPUs of its own, or a part of the cores and '
         'of the memory', low=1, high=64)
+    ray_address: str | None = setting(
+        None, "Where engines are placed by Ray: 'local' starts it on this machine, 'auto' finds "
+        'the one that this machine is part of; None starts processes of this machine, without it',
+        form=r'local|auto|[^\s/]+:\d+', words="'local', 'auto' or HOST:PORT")
     served_model_name: str | None = setting(
         None, "What callers call the model; None is the last part of model's name")
     tool_call_parser: ToolFormatName = setting(

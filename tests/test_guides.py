@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest, yaml
 
-from minisgl_lit import cli, serve
+from minisgl_lit import cli, cluster, serve
 from minisgl_lit.config import ServerConfig
 from minisgl_lit.config_sources import from_args
 from minisgl_lit.models.embedded import embedded_path
@@ -115,6 +115,7 @@ def test_guide(page, folder, shared):
     if "$ curl" in page.read_text() and not shutil.which("curl"): pytest.skip("there is no curl here")
     if page.stem == "notebooks": pytest.importorskip("ipywidgets", reason="the extra viz is not installed")
     if page.stem in ("structured-output", "python"): pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    if page.stem == "many-machines": pytest.importorskip("ray", reason="the extra ray is not installed")
     it = Page(shared)
     try: follow(page, it)
     finally: it.end()
@@ -159,6 +160,18 @@ def test_kubernetes(shared):
     *_, source = container["readinessProbe"]["exec"]["command"]
     asked = subprocess.run([sys.executable, "-c", source.replace(URL, shared.url)], env=os.environ | dict(MINISGL_LIT_API_KEY="x"), timeout=60)
     assert asked.returncode == 0 and shared.url != URL in source
+
+def test_files_for_ray_serve():
+    "Their application, its settings, its deployments and its policy are ours; tests/test_ray_serve.py deploys the first"
+    file, scaled = (yaml.safe_load(o) for k, o in blocks(root/"docs/guides/many-machines.md") if k == "yaml")
+    [application] = file["applications"]
+    module, name = application["import_path"].split(":")
+    assert (module, getattr(cluster, name)) == (cluster.__name__, cluster.app)
+    assert cluster.config_of(cluster.deployment_settings(application["args"])).replicas == 2
+    assert [getattr(cluster, o["name"]) for o in application["deployments"]] == [cluster.Ingress, cluster.EngineReplica]
+    policy = scaled["autoscaling_config"]["policy"]
+    assert policy["policy_function"] == f"{cluster.__name__}:{cluster.ByWaitingTokens.__name__}"
+    assert vars(cluster.ByWaitingTokens(**policy["policy_kwargs"])) == vars(cluster.ByWaitingTokens())
 
 def test_proxy():
     text = one("deploy.md", "nginx")

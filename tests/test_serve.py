@@ -52,9 +52,12 @@ def events(server, path, **body):
             if line.startswith('data: {'): yield json.loads(line[6:])
 
 
-@pytest.fixture(scope='module', params=[1, pytest.param(3, marks=pytest.mark.long)], ids=['alone', 'three'])
+SHAPES = dict(alone=dict(), three=dict(replicas=3), ray=dict(replicas=3, ray_address='local'))
+
+@pytest.fixture(scope='module', params=[pytest.param(o, marks=[pytest.mark.long]*(o != 'alone')) for o in SHAPES])
 def server(request):
-    with serve(**SMALL, replicas=request.param) as s: yield s
+    if request.param == 'ray': pytest.importorskip('ray', reason='the extra ray is not installed')
+    with serve(**SMALL, **SHAPES[request.param]) as s: yield s
 
 @pytest.fixture(scope='module')
 def client(server): return openai.OpenAI(base_url=server.url + '/v1', api_key='none', max_retries=0)

@@ -25,7 +25,7 @@ from .toy_engine import ToyEngine
 _FROZEN_SECONDS = .01   # between two looks whether it may go on
 
 class ToyEngineCore:
-    "The engine core over the toy engine: to an `AsyncEngineClient`, an `EngineCoreHandle`."
+    "The engine core over the toy engine: an `EngineTransport`."
     def __init__(
         self,
         vocab_size: int = 1000,     # Token ids are below it
@@ -59,6 +59,9 @@ class ToyEngineCore:
         "End it, as with `kill -9`"
         self.killed, self.trouble = True, 'the engine process has ended'
         self._woken.set()
+    async def close(self) -> None:
+        "The same, for whoever owns it"
+        self.kill()
 
     # %% ../../nbs/53b_testing.toy_core.ipynb #1a3b6f77
     async def receive(self) -> list[FromScheduler]:

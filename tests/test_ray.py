@@ -1,0 +1,72 @@
+"""Three engines of the embedded model on a Ray of this machine: one is killed, one stands still.
+
+What of it needs no Ray is tried over toy engines in the chapters 53f, 53g and 56a.
+"""
+import os, signal, subprocess, time
+from importlib.util import find_spec
+
+import pytest
+
+from minisgl_lit import serve
+from test_faults import LONG, health
+from test_serve import SMALL, events, info, post, until, web
+
+pytestmark = pytest.mark.long
+
+@pytest.fixture(scope="module", autouse=True)
+def ray():
+    "Usage statistics are off, and all listens on 127.0.0.1, in what the tests start as in what the server does"
+    if not find_spec("ray"): pytest.skip("ray is not installed: make .venv/.ray")
+    from minisgl_lit.server.ray_engine import import_ray
+    return import_ray(loopback=True)
+
+def actors(name):
+    "Process ids of actors whose processes Ray gives such names, of the Ray that this process has started"
+    rows = [o.split(None, 2) for o in subprocess.run(["ps", "-A", "-ww", "-o", "pid=,ppid=,command="], text=True, capture_output=True).stdout.splitlines()]
+    parents = {int(pid): int(ppid) for pid, ppid, _ in rows}
+    return sorted(int(pid) for pid, ppid, command in rows if command.startswith(f"ray::{name}") and parents.get(int(ppid)) == os.getpid())
+
+def all_joined(s): return all(o["joined"] and not o["why"] for o in info(s)["per_replica"])
+
+def patient(condition):
+    "As `until`, but Ray takes its time"
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(.2)
+
+
+@pytest.fixture(scope="module")
+def server(ray):
+    with serve(**SMALL | dict(num_pages=2048), log_interval=0, replicas=3, ray_address="local", restart=True) as s: yield s
+    assert not actors("EngineActor")
+
+def test_an_engine_is_killed_under_16_streams(server):
+    "Its streams end with an error, those of the others are whole; newcomers are served at once, and another takes its place"
+    patient(lambda: all_joined(server))
+    streams = [events(server, "/generate", text=f"Hello {i}", rid=f"s{i}", **LONG) for i in range(16)]
+    for o in streams: next(o)
+    there = [o["running"] + o["waiting"] for o in info(server)["per_replica"]]
+    assert sum(there) == 16 and all(there)
+    os.kill(actors("EngineActor")[1], signal.SIGKILL)
+    until(lambda: sum(bool(o["why"]) for o in info(server)["per_replica"]) == 1)
+    [dead] = [i for i, o in enumerate(info(server)["per_replica"]) if o["why"]]
+    assert health(server.url) == 200 and post(server, "/generate", text="x", sampling_params=dict(max_tokens=2)).status_code == 200
+    ends = [list(o)[-1] for o in streams]
+    died = [o for o in ends if "error" in o]
+    assert len(died) == there[dead] and all("link to the engine has ended" in o["error"]["message"] for o in died)
+    assert all(o["meta_info"]["finish_reason"]["type"] == "length" for o in ends if "error" not in o)
+    patient(lambda: all_joined(server))
+    assert len(actors("EngineActor")) == 3
+
+def test_an_engine_stands_still(server):
+    "Nothing new is sent there; when it goes on it is as the others are"
+    patient(lambda: all_joined(server))
+    pid = actors("EngineActor")[0]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: any("has not been heard of" in o["why"] for o in info(server)["per_replica"]))
+        for i in range(6): assert post(server, "/generate", text=f"{i} pages", sampling_params=dict(max_tokens=2)).status_code == 200
+        assert web.get(server.url + "/metrics").status_code == 200
+    finally: os.kill(pid, signal.SIGCONT)
+    until(lambda: all_joined(server))
