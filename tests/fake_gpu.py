@@ -312,7 +312,7 @@ class Case:
 SAMPLED = [dict(temperature=.7), dict(temperature=.7, top_k=5), dict(temperature=1., top_p=.9), dict(temperature=0, presence_penalty=.5),
            dict(temperature=.5, min_p=.1, logprobs=3), dict(temperature=0, prompt_logprobs=2), dict(logit_bias={3: 5.}, temperature=1.)]
 CASES = dict(
-    qwen3=Case(), prefix=Case(prompts=[list(range(40))] * 5, settings=dict(max_prefill_tokens=24)), sampled=Case(params=SAMPLED),
+    qwen3=Case(), prefix=Case(prompts=[list(range(40))] * 5, settings=dict(max_prefill_tokens=24)), sampled=Case(params=SAMPLED), no_edits=Case(params=SAMPLED[:3]),
     mixed=Case(settings=dict(mixed_chunk=True, max_prefill_tokens=64)), tensor_cores=Case(dict(num_key_value_heads=4)),
     llama=Case(dict(architectures=['LlamaForCausalLM'], model_type='llama')), group5=Case(dict(num_attention_heads=10, num_key_value_heads=2)),
     window=Case(dict(architectures=['MistralForCausalLM'], model_type='mistral', sliding_window=64)),

@@ -20,7 +20,7 @@ def on_fake_gpu(*names):
     assert len(told) == len(names) and not done.returncode, done.stderr[-3000:]
     return {o['name']: o for o in told}
 
-WORK = ['qwen3', 'prefix', 'sampled', 'mixed', 'tensor_cores', 'llama', 'group5', 'window', 'page1']
+WORK = ['qwen3', 'prefix', 'sampled', 'no_edits', 'mixed', 'tensor_cores', 'llama', 'group5', 'window', 'page1']
 BROKEN = ['no_norm', 'no_rope', 'no_prefill']
 
 def test_every_configuration_is_built_captured_and_generates():
@@ -33,7 +33,8 @@ def test_every_configuration_is_built_captured_and_generates():
         assert o['captured'] == 3 and o['replays'] > 3 and o['ragged'] > 0, o
         assert ('captured paged' in o) == on_tensor_cores and ('captured decode' in o) == (not on_tensor_cores), o
         assert o['captured heads'] and o['captured silu_and_mul'] and o['captured rmsnorm'] and o['captured fused_add_rmsnorm']
-        assert 'captured rope' not in o and o['weigh'] == o['pick']
+        assert 'captured rope' not in o and o.get('weigh') == o.get('pick')
+    assert told['no_edits']['weigh'] == told['no_edits']['cut'] > 3 and 'weigh' not in told['sampled']   # which has penalties in each step
     norm, rope, prefill = (told[o] for o in BROKEN)
     assert 'rmsnorm' not in norm and norm['captured heads'] and norm['captured decode']   # torch's own is captured instead
     assert 'rope' not in rope and rope['rmsnorm'] and rope['silu_and_mul']

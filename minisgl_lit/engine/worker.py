@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from ..config import EngineConfig
-from ..core.request import Batch, ForwardMode, SamplingArrays
+from ..core.request import Batch, ForwardMode, LogitEdits, SamplingArrays
 from ..device import ProcessGroup, make_stream, resolve_device
 from .engine import Engine
 from .tensor_parallel import (
@@ -257,7 +257,10 @@ def peak_batches(
         sampling = SamplingArrays.empty(len(lens))
         sampling.temperature[:], sampling.top_p[:] = 1, .9
         return Batch([], mode, 0, rows, cached, lens, token_rows, positions,
-                     table.slots(token_rows, positions), np.arange(len(lens)), sampling)
+                     table.slots(token_rows, positions), np.arange(len(lens)), sampling, edits)
+    none, first = np.array([], dtype=np.int64), np.zeros((2, 1), dtype=np.int64)
+    # edited logits are widened to float32, and sampled in torch: that takes the most
+    edits = LogitEdits(none, none, np.zeros((3, 0), np.float32), first, np.zeros(1, np.float32))
     starts = np.arange(min(n, -(-max_prefill_tokens // longest))) * longest
     prompts = np.minimum(longest, max_prefill_tokens - starts)
     lens = np.full(n, min(longest, max(_PEAK_CONTEXT // n, 1)))
