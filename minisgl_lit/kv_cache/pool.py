@@ -85,14 +85,6 @@ class KVPool:
         "The values of one layer: a view, by slot"
         return self.buffer[layer, 1]
 
-    def page(
-        self,
-        page: int,        # Its number
-    ) -> torch.Tensor:    # uint8, [num_layers, 2, page_size, num_kv_heads, bytes of a row]
-        "The bytes of one page in all layers: a view, for whoever copies it elsewhere"
-        slots = slice(page * self.page_size, (page + 1) * self.page_size)
-        return self.buffer[:, :, slots].view(torch.uint8)
-
     def slots(
         self,
         layer: int,             # Whose keys and values will be stored
@@ -110,6 +102,15 @@ class KVPool:
     ) -> None:
         "Write new tokens to their slots"
         self.slots(layer, out_loc).store(k, v)
+
+    # %% ../../nbs/10_kv_cache.pool.ipynb #01ba05da
+    def page(
+        self,
+        page: int,        # Its number
+    ) -> torch.Tensor:    # uint8, [num_layers, 2, page_size, num_kv_heads, bytes of a row]
+        "The bytes of one page in all layers: a view, for whoever copies it elsewhere"
+        slots = slice(page * self.page_size, (page + 1) * self.page_size)
+        return self.buffer[:, :, slots].view(torch.uint8)
 
     def read(
         self,
