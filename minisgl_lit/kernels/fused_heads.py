@@ -8,9 +8,10 @@ __all__ = ['triton', 'tl', 'norm_rope_store']
 # %% ../../nbs/14b_kernels.fused_heads.ipynb #5d8da36c
 import torch
 
-from .triton_reference import constexpr, find_triton
+from .triton_reference import find_triton
 
-triton, tl = find_triton()
+# pyright: reportInvalidTypeForm=false
+triton, tl = find_triton()   # `tl.constexpr` is how Triton spells it, whichever this is
 
 # %% ../../nbs/14b_kernels.fused_heads.ipynb #dd9d9c29
 @triton.jit
@@ -27,7 +28,7 @@ def _norm(a, b, weight, at, inside, dim, eps):
 @triton.jit
 def _heads(qkv, q_norm, k_norm, cos_sin, keys, values, out_loc, n_q, n_kv, dim, eps,
            row_stride, angle_stride, slot_stride, head_stride,
-           HAS_NORM: 'constexpr', HALF: 'constexpr'):
+           HAS_NORM: tl.constexpr, HALF: tl.constexpr):
     "One head of one token"
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, HALF)

@@ -11,9 +11,10 @@ from functools import cache, partial
 import torch
 
 from .flashinfer_reference import Pairs, numbers
-from .triton_reference import constexpr, find_triton, serves
+from .triton_reference import find_triton, serves
 
-triton, tl = find_triton()
+# pyright: reportInvalidTypeForm=false
+triton, tl = find_triton()   # `tl.constexpr` is how Triton spells it, whichever this is
 
 # %% ../../nbs/14c_kernels.sampling.ipynb #25b23186
 WHOLE = float(2**40)   # the likeliest token's weight
@@ -33,7 +34,7 @@ def _keys(x):
 
 # %% ../../nbs/14c_kernels.sampling.ipynb #fa11dc4c
 @triton.jit
-def _amounts(row, n, top, temperature, lowest, width, BY_COUNT: 'constexpr', BLOCK: 'constexpr'):
+def _amounts(row, n, top, temperature, lowest, width, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
     "Of tokens at or above each of 16 pivots: how many they are, or what they weigh"
     pivots = lowest + tl.arange(0, 16) * width
     total = tl.zeros([BLOCK, 16], tl.int64)
@@ -46,7 +47,7 @@ def _amounts(row, n, top, temperature, lowest, width, BY_COUNT: 'constexpr', BLO
     return tl.sum(total, 0)
 
 @triton.jit
-def _search(row, n, top, temperature, need, lowest, BY_COUNT: 'constexpr', BLOCK: 'constexpr'):
+def _search(row, n, top, temperature, need, lowest, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
     "The largest key at or above which there is as much as is needed; from `lowest` on"
     width = 4096
     for _ in range(4):
@@ -58,7 +59,7 @@ def _search(row, n, top, temperature, need, lowest, BY_COUNT: 'constexpr', BLOCK
 
 # %% ../../nbs/14c_kernels.sampling.ipynb #ae24dc63
 @triton.jit
-def _share(row, n, top, temperature, k, lowest, BLOCK: 'constexpr'):
+def _share(row, n, top, temperature, k, lowest, BLOCK: tl.constexpr):
     "What the `k` likeliest weigh: all above the key, and of those at it as many as are missing"
     column = tl.arange(0, 16)
     counts = _amounts(row, n, top, temperature, lowest, 1, True, BLOCK)
@@ -70,7 +71,7 @@ def _share(row, n, top, temperature, k, lowest, BLOCK: 'constexpr'):
     return above + (k - more) * ((weight - above) // tl.maximum(count - more, 1))
 
 @triton.jit
-def _cut(keys, logits, likeliest, settings, n_rows, n, stride, BLOCK: 'constexpr'):
+def _cut(keys, logits, likeliest, settings, n_rows, n, stride, BLOCK: tl.constexpr):
     "The smallest key that top-k and top-p leave, for each row"
     i = tl.program_id(0)
     row = logits + tl.cast(i, tl.int64) * stride
@@ -98,7 +99,7 @@ def _kept(row, at, n, top, temperature, key, min_p):
 
 @triton.jit
 def _weigh(sums, keys, logits, likeliest, settings, n_rows, n, stride, chunks,
-           CHUNK: 'constexpr'):
+           CHUNK: tl.constexpr):
     "First pass: the weight of a chunk of a row"
     i, chunk = tl.program_id(0), tl.program_id(1)
     row = logits + tl.cast(i, tl.int64) * stride
@@ -111,7 +112,7 @@ def _weigh(sums, keys, logits, likeliest, settings, n_rows, n, stride, chunks,
 
 @triton.jit
 def _pick(tokens, sums, keys, logits, likeliest, settings, n_rows, n, stride, chunks,
-          CHUNK: 'constexpr', CHUNKS: 'constexpr'):
+          CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     "Second pass: the chunk in which the row's random number falls, and the token in it"
     i = tl.program_id(0)
     row = logits + tl.cast(i, tl.int64) * stride
