@@ -138,6 +138,8 @@ class EngineConfig:
     kv_disk_gib: float = setting(10., 'GiB that an engine may take of kv_disk_path', high=1 << 20)
     kv_host_gib: float | None = setting(
         None, "GiB of the host's memory for cached pages, beside a GPU", high=1 << 20)
+    kv_handoff_path: str | None = setting(
+        None, 'A folder by which engines hand prompts over; None makes one if it is needed')
     policy: PolicyName = setting('fcfs', 'Which waiting request comes first')
     priority_aging: int | None = setting(
         None, 'Times a waiting request is passed over until it counts as one priority higher',
@@ -209,6 +211,8 @@ class ServerConfig(EngineConfig):
     replicas: int = setting(
         1, 'Engines that share the requests, each with GPUs of its own, or a part of the cores and '
         'of the memory', low=1, high=64)
+    prefill_replicas: int = setting(
+        0, 'How many of them compute long prompts only, for the others', high=63)
     ray_address: str | None = setting(
         None, "Where engines are placed by Ray: 'local' starts it on this machine, 'auto' finds "
         'the one that this machine is part of; None starts processes of this machine, without it',

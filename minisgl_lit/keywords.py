@@ -61,6 +61,7 @@ class EngineSettings(TypedDict, total=False):
     kv_disk_path: str | None
     kv_disk_gib: float
     kv_host_gib: float | None
+    kv_handoff_path: str | None
     dummy_weights: bool
 
 # %% ../nbs/51f_keywords.ipynb #5e1e1def

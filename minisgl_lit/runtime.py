@@ -18,7 +18,7 @@ from .engine.engine import Engine
 from .engine.grammar import GrammarCompiler
 from .engine.memory import MemoryPlan, set_threads, warn_if_spinning
 from .engine.tensor_parallel import LeaderEngine, LeaderTable, RankProcesses
-from .engine.second_tier import check_tier, make_tier
+from .engine.second_tier import check_tier, make_handoffs, make_tier
 from .engine.worker import ResolvedConfig, make_engine, start_ranks
 from .kernels.compiler import release_pages
 from .kv_cache.manager import CacheManager
@@ -138,7 +138,7 @@ def build(
     eos = frozenset(model.eos_token_ids)
     grammars = GrammarCompiler(tokenizer.backend, model.vocab_size, eos,
                                additional_properties=config.additional_properties)
-    ranks, tier = start_ranks(config.tp), None
+    ranks, tier, handoffs = start_ranks(config.tp), None, None
     try:
         engine, table, memory = make_engine(resolved, ranks, overlap)
         many = isinstance(table, LeaderTable)   # the table that `make_engine` makes if `tp` > 1
@@ -146,15 +146,18 @@ def build(
         weights = ModelWeights(resolved.updater(engine.model.weights), engine, leader)
         prefix = make_prefix_cache(config.cache, config.page_size, config.eviction)
         tier = make_tier(resolved, engine, table, memory, weights.updater)
+        handoffs = make_handoffs(resolved, engine, memory, weights.updater)
+        cache = CacheManager(memory.num_pages, table, prefix, tier, handoffs)
         scheduler = Scheduler(
-            leader or engine, CacheManager(memory.num_pages, table, prefix, tier),
+            leader or engine, cache,
             model.vocab_size, clock, replace(config, overlap=overlap), eos, model.generation,
             TextStopChecks(tokenizer), None, grammars, thinking_maker(tokenizer), model.headless)
         if observe: scheduler.observer = observe(scheduler)
         scheduler.idle_step()
     except BaseException:
         ranks.end('the start has failed')
-        if tier: tier.close()
+        for below in tier, handoffs:
+            if below: below.close()
         raise
     return Runtime(config, resolved.path, model, tokenizer, grammars, scheduler,
                    Control(scheduler), engine, memory, ranks, weights)

@@ -15,6 +15,7 @@ from minisgl_lit.config import AdmissionName, EngineConfig, EvictionName, Policy
 from minisgl_lit.core.request import Caller, ForwardMode, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
 from minisgl_lit.device import ManualStream
+from minisgl_lit.kv_cache.handoff import Handoffs
 from minisgl_lit.kv_cache.manager import CacheManager
 from minisgl_lit.kv_cache.page_file import PageFile
 from minisgl_lit.kv_cache.radix import make_prefix_cache
@@ -36,13 +37,15 @@ SETTINGS = dict(    # drawn anew for each life, by the names of the config
     page_size=st.integers(1, 16), num_pages=st.integers(0, 12), max_running_req=st.integers(1, 5), max_prefill_tokens=st.integers(1, 30),
     chunked_prefill_size=st.integers(1, 6) | st.integers(1, 30), cache=st.sampled_from(['radix', 'radix', 'none']), overlap=st.booleans(),
     kv_disk_path=st.sampled_from([None, 'disk']), kv_disk_gib=st.sampled_from([5e-6, 2e-5]), kv_host_gib=st.sampled_from([None, None, 2e-7, 1e-6]),   # a few pages
+    kv_handoff_path=st.sampled_from([None, 'handoffs']),
     eviction=st.sampled_from(get_args(EvictionName)), policy=st.sampled_from(get_args(PolicyName)), max_queued_req=st.integers(4, 20),
     admission=st.sampled_from(get_args(AdmissionName)), schedule_conservativeness=st.sampled_from([.05, 1.]), mixed_chunk=st.booleans(),
     schedule_low_priority_values_first=st.booleans(),
     max_prefill_streak=st.none() | st.integers(1, 3), preempt_threshold=st.integers(0, 3), priority_aging=st.none() | st.integers(1, 9),
     queue_timeout=st.sampled_from([None, None, 40.]), run_timeout=st.sampled_from([None, None, 60.]), seed=st.just(0))
 BELOW = SETTINGS | dict(page_size=st.integers(1, 4), max_prefill_tokens=st.integers(8, 30), chunked_prefill_size=st.integers(4, 30),
-                        cache=st.just('radix'), kv_disk_path=st.just('disk'))   # lives with a second tier
+                        cache=st.just('radix'), kv_disk_path=st.just('disk'), kv_handoff_path=st.none())   # lives with a second tier
+HANDED = SETTINGS | dict(page_size=st.integers(1, 4), kv_handoff_path=st.just('handoffs'))   # lives with other engines
 ELSEWHERE = dict(   # settings that the scheduler does not see
     model='parity', reasoning_parser='reasoning', device='parity', dtype='parity', attention='parity', memory_ratio='engine', max_seq_len='fixed: rows of 40 tokens',
     max_recv_per_step='workers', threads='engine', dummy_weights='weights', tp='parallel', cuda_graph_max_bs='graph',
@@ -140,6 +143,11 @@ class SecondTier:
         self.kill()
         shutil.rmtree(self.folder)
 
+def make_handoffs(engine, page_size, moving):
+    "A folder through which the server sends prompts to itself, on a stream that works when told to"
+    stream, folder = ManualStream(), tempfile.mkdtemp(dir=SecondTier.memory)
+    return Handoffs(engine, page_size, lambda: bytes(20), stream, folder, moving, lambda: stream.run_next() or engine.stream.run_next())
+
 class Notes(Observer):
     "Notes hits and chunks; at most one prompt is in chunks, and goes first, with as much as is allowed"
     hit, beside, chunked = False, False, None
@@ -181,7 +189,8 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             engine = ToyEngine(table.page_table, table.token_pool, page_size, num_pages, VOCAB, stream=self.stream)
             config = EngineConfig(**setting | dict(num_pages=num_pages))
             self.below = SecondTier(config, engine, moving, least) if config.kv_disk_path or config.kv_host_gib else None
-            self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']), self.below and self.below.tier)
+            handoffs = make_handoffs(engine, page_size, moving) if config.kv_handoff_path else None
+            self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']), self.below and self.below.tier, handoffs)
             self.notes = Notes(config)
             self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, make_grammar=InThrees, make_thinking=Thoughts)
             self.s.prefill.policy.min_shared_tokens = at_least   # tokens worth waiting for, if somebody else computes them
@@ -197,16 +206,17 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
 
         @rule(head=st.integers(0, len(SYSTEM)), tail=st.lists(st.integers(1, 4), max_size=6), max_tokens=st.integers(0, 12), ignore_eos=st.booleans(),
               priority=st.sampled_from([0, 0, 0, 2, 5, -1]), extra_key=st.sampled_from([None, None, 'x']), form=st.sampled_from([None, None, 'threes']),
-              caller=st.sampled_from(CALLERS), thinks=st.sampled_from([None, None, True]), budget=st.none() | st.integers(0, 5))
-        def arrive(self, head, tail, max_tokens, ignore_eos, priority=0, extra_key=None, form=None, caller=Caller(), thinks=None, budget=None):
+              caller=st.sampled_from(CALLERS), thinks=st.sampled_from([None, None, True]), budget=st.none() | st.integers(0, 5), handed=st.booleans())
+        def arrive(self, head, tail, max_tokens, ignore_eos, priority=0, extra_key=None, form=None, caller=Caller(), thinks=None, budget=None, handed=False):
             prompt, rid = (SYSTEM[:head] + tail) or [7], str(self.n)
             params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0, priority=priority, extra_key=extra_key, regex=form,
                                     separate_reasoning=thinks, max_thinking_tokens=budget if thinks else None)
             full = len(self.s.prefill.waiting) >= self.full
-            try: self.s.add(rid, prompt, params, caller)
+            try: pending = self.s.add(rid, prompt, params, caller)
             except QueueFull:
                 assert full
                 return
+            if handed: pending.handoff = f'{len(prompt)}-{sum(prompt)}'   # perhaps that of another prompt, too
             self.displaced |= full
             stop = () if ignore_eos else EOS
             if thinks:
@@ -291,6 +301,25 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             self.others_need_the_pages(40, written)
             for _ in range(n): self.arrive(len(SYSTEM), [1], 3, True)
 
+        @precondition(lambda self: self.ledger.handoffs)
+        @rule(n=st.integers(1, 6))
+        def the_folder_works(self, n):
+            for _ in range(n): self.ledger.handoffs._stream.run_next()
+
+        @precondition(lambda self: self.ledger.handoffs and not self.faulty)
+        @rule(gone=st.booleans(), n=st.integers(1, 2), head=st.integers(4, len(SYSTEM)))
+        def a_prompt_is_handed_over(self, gone, n, head):
+            "It is computed, its pages are taken by others, and somebody wants its answer; the file may be gone by then"
+            self.arrive(head, [2], 0, True, handed=True)
+            for _ in range(60):
+                if self.s.has_work: self.step()
+            self.stream.run_all()
+            self.ledger.handoffs._stream.run_all()
+            self.ledger._push(self.ledger.prefix.evict(99))
+            for path in self.ledger.handoffs.folder.iterdir():
+                if gone: path.unlink()
+            for _ in range(n): self.arrive(head, [2], 3, True, handed=True)
+
         @precondition(lambda self: self.below and self.below.file)
         @rule(which=st.integers(0, 99), in_page=st.booleans(), n=st.integers(1, 4))
         def the_disk_is_damaged(self, which, in_page, n):
@@ -365,6 +394,9 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             if self.below:
                 self.below.end()
                 self.marks |= {o for o, n in self.below.seen.items() if n}
+            if self.ledger.handoffs:
+                self.marks |= {o for o, n in self.ledger.handoffs.counts.items() if n}
+                shutil.rmtree(self.ledger.handoffs.folder)
             lives.append(self.steps)
             self.marks |= {name for name, holds in dict(
                 hit=self.notes.hit, eviction=self.ledger.evicted_pages, dedup=self.ledger.deduped, retraction=self.s.counts['retracted'],
@@ -374,6 +406,7 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
     return Serving
 
 SEEN = 'hit', 'eviction', 'chunk', 'beside', 'passed_over', 'abort in flight', 'dedup', 'retraction', 'grammar', 'thinking'
+SEEN_HANDED = 'sent', 'received', 'missed'
 SEEN_BELOW = 'from_disk', 'from_host', 'dropped', 'lost', 'restarts'
 
 def run(examples: int, shard: int, tell, steps: int = 40, drawn=SETTINGS, wanted=SEEN) -> None:
@@ -391,7 +424,14 @@ def run(examples: int, shard: int, tell, steps: int = 40, drawn=SETTINGS, wanted
 @pytest.mark.parametrize('shard', range(2))
 def test_nothing_is_lost(shard, record_property): run(int(os.environ.get('TST_LIVES', 250)), shard, record_property)
 
-def test_nothing_is_lost_below(record_property): run(int(os.environ.get('TST_LIVES', 60)), 0, record_property, drawn=BELOW, wanted=SEEN_BELOW)
+def test_nothing_is_lost_below(record_property): run(int(os.environ.get('TST_LIVES', 60)), 5, record_property, drawn=BELOW, wanted=SEEN_BELOW)
+
+def test_nothing_is_lost_between_engines(record_property): run(int(os.environ.get('TST_LIVES', 60)), 0, record_property, drawn=HANDED, wanted=SEEN_HANDED)
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize('shard', range(1, 5))
+def test_nothing_is_lost_between_engines_in_thousands_of_lives(shard, record_property): run(1000, shard, record_property, drawn=HANDED, wanted=SEEN_HANDED)
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)

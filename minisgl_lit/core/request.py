@@ -264,6 +264,7 @@ class PendingReq:
         self.cached_tokens = 0                  # prompt tokens that need no computing
         self.kv_invalid = False                 # its keys and values contain NaN or inf
         self.shares_cache = True                # it may use and share cached prefixes
+        self.handoff = ''                       # file by which its pages go to or from an engine
         self.to_finish: PendingFinish | None = None   # how it ends, once out of flight
         self.ended = False                      # nothing more of it will be computed
         self.finish_reason: FinishReason | None = None

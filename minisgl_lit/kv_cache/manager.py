@@ -11,8 +11,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ..core.request import PendingReq
+from ..core.request import FinishReason, PendingReq
 from ..core.sampling_params import RequestError
+from .handoff import Handoffs
 from .radix import PrefixCache, PrefixHandle
 from .table import TableManager
 from .tier import Tier
@@ -67,9 +68,11 @@ class CacheManager:
         table: TableManager,  # The page table, a row for each running request
         prefix: PrefixCache,  # Owner of the pages that may be shared
         tier: Tier | None = None,   # Where evicted pages go; `None`: away
+        handoffs: Handoffs | None = None,   # Prompts to and from other engines
     ):
         self.num_pages, self.page_size = num_pages, table.page_size
-        self.table, self.prefix, self.tier = table, prefix, tier
+        self.table, self.prefix = table, prefix
+        self.tier, self.handoffs = tier, handoffs
         # the first `free_size` entries of the stack are the free pages
         self._stack, self.free_size = np.arange(num_pages)[::-1], num_pages
         self._allocated = np.zeros(num_pages, dtype=bool)   # pages owned by a request
@@ -172,6 +175,11 @@ class CacheManager:
         self.releasing.put(pages, step)
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #8489321c
+    @property
+    def _below(self) -> list[Tier | Handoffs]:
+        "Where pages of this pool are besides"
+        return [o for o in (self.tier, self.handoffs) if o]
+
     def collect(
         self,
         completed: int,  # Number of the last batch that has completed
@@ -182,7 +190,7 @@ class CacheManager:
             self._push(pages)
         for handles in self._unlocking.take(completed):
             for handle in handles: self.unlock(handle)
-        if self.tier: self.tier.collect()
+        for below in self._below: below.collect()
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #850ae564
     def owners(
@@ -222,7 +230,7 @@ class CacheManager:
                 raise RuntimeError(f'row {pending.table_idx} of {pending.rid} has pages '
                                    f'{in_row.tolist()}, but its prefix is in {cached.tolist()}')
         self.prefix.check_integrity()
-        if self.tier: self.tier.check_integrity()
+        for below in self._below: below.check_integrity()
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #9a4be310
     def checks(self) -> Iterator[None]:
@@ -234,7 +242,7 @@ class CacheManager:
             yield
         if (n_owners != 1).any() or self._allocated.any(): self.check_integrity()   # it knows whose
         yield from self.prefix.checks()
-        if self.tier: self.tier.check_integrity()
+        for below in self._below: below.check_integrity()
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #8f84dd92
     def _insert_prefix(
@@ -268,6 +276,13 @@ class CacheManager:
         self._insert_prefix(pending, pending.n_tokens)
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #46fc579c
+    def _send(self, pending: PendingReq, keep: bool) -> None:
+        "If a prompt was computed for another engine, send it; if it cannot be trusted, send nothing"
+        computed = pending.finish_reason is FinishReason.LENGTH and not pending.has_output
+        if not (self.handoffs and pending.handoff and computed): return
+        n = self.pages_for(pending.input_len) if keep else 0
+        self.handoffs.send(pending, self.table.pages[pending.table_idx, :n].astype(np.int64))
+
     def cache_finished(
         self,
         pending: PendingReq,  # It has ended, and still has its row
@@ -275,6 +290,7 @@ class CacheManager:
     ) -> None:
         "Free all pages of a request: full ones go to the tree, the rest to the release list"
         handle, launched = _locked_prefix(pending), self._launched(pending)
+        self._send(pending, keep)
         if keep: self._insert_prefix(pending, max(pending.input_len, pending.n_tokens - 1))
         self._release(self._own_pages(pending), launched)
         self._unlocking.put([handle], launched)
@@ -302,11 +318,11 @@ class CacheManager:
     def flush(self) -> None:
         "Forget every cached prefix that is not locked, in all tiers"
         self._push(self.prefix.evict(self.prefix.evictable_size))
-        if self.tier: self.tier.clear()
+        for below in self._below: below.clear()
 
     def renew(self) -> None:
         "What other weights have computed is found no more; the tree is empty already"
-        if self.tier: self.tier.renew()
+        for below in self._below: below.renew()
 
     def reset(self) -> None:
         "Evict every cached prefix; `RequestError` while any request runs"
@@ -316,6 +332,12 @@ class CacheManager:
                 'flush_cache', 'the cache can be flushed only while nothing runs; '
                 f'its pages are {self.page_counts}') from None
 
+    # %% ../../nbs/13_kv_cache.manager.ipynb #b310a5d1
+    def _source(self, pending: PendingReq) -> Tier | Handoffs | None:
+        "Where a request may get pages from; one without an answer has its handoff to send"
+        receives = pending.handoff and pending.max_len > pending.input_len
+        return self.handoffs if receives and self.handoffs else self.tier
+
     # %% ../../nbs/13_kv_cache.manager.ipynb #ff7d7db4
     def arriving(
         self,
@@ -323,22 +345,23 @@ class CacheManager:
         handle: PrefixHandle,   # Its match
     ) -> bool:
         "Whether pages that follow its match are on their way up; if it asks first, they set out"
-        if not self.tier or not pending.shares_cache: return False
+        source = self._source(pending)
+        if not source or not pending.shares_cache: return False
         first, end = (n // self.page_size for n in (handle.cached_len, pending.matchable_len))
-        return self.tier.arriving(pending, first, end)
+        return source.arriving(pending, first, end)
 
     def load(
         self,
         pending: PendingReq,   # Just admitted: it has its row and its lock
     ) -> int:                  # Its tokens that need no computing
         "Copy what has come up for a request into pages of its own"
-        handle = _locked_prefix(pending)
-        if not self.tier: return handle.cached_len
+        handle, source = _locked_prefix(pending), self._source(pending)
+        if not source: return handle.cached_len
         first, row = handle.cached_len // self.page_size, pending.table_idx
-        if data := self.tier.take(pending, first, self.ready_size):
+        if data := source.take(pending, first, self.ready_size):
             pages, end = self.allocate(len(data)), first + len(data)
             self.table.write(np.full(len(pages), row), np.arange(first, end), pages)
-            self.tier.copies.write_pages(pages, data)
+            source.copies.write_pages(pages, data)
             handle.borrowed, self.table.lengths.cached_len[row] = True, end * self.page_size
             self._insert_prefix(pending, end * self.page_size)
         return self._cached_len(pending)
@@ -346,21 +369,22 @@ class CacheManager:
     # %% ../../nbs/13_kv_cache.manager.ipynb #db50723d
     def drop(self, pending: PendingReq) -> None:
         "A request waits no more for pages from below"
-        if self.tier: self.tier.drop(pending)
+        if source := self._source(pending): source.drop(pending)
 
     def idle(self) -> None:
         "All that could run waits for pages from below"
-        if self.tier: self.tier.idle()
+        for below in self._below: below.idle()
 
     @property
     def tier_stats(self) -> dict[str, dict[str, int]]:
-        "Statistics of the second tier, if there is one"
-        return {'tier': self.tier.stats()} if self.tier else {}
+        "Statistics of the second tier and of handoffs, if there are any"
+        below = {'tier': self.tier, 'handoffs': self.handoffs}
+        return {name: o.stats() for name, o in below.items() if o}
 
     @property
     def n_leases(self) -> int:
         "Requests that hold something below"
-        return self.tier.stats()['leases'] if self.tier else 0
+        return sum(o.stats()['leases'] for o in self._below)
 
     def close(self) -> None:
         "End the second tier, to which all goes down that the tree has; nothing is computed any more"
@@ -369,6 +393,7 @@ class CacheManager:
             self._push(pages := self.prefix.evict(n, self.tier.put))
             return len(pages)
         if self.tier: self.tier.close(evict)
+        if self.handoffs: self.handoffs.close()
 
 # %% ../../nbs/13_kv_cache.manager.ipynb #79f61aeb
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TextIO
 
+import msgspec
 import zmq
 from torch.profiler import profile
 
@@ -85,7 +86,7 @@ def _no_grammar(params: SamplingParams) -> None:
 def _without_grammar(message: UserMsg) -> UserMsg:
     "The same request, without its grammar"
     params = replace(message.params, json_schema=None, regex=None, ebnf=None)
-    return UserMsg(message.rid, message.input_ids, params, message.caller)
+    return msgspec.structs.replace(message, params=params)
 
 class GrammarQueue:
     """Requests whose grammar is being compiled.
@@ -122,6 +123,7 @@ class GrammarQueue:
             return
         arrival = self._arrivals.pop(rid, None)
         pending = self.scheduler.add(rid, ids, params, message.caller)
+        pending.handoff = message.handoff
         if arrival is None: return
         pending.arrival = arrival
         self._unscheduled.append(pending)

@@ -32,6 +32,7 @@ class UserMsg(Message, frozen=True, eq=False):
     input_ids: np.ndarray   # The prompt's tokens, int64, [input_len]
     params: SamplingParams  # Its sampling parameters
     caller: Caller = Caller()   # Whose request it is
+    handoff: str = ''           # File by which its prompt goes from engine to engine, if at all
 
 class AbortMsg(Message, frozen=True):
     "A request to be aborted: its client has gone, or wants no more of it."

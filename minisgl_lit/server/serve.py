@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import uvicorn
@@ -38,6 +38,7 @@ from .files import Folders
 from .messages import ReadyMsg
 from .middleware import log_to_stderr
 from .ray_engine import RayCluster, RayEngine
+from .prefill_router import handoff_folder, make_router
 from .router import Router
 from .tokenizing import checkpoint_problems
 from ..text.tokenizer import Tokenizer
@@ -117,10 +118,13 @@ class Server:
         self,
         config: ServerConfig,  # What to serve, and where
     ):
+        self._handoffs = handoff_folder(config)
+        if self._handoffs: config = replace(config, kv_handoff_path=self._handoffs.name)
         self._config, self._callers = config, Callers.from_config(config)
         folders = Folders(config.batch_folder, config.batch_folder_mb << 20)
         self._batches = Batches(folders, self._callers, max(config.max_running_req // 2, 1))
         self.model = config.served_model_name or Path(config.model).name
+        self._router = make_router(config, self.model)
         self.memory = ''   # what it is used for, once the model is loaded
         self._max_connections = connection_limit(config.max_connections)
         self._listener = listen(config.host, config.port)
@@ -132,7 +136,6 @@ class Server:
         self._error: BaseException | None = None        # why it failed, once ready
         self._cluster: RayCluster | None = None             # which starts engines, if there is one
         self._processes: dict[int, EngineCoreHandle | RayEngine] = {}   # the last of each replica
-        self._router = Router(self.model) if config.replicas > 1 else None
         self._ended = threading.Event()   # a `join` that Ctrl-C breaks never waits again
         self._pid = os.getpid()
         threading.Thread(target=self._run, name=f'minisgl_lit {self.url}', daemon=True).start()
@@ -338,6 +341,7 @@ class Server:
             await self._batches.close()
             await asyncio.gather(*(o.close() for o in self._processes.values()))
             if self._cluster: await asyncio.to_thread(self._cluster.close)
+            if self._handoffs: self._handoffs.cleanup()
 
 # %% ../../nbs/56_server.serve.ipynb #17622bb1
 _LOADING_LINE = 10.   # seconds between two lines while a model loads

@@ -11,6 +11,8 @@ from time import perf_counter
 
 
 from ..config import EngineConfig
+from ..device import InlineStream
+from ..kv_cache.handoff import Handoffs
 from ..kv_cache.manager import CacheManager
 from ..kv_cache.radix import make_prefix_cache
 from ..kv_cache.table import TableManager
@@ -38,10 +40,12 @@ class ToyEngineCore:
         table = TableManager(config.max_running_req, config.max_seq_len, config.page_size,
                              config.num_pages)
         prefix = make_prefix_cache(config.cache, config.page_size, config.eviction)
-        self.scheduler = Scheduler(
-            ToyEngine(table.page_table, table.token_pool, config.page_size, config.num_pages,
-                      vocab_size),
-            CacheManager(config.num_pages, table, prefix), vocab_size, perf_counter, config)
+        engine = ToyEngine(table.page_table, table.token_pool, config.page_size,
+                           config.num_pages, vocab_size)
+        handoffs = config.kv_handoff_path and Handoffs(
+            engine, config.page_size, lambda: bytes(20), InlineStream(), config.kv_handoff_path)
+        cache = CacheManager(config.num_pages, table, prefix, None, handoffs or None)
+        self.scheduler = Scheduler(engine, cache, vocab_size, perf_counter, config)
         self.scheduler.observer = BatchLog(self.scheduler)
         self.handler = ControlHandler(Control(self.scheduler), GrammarQueue(self.scheduler))
         self.step_seconds, self.trouble, self.killed = step_seconds, '', False

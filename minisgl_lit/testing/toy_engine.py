@@ -8,7 +8,7 @@ __all__ = ['nan_hash', 'mix', 'powers', 'prefix_hashes', 'choose', 'toy_next', '
 
 # %% ../../nbs/03_testing.toy_engine.ipynb #abd593cc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
@@ -401,11 +401,12 @@ class ToyEngine:
     def _slots_of(self, page: int) -> slice:
         return slice(page*self.kv.page_size, (page + 1)*self.kv.page_size)
 
-    def _travel(self, pages: np.ndarray, copy: Callable[[], None]) -> None:
-        "Enqueue a copy of pages; that a launched batch uses one of them is an error"
-        flying = {o for launch in self._in_flight if not (launch.done and launch.done.query())
-                  for o in launch.users}
-        used = [page for page in pages.tolist() if ('page', page) in flying]
+    def _travel(self, pages: np.ndarray, copy: Callable[[], None],
+                in_use: Callable[[ToyLaunch], Iterable[int]]) -> None:
+        "Enqueue a copy of pages; that one of them is in use by a launched batch is an error"
+        flying = {page for launch in self._in_flight if not (launch.done and launch.done.query())
+                  for page in in_use(launch)}
+        used = [page for page in pages.tolist() if page in flying]
         def work() -> None:
             if used: raise ToyError(f'pages {used} travel while a launched batch uses them')
             copy()
@@ -416,7 +417,8 @@ class ToyEngine:
         def copy() -> None:
             for slots, data in zip(map(self._slots_of, pages.tolist()), out):
                 data[:] = self.kv.position[slots], self.kv.hash[slots].view(np.int64)
-        self._travel(pages, copy)
+        size = self.kv.page_size   # others may read them meanwhile
+        self._travel(pages, copy, lambda launch: (launch.batch.out_loc // size).tolist())
         return self.stream.record()
 
     def write_pages(self, pages: np.ndarray, data: Sequence[np.ndarray]) -> None:
@@ -424,7 +426,9 @@ class ToyEngine:
         def copy() -> None:
             for slots, (position, hashes) in zip(map(self._slots_of, pages.tolist()), data):
                 self.kv.position[slots], self.kv.hash[slots] = position, hashes.view(np.uint64)
-        self._travel(pages, copy)
+        def users(launch: ToyLaunch) -> list[int]:
+            return [n for kind, n in launch.users if kind == 'page']
+        self._travel(pages, copy, users)
 
 # %% ../../nbs/03_testing.toy_engine.ipynb #c3178b3b
 def toy_states(
