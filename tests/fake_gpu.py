@@ -290,7 +290,7 @@ class Launch:
             device.launch(self.run.__name__.strip('_'))
         return launch
 
-def fake_triton(): return SimpleNamespace(jit=Launch), SimpleNamespace()
+def fake_triton(): return SimpleNamespace(jit=Launch), SimpleNamespace(constexpr=int)
 
 # ---- the engine on it -------------------------------------------------------------------------------------------------------
 

@@ -278,15 +278,13 @@ def test_parent_is_killed_while_others_live(tmp_path, server):
 HANGS = '''
 import sys, time
 from minisgl_lit.server import engine_core as workers
-load = workers.load_runtime
 def load_and_hang(*args):
-    runtime = load(*args)
+    runtime = workers.load_runtime(*args)
     def step_that_never_ends():
         if runtime.scheduler.has_work: time.sleep(600)
     runtime.scheduler.step = step_that_never_ends
     return runtime
-workers.load_runtime = load_and_hang
-workers.main(*sys.argv[1:])'''
+workers.main(*sys.argv[1:], load=load_and_hang)'''
 
 def test_step_that_hangs(tmp_path):
     "It still has a pulse, so it ends itself, and says where it hangs"
@@ -297,10 +295,12 @@ def test_step_that_hangs(tmp_path):
         settings = json.dumps(dict(num_pages=32, max_running_req=2, watchdog_timeout=1.))
         with ours, its, subprocess.Popen([sys.executable, '-c', HANGS, endpoint, str(tmp_path/'x'), str(os.getpid()), settings],
                                          stdin=its, stderr=subprocess.PIPE, text=True) as p:
-            assert here.poll(60_000) and isinstance(decode(here.recv()), ReadyMsg)
-            with pytest.raises(subprocess.TimeoutExpired): p.wait(1.5)   # nobody has come, so nothing hangs
-            here.send(encode(UserMsg('a', np.array([1]), SamplingParams(max_tokens=5))))
-            assert p.wait(60) == 70
+            try:
+                assert here.poll(60_000) and isinstance(decode(here.recv()), ReadyMsg)
+                with pytest.raises(subprocess.TimeoutExpired): p.wait(1.5)   # nobody has come, so nothing hangs
+                here.send(encode(UserMsg('a', np.array([1]), SamplingParams(max_tokens=5))))
+                assert p.wait(60) == 70
+            finally: p.kill()
             said = p.stderr.read()
             assert 'the engine hangs' in said and 'step_that_never_ends' in said
 
