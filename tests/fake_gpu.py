@@ -309,12 +309,15 @@ class Case:
     broken: str = ''                                # A module that does not compile
     says: list[str] = field(default_factory=list)   # What the lines on the log then begin with
 
+EXPERTS = dict(architectures=['Qwen3MoeForCausalLM'], model_type='qwen3_moe', num_experts=16, num_experts_per_tok=4, moe_intermediate_size=768, norm_topk_prob=True)
+
 SAMPLED = [dict(temperature=.7), dict(temperature=.7, top_k=5), dict(temperature=1., top_p=.9), dict(temperature=0, presence_penalty=.5),
            dict(temperature=.5, min_p=.1, logprobs=3), dict(temperature=0, prompt_logprobs=2), dict(logit_bias={3: 5.}, temperature=1.)]
 CASES = dict(
     qwen3=Case(), prefix=Case(prompts=[list(range(40))] * 5, settings=dict(max_prefill_tokens=24)), sampled=Case(params=SAMPLED), no_edits=Case(params=SAMPLED[:3]),
     mixed=Case(settings=dict(mixed_chunk=True, max_prefill_tokens=64)), tensor_cores=Case(dict(num_key_value_heads=4)),
     llama=Case(dict(architectures=['LlamaForCausalLM'], model_type='llama')), group5=Case(dict(num_attention_heads=10, num_key_value_heads=2)),
+    experts=Case(EXPERTS),
     window=Case(dict(architectures=['MistralForCausalLM'], model_type='mistral', sliding_window=64)),
     page1=Case(settings=dict(page_size=1, num_pages=8000)),
     no_norm=Case(broken='norm', says=['In plain torch: rmsnorm, fused_add_rmsnorm.']),
@@ -362,6 +365,7 @@ def run(case: Case) -> dict:
                     **device.counts, **device.kernels)
 
 TEMPERATURES = dict(greedy=0., random=.6)
+LAYERS = dict(layer=Case(), experts_layer=Case(EXPERTS))
 
 def step_counts(temperature: float, steps: int = 16) -> dict:
     "What one decode step of four requests launches outside its graph, on average; how many they are does not matter"
@@ -378,10 +382,10 @@ def step_counts(temperature: float, steps: int = 16) -> dict:
         def each(counts): return {k: round(v / steps, 2) for k, v in counts.items()}
         return each(device.counts) | dict(kernels=round(kernels.total() / steps, 2), by_name=each(kernels))
 
-def layer_counts() -> dict:
+def layer_counts(case: Case) -> dict:
     "What one layer launches in a decode step"
     from minisgl_lit.attention.flashinfer import attend_batch
-    with engine(Case()) as (runtime, _):
+    with engine(case) as (runtime, _):
         model, step = runtime.engine.model, runtime.engine.steps.captured[4]
         attend = attend_batch(runtime.engine.steps.attention, step.metadata)
         x, more = (torch.zeros(4, 1024, dtype=torch.bfloat16, device='cuda') for _ in range(2))
@@ -431,9 +435,9 @@ def main(names: list[str]) -> None:
         stack.enter_context(patch.object(torch.Tensor, 'record_stream', lambda *_: None))
         stack.enter_context(patch.object(JitSpec, 'build_and_load', build_and_load))
         stack.enter_context(FakeGpu())
-        for name in names or [*CASES, *TEMPERATURES, 'layer']:
+        for name in names or [*CASES, *TEMPERATURES, *LAYERS]:
             try:
-                if name == 'layer': told = layer_counts()
+                if name in LAYERS: told = layer_counts(LAYERS[name])
                 else: told = run(CASES[name]) if name in CASES else step_counts(TEMPERATURES[name]) if name in TEMPERATURES else dict(figures=check_step(name))
                 print(json.dumps(dict(name=name, ok=True, **told)), flush=True)
             except Exception as e:

@@ -25,7 +25,7 @@ class Step:
     figures: dict = field(default_factory=dict)
 
 LIMITS = dict(   # seconds; in the order in which they run, what others need first
-    machine=20, modules=120, kernels=25, recorded=25, bench256=110, profile=35, decode=30, sampling=20, parity=45, equality=30, tests=40, cells=20,
+    machine=20, modules=120, kernels=25, recorded=25, bench256=110, profile=35, decode=30, sampling=20, experts=20, parity=45, equality=30, tests=40, cells=20,
     sanitizer=20)
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -179,10 +179,11 @@ def triton_trials() -> dict:
     "Our kernels in Triton, once, against their definitions"
     from functools import partial
     import torch
-    from minisgl_lit.kernels import fused_heads, sampling
+    from minisgl_lit.kernels import fused_heads, grouped_matmul, sampling
     from minisgl_lit.models import stored_heads
     device = torch.device('cuda', 0)
-    return dict(heads=partial(stored_heads._trial, fused_heads.norm_rope_store, device), sampling=partial(sampling._trial, device))
+    return dict(heads=partial(stored_heads._trial, fused_heads.norm_rope_store, device), sampling=partial(sampling._trial, device),
+                experts=partial(grouped_matmul._trial, device, torch.bfloat16))
 
 def heads_us(n: int, times: int = 20) -> dict:
     "Microseconds of QK norm, RoPE and KV store in a graph, step by step and in one kernel"
@@ -459,6 +460,31 @@ def sampling(args) -> Figures:
     with torch.inference_mode():
         for name, work in stages.items(): yield {f'{name}_us': 1e6 * best_time(work, 'cuda', .2)}
 
+EXPERTS = dict(n_experts=128, k=8, width=768, hidden=2048)   # a layer of Qwen3-30B-A3B
+
+def experts(args) -> Figures:
+    "Routed experts of a layer, recorded: in two kernels, and expert by expert, if the host knew how many tokens each has"
+    import torch
+    from minisgl_lit.engine.cuda_graph import CudaCapture
+    from minisgl_lit.kernels.grouped_matmul import expert_mlps
+    from minisgl_lit.models.layers import gated_mlp
+    from minisgl_lit.tools.roofline import best_time, memory_bandwidth
+    n_experts, k, width, hidden = EXPERTS.values()
+    def some(*shape): return torch.randn(*shape, device='cuda').bfloat16() * .03
+    gate_up, down, bandwidth = some(n_experts, 2 * width, hidden), some(n_experts, hidden, width), memory_bandwidth(2**30, 'cuda')
+    for n in (1, 16, 64, 256, 2048):
+        x, in_use = some(n, hidden), min(n * k, n_experts)
+        chosen, shares = (torch.arange(n * k, device='cuda') % n_experts).view(n, k), torch.full((n, k), 1 / k, device='cuda').bfloat16()
+        rows = x[:max(1, n * k // in_use)]
+        ways = dict(at_once=lambda: [expert_mlps(x, chosen, shares, gate_up, down)],
+                    one_by_one=lambda: [gated_mlp(rows, gate_up[e], down[e]) for e in range(in_use)])
+        told = {}
+        for name, work in ways.items():
+            with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+                replay, _ = CudaCapture()(work)
+                told[f'{name}_us'] = 1e6 * best_time(replay, 'cuda', .1)
+        yield {f'n{n}': told | dict(share=1e6 * in_use * 3 * width * hidden * 2 / bandwidth / told['at_once_us'])}
+
 def small_checkpoint(folder: str, dtype: str):
     from reference import make_checkpoint
     make_checkpoint('Qwen3', Path(folder), dtype=dtype, head_dim=128, hidden_size=256, max_position_embeddings=256)
@@ -570,7 +596,7 @@ def cells(args) -> Figures:
     if bad := [k for k, v in told.items() if v != 'ok']: raise AssertionError(f'these chapters fail: {", ".join(bad)}')
 
 STEPS: dict[str, Callable[[argparse.Namespace], Figures]] = {o.__name__: o for o in (
-    machine, modules, kernels, recorded, bench256, profile, decode, sampling, parity, equality, tests, cells, sanitizer)}
+    machine, modules, kernels, recorded, bench256, profile, decode, sampling, experts, parity, equality, tests, cells, sanitizer)}
 
 # ---- running them ----------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ def on_fake_gpu(*names):
     assert len(told) == len(names) and not done.returncode, done.stderr[-3000:]
     return {o['name']: o for o in told}
 
-WORK = ['qwen3', 'prefix', 'sampled', 'no_edits', 'mixed', 'tensor_cores', 'llama', 'group5', 'window', 'page1']
+WORK = ['experts', 'qwen3', 'prefix', 'sampled', 'no_edits', 'mixed', 'tensor_cores', 'llama', 'group5', 'window', 'page1']
 BROKEN = ['no_norm', 'no_rope', 'no_prefill']
 
 def test_every_configuration_is_built_captured_and_generates():
@@ -32,7 +32,7 @@ def test_every_configuration_is_built_captured_and_generates():
         o, on_tensor_cores = told[name], name in ('tensor_cores', 'group5')
         assert o['captured'] == 3 and o['replays'] > 3 and o['ragged'] > 0, o
         assert ('captured paged' in o) == on_tensor_cores and ('captured decode' in o) == (not on_tensor_cores), o
-        assert o['captured heads'] and o['captured silu_and_mul'] and o['captured rmsnorm'] and o['captured fused_add_rmsnorm']
+        assert o['captured heads'] and (o['captured gate_up'] == o['captured down'] if name == 'experts' else o['captured silu_and_mul']) and o['captured rmsnorm'] and o['captured fused_add_rmsnorm']
         assert 'captured rope' not in o and o.get('weigh') == o.get('pick')
     assert told['no_edits']['weigh'] == told['no_edits']['cut'] > 3 and 'weigh' not in told['sampled']   # which has penalties in each step
     norm, rope, prefill = (told[o] for o in BROKEN)
@@ -44,11 +44,12 @@ def test_every_configuration_is_built_captured_and_generates():
 # Every sixteenth step of a request writes a new page to the table, so the averages are not whole. A plan of FlashInfer's is one more copy, its own.
 MOST = dict(greedy=dict(copies=1.1, kernels=4.2), random=dict(copies=2.1, kernels=7.2))
 LAYER = ['fused_add_rmsnorm', 'aten.linear.default', 'heads', 'decode', 'aten.linear.default', 'fused_add_rmsnorm', 'aten.linear.default', 'silu_and_mul', 'aten.linear.default']
-STEPS = ['machine', 'modules', 'kernels', 'recorded', 'bench256', 'decode', 'sampling']
+EXPERTS_LAYER = [*LAYER[:6], 'gate_up', 'down']
+STEPS = ['machine', 'modules', 'kernels', 'recorded', 'bench256', 'decode', 'sampling', 'experts']
 
 def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_their_end():
     "On a real GPU there is one run of nine minutes: no line of it may be the first to be wrong"
-    told = on_fake_gpu(*MOST, 'layer', *STEPS)
+    told = on_fake_gpu(*MOST, 'layer', 'experts_layer', *STEPS)
     for name, o in told.items(): assert o['ok'], (name, o['error'], o['at'])
     for name in MOST:
         o = told[name]
@@ -57,9 +58,11 @@ def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_thei
             assert o[what] <= most, (name, what, o)
             assert o[what] > most - 1, f'{name} launches fewer {what} now, {o[what]}: lower the number in MOST'
     assert told['layer']['by_name'] == Counter(LAYER) and told['layer']['kernels'] == 9, told['layer']
+    assert told['experts_layer']['by_name'] == Counter(EXPERTS_LAYER), told['experts_layer']   # and nowhere may the host wait: it would raise
     figures = {name: told[name]['figures'] for name in STEPS}
     assert figures['machine']['arch'] == 'sm_90' and figures['machine']['flashinfer'] and 'torch' in figures['machine']['doctor']
     assert {'heads_steps_us', 'heads_fused_us', 'heads_error', 'sampling_error'} <= set(figures['kernels'])
     assert len(figures['modules']) == 5 and {o['how'] for o in figures['modules'].values()} <= {'aot', 'kept', 'compiled'}
     assert len(figures['recorded']['errors']) == 20 and len(figures['decode']) == 2 + 4 * 2 * 2 and len(figures['sampling']) == 17
+    assert set(figures['experts']) == {f'n{n}' for n in (1, 16, 64, 256, 2048)}
     assert {f'{a}_{b}' for a in ('overlap', 'normal') for b in ('greedy', 'random', 'step_ms')} <= set(figures['bench256'])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.engine.sampler import largest, sample_random
-from minisgl_lit.kernels import fused_heads, sampling
+from minisgl_lit.kernels import fused_heads, grouped_matmul, sampling
 from minisgl_lit.kernels.triton_reference import TritonKernel
 from minisgl_lit.kv_cache.pool import KVPool, layouts
 from minisgl_lit.models.layers import _plain_apply_rope, _plain_norm, rope_angles
@@ -125,6 +125,40 @@ def test_a_seed_gives_its_token_in_any_company(world, order):
     assert tokens(list(order), 16) == [together[i] for i in order]
     assert [tokens([i], 128)[0] for i in range(6)] == together
 
+@st.composite
+def mixtures(draw):
+    "Sizes of a layer with routed experts; `alike`: all tokens choose the same ones, so that most experts have none"
+    n_experts = draw(st.integers(1, 11))
+    return dict(n=draw(st.integers(0, 40)), k=draw(st.integers(1, min(8, n_experts))), n_experts=n_experts, hidden=draw(st.sampled_from([1, 3, 16, 65, 130])),
+                width=draw(st.sampled_from([1, 5, 16, 66])), dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+                alike=draw(st.booleans()), padding=draw(st.integers(0, 5)), seed=draw(st.integers(0, 99)))
+
+def mixture(n, k, n_experts, hidden, width, dtype, alike, padding, seed):
+    "Arguments of `expert_mlps`; the last `padding` tokens are nobody's"
+    g = torch.Generator().manual_seed(seed)
+    def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
+    liked = torch.randn(n + padding, n_experts, generator=g)
+    shares, chosen = (liked[:1].expand_as(liked) if alike and n else liked).softmax(-1).topk(k)
+    return some(n + padding, 2 * hidden)[:, ::2], chosen, shares.to(dtype), some(n_experts, 2 * width, hidden), some(n_experts, hidden, width)
+
+@examples
+@given(mixtures())
+def test_experts_are_those_of_the_definition(world):
+    "For all shapes, strides and dtypes, with experts that no token has chosen; and what padding is, or holds, changes no token by more than rounding"
+    x, chosen, shares, gate_up, down = mixture(**world)
+    got, want = (f(x, chosen, shares, gate_up, down) for f in (grouped_matmul.expert_mlps, grouped_matmul.plain_experts))
+    eps = {torch.float32: 1e-4, torch.bfloat16: .06, torch.float16: .01}[world["dtype"]]
+    def close(a, b): return bool(((a.float() - b.float()).abs() <= eps * (1 + b.float().abs().amax(-1, keepdim=True))).all())
+    assert got.dtype == want.dtype and got.shape == want.shape and close(got, want)
+    n = world["n"]
+    alone = grouped_matmul.expert_mlps(x[:n], chosen[:n], shares[:n], gate_up, down)
+    poisoned = x.clone()
+    poisoned[n:] = torch.nan
+    assert close(got[:n], alone) and close(grouped_matmul.expert_mlps(poisoned, chosen, shares, gate_up, down)[:n], alone)
+
+def test_the_trial_of_experts_passes():
+    for dtype in (torch.bfloat16, torch.float16): assert largest_error(grouped_matmul._trial(torch.device("cpu"), dtype)) <= TOLERANCE
+
 def test_which_triton_this_is():
     "Else the process for the interpreter would test the reference again"
     assert isinstance(sampling._pick, TritonKernel) != interpreted
@@ -150,7 +184,7 @@ torch.cuda.is_available = lambda: True   # so that the modules take the package
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from minisgl_lit.kernels import fused_heads, sampling
+from minisgl_lit.kernels import fused_heads, grouped_matmul, sampling
 
 def build(kernel, types, arch, warps, **constants):
     types = dict(zip(kernel.arg_names, [*types, *['constexpr'] * len(constants)], strict=True))
@@ -167,9 +201,13 @@ for arch in (80, 89, 90):
         build(sampling._pick, ['*i64', '*i64', '*i32', *given, 'i32'], arch, 4, CHUNK=1024, CHUNKS=256)
         heads = [x, x, x, '*fp32', x, x, '*i64', *['i32'] * 3, 'fp32', *['i32'] * 4]
         for normed in (True, False): build(fused_heads._heads, heads, arch, 1, HAS_NORM=normed, HALF=64)
+        for rows in (16, 32, 64):
+            sizes = dict(ROWS=rows, COLUMNS=grouped_matmul.COLUMNS, DEPTH=grouped_matmul.DEPTH, EXPERTS=128)
+            build(grouped_matmul._gate_up, [x, x, x, '*i64', '*i64', *['i32'] * 4], arch, 4, **sizes)
+            build(grouped_matmul._down, [x, x, x, '*i64', '*i64', x, *['i32'] * 3], arch, 4, **sizes)
 """
 
 @marked
 def test_each_kernel_compiles_for_gpus():
     "Down to machine code, which needs no GPU; what it computes there is not shown"
-    assert len(run_long('-c', COMPILE).splitlines()) == 3 * 2 * 5
+    assert len(run_long('-c', COMPILE).splitlines()) == 3 * 2 * (5 + 3 * 2)

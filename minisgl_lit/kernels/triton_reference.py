@@ -109,6 +109,10 @@ class Language:
         "Sums up to each number"
         return x.cumsum(axis, dtype=x.dtype)
 
+    def dot(self, x: Block, y: Block, acc: Block, input_precision: str) -> Block:
+        "The product of two matrices, added to a third"
+        return acc + x.to(acc.dtype) @ y.to(acc.dtype)
+
     def load(self, pointer: BlockPointer, mask: Block | None = None, other: float = 0) -> Block:
         "Read; what is masked is `other`, and not touched"
         if mask is None: return pointer.memory[pointer.offset]

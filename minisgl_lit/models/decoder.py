@@ -170,10 +170,16 @@ class Mlp(Protocol):
     ) -> dict[str, tuple[int, ...]]:
         "Its weights, by name within the layer"
         ...
+    def arrange(
+        self,
+        w: Weights,         # Of one layer, by name
+    ) -> Weights:
+        "These weights as `forward` wants them; done once"
+        ...
     def forward(
         self,
         x: torch.Tensor,  # [n_tokens, hidden_size]
-        w: Weights,       # Of one layer, by name
+        w: Weights,       # Of one layer, by name, from `arrange`
     ) -> torch.Tensor:    # [n_tokens, hidden_size]
         "What is added to the residual stream of each token"
         ...
@@ -219,6 +225,10 @@ class DenseMlp:
         weights = {f'mlp.{name}.weight': shape for name, shape in shapes.items()}
         if not self.bias: return weights
         return weights | {f'mlp.{name}.bias': shape[:1] for name, shape in shapes.items()}
+
+    def arrange(self, w: Weights) -> Weights:
+        "As they are"
+        return w
 
     def forward(self, x: torch.Tensor, w: Weights) -> torch.Tensor:
         "The same MLP for each token"
@@ -345,11 +355,12 @@ class Decoder:
         self.norm, self.weights = _norm(weights, 'model.norm.weight'), weights
         tied = config.tie_word_embeddings or config.headless   # then nobody reads the logits
         self.head = self.embedding if tied else weights['lm_head.weight']
-        def layer(i: int) -> Weights:
-            names = layer_shapes(config, i)
-            return {name: weights[f'model.layers.{i}.{name}'] for name in names}
-        self.layers = [layer(i) for i in range(config.num_layers)]
         self.mlps = [self.shard.mlp(i) for i in range(config.num_layers)]
+        def layer(i: int, mlp: Mlp) -> Weights:
+            names = layer_shapes(config, i)
+            own = {name: weights[f'model.layers.{i}.{name}'] for name in names}
+            return mlp.arrange(own)
+        self.layers = [layer(*o) for o in enumerate(self.mlps)]
         self.freqs = config.rope.freqs(config.head_dim).to(self.norm.device)
 
     def angles(
