@@ -317,7 +317,7 @@ CASES = dict(
     qwen3=Case(), prefix=Case(prompts=[list(range(40))] * 5, settings=dict(max_prefill_tokens=24)), sampled=Case(params=SAMPLED), no_edits=Case(params=SAMPLED[:3]),
     mixed=Case(settings=dict(mixed_chunk=True, max_prefill_tokens=64)), tensor_cores=Case(dict(num_key_value_heads=4)),
     llama=Case(dict(architectures=['LlamaForCausalLM'], model_type='llama')), group5=Case(dict(num_attention_heads=10, num_key_value_heads=2)),
-    experts=Case(EXPERTS),
+    qwen3moe=Case(EXPERTS),
     window=Case(dict(architectures=['MistralForCausalLM'], model_type='mistral', sliding_window=64)),
     page1=Case(settings=dict(page_size=1, num_pages=8000)),
     no_norm=Case(broken='norm', says=['In plain torch: rmsnorm, fused_add_rmsnorm.']),

@@ -25,7 +25,7 @@ class Step:
     figures: dict = field(default_factory=dict)
 
 LIMITS = dict(   # seconds; in the order in which they run, what others need first
-    machine=20, modules=120, kernels=25, recorded=25, bench256=110, profile=35, decode=30, sampling=20, experts=20, parity=45, equality=30, tests=40, cells=20,
+    machine=20, modules=110, kernels=25, recorded=25, bench256=110, profile=35, decode=30, sampling=20, experts=15, parity=40, equality=30, tests=40, cells=20,
     sanitizer=20)
 
 def parse(argv: list[str]) -> argparse.Namespace:

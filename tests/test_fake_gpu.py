@@ -20,7 +20,7 @@ def on_fake_gpu(*names):
     assert len(told) == len(names) and not done.returncode, done.stderr[-3000:]
     return {o['name']: o for o in told}
 
-WORK = ['experts', 'qwen3', 'prefix', 'sampled', 'no_edits', 'mixed', 'tensor_cores', 'llama', 'group5', 'window', 'page1']
+WORK = ['qwen3moe', 'qwen3', 'prefix', 'sampled', 'no_edits', 'mixed', 'tensor_cores', 'llama', 'group5', 'window', 'page1']
 BROKEN = ['no_norm', 'no_rope', 'no_prefill']
 
 def test_every_configuration_is_built_captured_and_generates():
@@ -32,7 +32,7 @@ def test_every_configuration_is_built_captured_and_generates():
         o, on_tensor_cores = told[name], name in ('tensor_cores', 'group5')
         assert o['captured'] == 3 and o['replays'] > 3 and o['ragged'] > 0, o
         assert ('captured paged' in o) == on_tensor_cores and ('captured decode' in o) == (not on_tensor_cores), o
-        assert o['captured heads'] and (o['captured gate_up'] == o['captured down'] if name == 'experts' else o['captured silu_and_mul']) and o['captured rmsnorm'] and o['captured fused_add_rmsnorm']
+        assert o['captured heads'] and (o['captured gate_up'] == o['captured down'] if name == 'qwen3moe' else o['captured silu_and_mul']) and o['captured rmsnorm'] and o['captured fused_add_rmsnorm']
         assert 'captured rope' not in o and o.get('weigh') == o.get('pick')
     assert told['no_edits']['weigh'] == told['no_edits']['cut'] > 3 and 'weigh' not in told['sampled']   # which has penalties in each step
     norm, rope, prefill = (told[o] for o in BROKEN)
@@ -44,7 +44,8 @@ def test_every_configuration_is_built_captured_and_generates():
 # Every sixteenth step of a request writes a new page to the table, so the averages are not whole. A plan of FlashInfer's is one more copy, its own.
 MOST = dict(greedy=dict(copies=1.1, kernels=4.2), random=dict(copies=2.1, kernels=7.2))
 LAYER = ['fused_add_rmsnorm', 'aten.linear.default', 'heads', 'decode', 'aten.linear.default', 'fused_add_rmsnorm', 'aten.linear.default', 'silu_and_mul', 'aten.linear.default']
-EXPERTS_LAYER = [*LAYER[:6], 'gate_up', 'down']
+ROUTER = ['aten.linear.default', 'aten.softmax.int', 'aten.topk.default', 'aten.sum.dim_IntList', 'aten.div.Tensor', 'aten.to.dtype']
+EXPERTS_LAYER = [*LAYER[:6], *ROUTER, 'aten.sort.stable', 'aten.arange.default', 'aten.searchsorted.Tensor', 'gate_up', 'down', 'aten.sum.dim_IntList']
 STEPS = ['machine', 'modules', 'kernels', 'recorded', 'bench256', 'decode', 'sampling', 'experts']
 
 def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_their_end():

@@ -1,17 +1,23 @@
 """Checkpoints: what loading costs in memory, any cut into files, and one sentence for each thing that can be wrong."""
 import json, os, subprocess, sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
+from minisgl_lit.device import ProcessGroup
+from minisgl_lit.kernels.grouped_matmul import expert_mlps
+from minisgl_lit.models import moe
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.llm import LLM
 from minisgl_lit.models.checkpoint import families, read_config
-from minisgl_lit.models.decoder import ModelConfig, weight_shapes
-from minisgl_lit.models.weights import list_files, load_weights, tensor_placements, read_batches, read_headers
+from minisgl_lit.models.decoder import Decoder, ModelConfig, weight_shapes
+from minisgl_lit.models.moe import MoeMlp
+from minisgl_lit.models.weights import (
+    Assembly, fill, keep, open_checkpoint, list_files, load_weights, tensor_placements, read_batches, read_headers)
 from reference import make_checkpoint
 
 MIB = 2**20
@@ -83,6 +89,26 @@ def test_any_cut_into_files_gives_the_same_weights(whole, data, tmp_path_factory
         assert len({found[o].file for o in names}) == 1
         assert len(names) == 1 or sum(4 * torch.Size(found[o].shape).numel() for o in names) <= most
     assert [o for names in read_batches(found, most) for o in names] == [*found]
+
+def test_experts_lie_side_by_side_where_they_stay_as_they_are(whole):
+    "As on a GPU: every layer's experts are one tensor, too, with the same numbers; and all at once they compute what they do one by one"
+    path, config, weights = whole
+    made = Assembly(config, torch.float32, 'cpu', ProcessGroup(), keep, None)
+    made._on_cpu = False
+    for name, tensor, first in open_checkpoint(path, config.tie_word_embeddings).read(): made.add(name, tensor, fill, first)
+    beside = made.weights()
+    assert not made._room and beside.keys() == weights.keys() and all(torch.equal(o, weights[name]) for name, o in beside.items())
+    model, plain = Decoder(config, beside), Decoder(config, weights)
+    layers = [i for i in range(config.num_layers) if isinstance(config.mlp(i), MoeMlp)]
+    assert layers
+    for i in layers:
+        both = [(model.layers[i][f'mlp.experts.{o}.weight'], model.layers[i][f'mlp.experts.1.{o}.weight']) for o in ('gate_up_proj', 'down_proj')]
+        assert all(torch.equal(joined[1], one) and joined[1].data_ptr() == one.data_ptr() for joined, one in both)
+        assert 'mlp.experts.down_proj.weight' not in plain.layers[i]
+        x = torch.randn(9, config.hidden_size)
+        want = plain.mlps[i].forward(x, plain.layers[i])
+        with patch.object(moe, 'experts_kernel', return_value=expert_mlps) as asked: got = model.mlps[i].forward(x, model.layers[i])
+        assert asked.called and torch.allclose(got, want, atol=1e-5)
 
 ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(-2, 300), st.floats(), st.text(max_size=5), st.lists(st.integers(0, 3), max_size=3),
                      st.just({}), st.sampled_from(['yarn', 'linear', 'llama3', 'dynamic', 'sliding_attention', 'bfloat16', *families]))

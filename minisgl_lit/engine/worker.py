@@ -173,7 +173,7 @@ class ResolvedConfig:
     def graph_sizes(self) -> list[int]:
         "Batch sizes whose decode steps may be captured as CUDA graphs, on a GPU"
         wanted, most = self.config.cuda_graph_max_bs, self.config.max_running_req
-        if sentence := why_not_captured(self.model, self.config.tp):
+        if sentence := why_not_captured(self.model, self.config.tp, self.device, self.dtype):
             if wanted not in ('auto', 0): warn_once(f'CUDA graphs are off: {sentence}')
             return []
         return bucket_sizes(most if wanted == 'auto' else min(wanted, most))

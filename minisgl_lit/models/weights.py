@@ -377,6 +377,10 @@ def keep(name: str, weight: torch.Tensor) -> torch.Tensor:
     "A weight as it is"
     return weight
 
+def _without_expert(name: str) -> str:
+    "What the names of a weight in all experts of a layer have in common"
+    return re.sub(r'\.experts\.\d+\.', '.experts.', name)
+
 class Assembly:
     "Weights in the making. Each is filled tensor by tensor, and finished when it is whole."
     def __init__(
@@ -396,6 +400,10 @@ class Assembly:
         self._parts: defaultdict[str, list[tuple[int, str, QuantizedWeight]]] = defaultdict(list)
         self._whole = dict[str, torch.Tensor | PackedWeight]()
         self._new = partial(torch.empty, dtype=dtype, device=device)
+        self._on_cpu = torch.device(device).type == 'cpu'
+        self._room = dict[str, torch.Tensor]()   # of weights that are not begun
+        self._alike = defaultdict[str, list[str]](list)   # of all experts of a layer
+        for name in self.shapes: self._alike[_without_expert(name)].append(name)
         self._padded, self._finish, self._join = group.size > 1, finish, join
 
     def add(
@@ -418,9 +426,16 @@ class Assembly:
     def _weight(self, name: str) -> torch.Tensor:
         "A weight that is being filled"
         if name not in self._filling:
-            self._filling[name] = weight = large_pages(self._new(self.shapes[name]))
-            if self._padded: weight.zero_()
+            if name not in self._room: self._room |= self._allocate(name)
+            self._filling[name] = self._room.pop(name)
         return self._filling[name]
+
+    def _allocate(self, name: str) -> dict[str, torch.Tensor]:
+        "Memory of a weight; where weights stay as they are, a layer's experts lie side by side"
+        names = [name] if self._on_cpu else self._alike[_without_expert(name)]
+        memory = large_pages(self._new((len(names), *self.shapes[name])))
+        if self._padded: memory.zero_()
+        return dict(zip(names, memory.unbind()))
 
     def _keep_parts(self, name: str, tensor: QuantizedWeight, first: int) -> bool:
         "Keep the parts of this rank as they are, if that cuts no group"
