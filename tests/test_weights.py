@@ -15,7 +15,7 @@ from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.llm import LLM
 from minisgl_lit.models.checkpoint import families, read_config
 from minisgl_lit.models.decoder import Decoder, ModelConfig, weight_shapes
-from minisgl_lit.models.moe import MoeMlp
+from minisgl_lit.models.moe import MoeMlp, side_by_side
 from minisgl_lit.models.weights import (
     Assembly, fill, keep, open_checkpoint, list_files, load_weights, tensor_placements, read_batches, read_headers)
 from reference import make_checkpoint
@@ -94,10 +94,10 @@ def test_experts_lie_side_by_side_where_they_stay_as_they_are(whole):
     "As on a GPU: every layer's experts are one tensor, too, with the same numbers; and all at once they compute what they do one by one"
     path, config, weights = whole
     made = Assembly(config, torch.float32, 'cpu', ProcessGroup(), keep, None)
-    made._on_cpu = False
+    made._beside = side_by_side(made.shapes)
     for name, tensor, first in open_checkpoint(path, config.tie_word_embeddings).read(): made.add(name, tensor, fill, first)
     beside = made.weights()
-    assert not made._room and beside.keys() == weights.keys() and all(torch.equal(o, weights[name]) for name, o in beside.items())
+    assert not made._filling and beside.keys() == weights.keys() and all(torch.equal(o, weights[name]) for name, o in beside.items())
     model, plain = Decoder(config, beside), Decoder(config, weights)
     layers = [i for i in range(config.num_layers) if isinstance(config.mlp(i), MoeMlp)]
     assert layers

@@ -146,7 +146,7 @@ def expert_mlps(
     gate_up: torch.Tensor,  # Contiguous, gate above up, [n_experts, 2 * width, hidden_size]
     down: torch.Tensor,     # Contiguous, [n_experts, hidden_size, width]
 ) -> torch.Tensor:          # [n_tokens, hidden_size]
-    "All experts of all tokens, and each token's weighted sum of its own; the host waits for nothing"
+    "All experts of all tokens, each token's weighted sum of its own; the host never waits"
     (n, k), (n_experts, hidden, width) = chosen.shape, down.shape
     if not n: return torch.empty_like(x)
     found, rows = sort_choices(chosen, n_experts), tile_rows(n * k, n_experts)

@@ -30,6 +30,7 @@ from ..kernels.compiler import large_pages, trim_heap, warn_once
 from ..kernels.linear import PackedWeight
 from ..kernels.quantized import QuantizedWeight
 from .gguf import INDEX, GgufTensor, block_formats, read_index, read_tensor
+from .moe import side_by_side
 from .packed_files import SMALL, layer_form, methods
 
 # %% ../../nbs/36_models.weights.ipynb #422c9b4c
@@ -377,10 +378,6 @@ def keep(name: str, weight: torch.Tensor) -> torch.Tensor:
     "A weight as it is"
     return weight
 
-def _without_expert(name: str) -> str:
-    "What the names of a weight in all experts of a layer have in common"
-    return re.sub(r'\.experts\.\d+\.', '.experts.', name)
-
 class Assembly:
     "Weights in the making. Each is filled tensor by tensor, and finished when it is whole."
     def __init__(
@@ -400,10 +397,7 @@ class Assembly:
         self._parts: defaultdict[str, list[tuple[int, str, QuantizedWeight]]] = defaultdict(list)
         self._whole = dict[str, torch.Tensor | PackedWeight]()
         self._new = partial(torch.empty, dtype=dtype, device=device)
-        self._on_cpu = torch.device(device).type == 'cpu'
-        self._room = dict[str, torch.Tensor]()   # of weights that are not begun
-        self._alike = defaultdict[str, list[str]](list)   # of all experts of a layer
-        for name in self.shapes: self._alike[_without_expert(name)].append(name)
+        self._beside = side_by_side(self.shapes) if torch.device(device).type != 'cpu' else {}
         self._padded, self._finish, self._join = group.size > 1, finish, join
 
     def add(
@@ -424,19 +418,13 @@ class Assembly:
         if not self._left[place.weight]: self._whole[place.weight] = self._finished(place.weight)
 
     def _weight(self, name: str) -> torch.Tensor:
-        "A weight that is being filled"
+        "A weight that is being filled; those that lie side by side are begun together"
         if name not in self._filling:
-            if name not in self._room: self._room |= self._allocate(name)
-            self._filling[name] = self._room.pop(name)
+            names = self._beside.get(name, [name])
+            memory = large_pages(self._new((len(names), *self.shapes[name])))
+            if self._padded: memory.zero_()
+            self._filling |= zip(names, memory.unbind())
         return self._filling[name]
-
-    def _allocate(self, name: str) -> dict[str, torch.Tensor]:
-        "Memory of a weight; where weights stay as they are, a layer's experts lie side by side"
-        names = [name] if self._on_cpu else self._alike[_without_expert(name)]
-        memory = large_pages(self._new((len(names), *self.shapes[name])))
-        if self._padded: memory.zero_()
-        return dict(zip(names, memory.unbind()))
-
     def _keep_parts(self, name: str, tensor: QuantizedWeight, first: int) -> bool:
         "Keep the parts of this rank as they are, if that cuts no group"
         if self._join is None: return False
