@@ -78,6 +78,7 @@ class RequestState:
         "Raise what its own objects have raised, if there is nothing else to read"
         if self.error and not (self.pieces or self.output): raise self.error
 
+    # %% ../nbs/51g_engine_driver.ipynb #f91545f3
     def add(self, new: EngineCoreOutput) -> None:
         "Take the next output of this request"
         if self._streamed:
@@ -167,6 +168,7 @@ class EngineDriver:
     def _tell(self, requests: Sequence[RequestState]) -> None:
         "These have something for their callers, who look by themselves after each step"
 
+    # %% ../nbs/51g_engine_driver.ipynb #6d8c8d86
     def _take_in(self) -> list[RequestState]:
         "Open what was submitted, end what was released; those that the scheduler failed on"
         failed: list[RequestState] = []

@@ -299,6 +299,7 @@ class LLM(LoadedModel):
         call = self._completions(as_list(prompts), params, fields)
         return call.answers(self._driver.collect(call.requests, progress))
 
+    # %% ../nbs/52_llm.ipynb #029690bd
     @passes_on(SamplingParams, offer_tools, ChatOptions)
     def stream(
         self,
@@ -363,6 +364,7 @@ class LLM(LoadedModel):
         params, vectors = self._embedding(pooling, normalize, dimensions)
         return vectors(self.generate(prompts, params, progress))
 
+    # %% ../nbs/52_llm.ipynb #64f9c998
     def score(
         self,
         query: Prompt,              # What comes with each item: a text, or token ids
@@ -382,6 +384,7 @@ class LLM(LoadedModel):
         prompts, params = self._scoring(query, items, label_token_ids, item_first)
         return [label_scores(o, apply_softmax) for o in self.generate(prompts, params, progress)]
 
+    # %% ../nbs/52_llm.ipynb #e86dbb8b
     def rerank(
         self,
         query: str,                    # What is looked for

@@ -342,7 +342,7 @@ def test_callers_who_leave(url, engine):
             with httpx.stream("POST", url + "/v1/completions", json=dict(prompt="SAY:" + "x"*500, max_tokens=500, stream=True)) as r: next(r.iter_lines())
             raise httpx.ReadTimeout("left")
         with ThreadPoolExecutor(8) as pool: list(pool.map(leave, [True, False]*4))
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while len(engine.left) < 8 and time.monotonic() < end: time.sleep(.05)
         assert len(engine.left) == 8
         assert post(url, "/flush_cache").status_code == 400

@@ -76,7 +76,7 @@ def test_engine_is_killed_under_16_streams(capfd):
     with serve(**SMALL | dict(num_pages=2048, log_interval=0, restart=True)) as s, ThreadPoolExecutor(17) as pool:
         (pid, folder), = engines().items() - before.items()
         streams = [events(s, '/generate', text='Hello', rid=f's{i}', **LONG) for i in range(16)]
-        for o in streams: next(o)
+        [*pool.map(next, streams)]   # at once: one after the other, the first might have ended
         assert post(s, '/pause_generation', mode='in_place').status_code == 200   # so that nobody ends before it is killed
         whole = pool.submit(post, s, '/generate', text='Hello', **LONG)
         until(lambda: info(s)['running'] + info(s)['waiting'] == 17)
@@ -97,10 +97,10 @@ def test_engine_is_killed_under_16_streams(capfd):
 def test_a_replica_is_killed_under_16_streams():
     "Its streams end with an error, those of the others go on and are whole; newcomers are served at once; when the last has died, the server ends"
     before = engines()
-    with serve(**SMALL | dict(num_pages=2048, log_interval=0, replicas=3)) as s:
+    with serve(**SMALL | dict(num_pages=2048, log_interval=0, replicas=3)) as s, ThreadPoolExecutor(16) as pool:
         until(lambda: all(o["joined"] for o in info(s)["per_replica"]))
         streams = [events(s, "/generate", text=f"Hello {i}", rid=f"s{i}", **LONG) for i in range(16)]
-        for o in streams: next(o)
+        [*pool.map(next, streams)]
         assert post(s, "/pause_generation", mode="in_place").status_code == 200   # so that nobody ends before it is killed
         there = [o["running"] + o["waiting"] for o in info(s)["per_replica"]]
         assert sum(there) == 16 and all(there)
@@ -119,6 +119,15 @@ def test_a_replica_is_killed_under_16_streams():
         with pytest.raises(RuntimeError, match="has ended with code -9"): s.wait()
     assert engines() == before
 
+def assert_all_replicas_wait(s):
+    "All are paused: who comes waits, at each of them, and is answered when they go on"
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(post, s, "/generate", text=f"{i} pages", sampling_params=dict(max_tokens=2)) for i in range(8)]
+        until(lambda: info(s)["waiting"] == 8)
+        assert all(o["waiting"] and not o["running"] for o in info(s)["per_replica"])
+        post(s, "/continue_generation")
+        assert all(o.result().status_code == 200 for o in calls)
+
 @pytest.mark.long
 def test_a_replica_comes_back_as_the_others_are():
     "Restarted while all are paused, it is paused, too; afterwards it serves"
@@ -128,12 +137,7 @@ def test_a_replica_comes_back_as_the_others_are():
         s._processes[0].process.kill()
         until(lambda: not info(s)["per_replica"][0]["joined"])
         until(lambda: all(o["joined"] for o in info(s)["per_replica"]))
-        with ThreadPoolExecutor(8) as pool:
-            calls = [pool.submit(post, s, "/generate", text=f"{i} pages", sampling_params=dict(max_tokens=2)) for i in range(8)]
-            until(lambda: info(s)["waiting"] == 8)
-            assert all(o["waiting"] and not o["running"] for o in info(s)["per_replica"])
-            post(s, "/continue_generation")
-            assert all(o.result().status_code == 200 for o in calls)
+        assert_all_replicas_wait(s)
 
 
 @pytest.mark.long
@@ -150,12 +154,7 @@ def test_a_replica_stands_still():
             assert post(s, "/pause_generation", mode="in_place").status_code == 200
         finally: os.kill(engine, signal.SIGCONT)
         until(lambda: not info(s)["per_replica"][1]["why"])
-        with ThreadPoolExecutor(8) as pool:
-            calls = [pool.submit(post, s, "/generate", text=f"{i} pages", sampling_params=dict(max_tokens=2)) for i in range(8)]
-            until(lambda: info(s)["waiting"] == 8)
-            assert all(o["waiting"] and not o["running"] for o in info(s)["per_replica"])
-            post(s, "/continue_generation")
-            assert all(o.result().status_code == 200 for o in calls)
+        assert_all_replicas_wait(s)
 
 def test_engine_is_frozen(tmp_path, record_property):
     "SIGSTOP: /health says so; after `watchdog_timeout` it is killed, callers are told, the exit code is not 0"
@@ -216,25 +215,29 @@ def test_more_than_fit():
         assert post(s, '/generate', **ask).status_code == 200 and not s._client._open
         stuck = connect(s, dict(text='Hello', stream=True, **LONG), buffer=2048)
         until(lambda: info(s)['running'] == 1)
-        s.drain()   # its reader never reads
+        assert post(s, '/pause_generation', mode='in_place').status_code == 200   # so that it does not end by itself
+        s.drain()
         last = told(read_all(stuck))[-1]
         assert 'was stopped' in last['error']['message']
         s.wait()
 
 
 def test_sigterm_drains(tmp_path):
-    "Who is being answered gets all of it, newcomers get 503, and the exit code is 0"
+    "Who has been accepted gets all of its answer, newcomers get 503, and the exit code is 0"
     with program(tmp_path, '--log-json', 'true') as (p, url, engine, folder), ThreadPoolExecutor(8) as pool:
         ask = dict(text='The page', sampling_params=dict(max_tokens=500, ignore_eos=True))
-        streams = [events(At(url), '/generate', **ask) for _ in range(4)]
-        for o in streams: next(o)
+        begun = events(At(url), '/generate', **ask)
+        next(begun)
+        assert post(At(url), '/pause_generation', mode='in_place').status_code == 200   # so that none ends before the signal comes
+        streams = [pool.submit(list, events(At(url), '/generate', **ask)) for _ in range(3)]
         whole = [pool.submit(post, At(url), '/generate', **ask) for _ in range(2)]
-        until(lambda: info(At(url))['running'] == 6)
+        until(lambda: info(At(url))['waiting'] == 5)
         for pid in (engine, p.pid): os.kill(pid, signal.SIGTERM)   # a machine that shuts down asks everybody
         until(lambda: health(url) == 503)
         assert post(At(url), '/generate', **ask).status_code == 503
+        assert post(At(url), '/continue_generation').status_code == 200
         assert [len(r.result().json()['output_ids']) for r in whole] == [500, 500]
-        assert all('error' not in (last := list(o)[-1]) and last['meta_info']['finish_reason']['type'] == 'length' for o in streams)
+        assert all('error' not in (last := o[-1]) and last['meta_info']['finish_reason']['type'] == 'length' for o in [[*begun], *(o.result() for o in streams)])
         assert p.wait(60) == 0
         lines = [json.loads(o) for o in (tmp_path/'stderr').read_text().splitlines() if not o.startswith('Without native kernels')]
         assert len([o for o in lines if o.get('path') == '/generate' and o['status'] == 200]) == 6
@@ -245,6 +248,7 @@ def test_sigterm_twice(tmp_path):
     with program(tmp_path) as (p, url, *_):
         streams = [connect(At(url), dict(text='Hello', stream=True, **LONG), buffer=2048) for _ in range(2)]
         until(lambda: info(At(url))['running'] == 2)
+        assert post(At(url), '/pause_generation', mode='in_place').status_code == 200
         p.send_signal(signal.SIGTERM)
         until(lambda: health(url) == 503)
         p.send_signal(signal.SIGTERM)

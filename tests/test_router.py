@@ -6,7 +6,7 @@ import pytest
 from hypothesis.stateful import invariant, rule
 
 from minisgl_lit.core.request import FinishReason
-from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
+from minisgl_lit.core.sampling_params import QueueFull, RequestError, SamplingParams
 from minisgl_lit.kv_cache.events import BlockIndex, KVEventLog, block_hashes, root_hash
 from minisgl_lit.server.engine_client import AsyncEngineClient
 from minisgl_lit.server.messages import ControlMsg, UserMsg, decode
@@ -249,6 +249,22 @@ def test_a_command_while_one_joins(moment):
             assert (o.client.process.scheduler.paused, o.client.process.scheduler.weight_version) == (False, 'v3')
         told = [(m.command, m.argument) for m in heard if isinstance(m, ControlMsg) and m.command != 'stats']
         assert len({*told}) == len(told)
+    run(main())
+
+def test_commands_that_are_refused_while_others_are_under_way():
+    "Whoever joins later is told what lasts, and nothing that was refused, in whatever order they were sent"
+    async def main():
+        router = await cluster(2)
+        both = await asyncio.gather(router.control('pause', 'soon'), router.control('pause', 'later'), return_exceptions=True)
+        assert all(isinstance(o, RequestError) for o in both)
+        await router.join('2', new := client())
+        assert not new.process.scheduler.paused
+        for first, second in (('soon', 'in_place'), ('in_place', 'soon')):
+            await router.control('resume')
+            await asyncio.gather(*(router.control('pause', o) for o in (first, second)), return_exceptions=True)
+            await router.join('2', new := client())
+            assert new.process.scheduler.paused
+        assert sum(map(len, router._told.values())) == 1
     run(main())
 
 def test_a_replica_that_stands_still_holds_up_nobody():

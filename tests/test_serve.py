@@ -162,7 +162,7 @@ def test_bad_input_touches_nobody(server):
 
 
 def test_rid_of_a_running_request(server):
-    stream = events(server, '/generate', text='The page', rid='mine', sampling_params=dict(max_tokens=500, ignore_eos=True))
+    stream = events(server, '/generate', text='The page', rid='mine', sampling_params=dict(max_tokens=1800, ignore_eos=True))
     next(stream)
     r = post(server, '/generate', text='x', rid='mine')
     assert (r.status_code, r.json()['error']['param']) == (400, 'rid')

@@ -155,6 +155,7 @@ class Tier:
 
     def _has(self, key: bytes) -> bool: return key in self._host or key in self._slots
 
+    # %% ../../nbs/12c_kv_cache.tier.ipynb #0d3176cd
     def _store(self, keys: list[bytes], pages: np.ndarray) -> None:
         "Begin to copy pages of the pool into new entries"
         data = self.copies.empty_pages(len(keys))

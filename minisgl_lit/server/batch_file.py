@@ -144,6 +144,7 @@ class BatchFile:
         number, data = line
         return key_of(read_line(number, data).custom_id) if data.strip() else 0
 
+    # %% ../../nbs/54k_server.batch_file.ipynb #d5f9fb9b
     def left(
         self,
         done: np.ndarray,   # Keys of those that have been answered, int64, [n]
@@ -331,6 +332,7 @@ def _rewrite(path: Path, choose: Callable[[np.ndarray, np.ndarray], np.ndarray])
     new.replace(path)
     sync_folder(path.parent)
 
+# %% ../../nbs/54k_server.batch_file.ipynb #e6fd56bf
 def sort_records(
     path: Path,         # A file of records that no one writes
     keys: np.ndarray,   # In the order that is wanted, int64, [n]; those of a `BatchFile`

@@ -274,6 +274,15 @@ class BatchRoutes:
         self.batches.wake(request.state.account.name)
         return msgspec.to_builtins(batch)
 
+    @property
+    def routes(self) -> list[Route]:
+        "Method, path and function of each, those of files among them"
+        one = '/v1/batches/{batch_id}'
+        return [*FileRoutes(self.folders).routes,
+                ('POST', '/v1/batches', self.create), ('GET', '/v1/batches', self.batch_list),
+                ('GET', one, self.retrieve), ('POST', f'{one}/cancel', self.cancel)]
+
+    # %% ../../nbs/54m_server.batches.ipynb #3d19975e
     async def batch_list(self, request: Request) -> object:
         "The caller's batches"
         return page_of(self.folders.of_caller(request).all(BatchObject), request, 100)
@@ -288,11 +297,3 @@ class BatchRoutes:
         kept = folder.get(batch_id, BatchObject)
         self.batches.stop(folder, kept)
         return msgspec.to_builtins(kept)
-
-    @property
-    def routes(self) -> list[Route]:
-        "Method, path and function of each, those of files among them"
-        one = '/v1/batches/{batch_id}'
-        return [*FileRoutes(self.folders).routes,
-                ('POST', '/v1/batches', self.create), ('GET', '/v1/batches', self.batch_list),
-                ('GET', one, self.retrieve), ('POST', f'{one}/cancel', self.cancel)]

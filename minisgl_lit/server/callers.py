@@ -203,18 +203,6 @@ class Callers:
         anyone = Account(is_admin=admin_key is None, is_shared=True)
         self._without_key = None if accounts else anyone
 
-    @classmethod
-    def from_config(
-        cls,
-        config: ServerConfig,   # Its `api_key`, `api_keys` and `admin_key`
-    ) -> 'Callers':
-        "As the settings say; `ValueError` if they contradict each other or the file is wrong"
-        if config.api_key and config.api_keys:
-            raise ValueError('api_key and api_keys both say who may call; give one of them')
-        accounts = {config.api_key: Account('default', is_shared=True)} if config.api_key else None
-        if config.api_keys: accounts = read_accounts(config.api_keys)
-        return cls(accounts, config.admin_key)
-
     def _digest(self, key: bytes) -> bytes:
         return hmac.digest(self._secret, key, 'sha256')
 
@@ -226,6 +214,19 @@ class Callers:
         scheme, _, key = authorization.partition(b' ')
         if scheme.lower() != b'bearer': return self._without_key
         return self._by_digest.get(self._digest(key.strip()), self._without_key)
+
+    # %% ../../nbs/48a_server.callers.ipynb #ecc63d67
+    @classmethod
+    def from_config(
+        cls,
+        config: ServerConfig,   # Its `api_key`, `api_keys` and `admin_key`
+    ) -> 'Callers':
+        "As the settings say; `ValueError` if they contradict each other or the file is wrong"
+        if config.api_key and config.api_keys:
+            raise ValueError('api_key and api_keys both say who may call; give one of them')
+        accounts = {config.api_key: Account('default', is_shared=True)} if config.api_key else None
+        if config.api_keys: accounts = read_accounts(config.api_keys)
+        return cls(accounts, config.admin_key)
 
     def named(
         self,

@@ -261,6 +261,7 @@ class AsyncEngineClient:
         "Whether new requests are accepted"
         return not self.why
 
+    # %% ../../nbs/53a_server.engine_client.ipynb #65191506
     def _check_capacity(self, requests: list[UserMsg]) -> None:
         for r in requests:
             if r.rid in self._open:

@@ -195,6 +195,7 @@ class ControlHandler:
         self.memory = MemoryReleases(control, weights)
         self.kv_events: KVEventLog | None = None   # once they were asked for
 
+    # %% ../../nbs/53_server.engine_core.ipynb #b9564a2f
     def handle(
         self,
         command: str,   # One of `names`
@@ -238,6 +239,7 @@ class ControlHandler:
         if update.abort_all_requests: self.abort('', whole=False)
         self.updates.begin(message.id, update)
 
+    # %% ../../nbs/53_server.engine_core.ipynb #f01a6947
     def _stats(self) -> dict[str, object]:
         "The scheduler's statistics; requests in the grammar queue count as waiting"
         stats = self.control.scheduler.stats()

@@ -52,6 +52,7 @@ class BatchCounts(msgspec.Struct):
     completed: int = 0   # With an answer
     failed: int = 0      # With a record that says why not
 
+# %% ../../nbs/54l_server.files.ipynb #5043e4a5
 class BatchObject(msgspec.Struct):
     "A batch of a caller."
     id: str
@@ -126,6 +127,7 @@ class CallerFolder:
             if ours and content.name.removesuffix('.json') not in alive: content.unlink()
         self.n_bytes = sum(o.stat().st_size for o in path.iterdir() if o.suffix != '.json')
 
+    # %% ../../nbs/54l_server.files.ipynb #42cf41da
     def get(
         self,
         id: str,         # As the caller has sent it
@@ -182,6 +184,7 @@ class CallerFolder:
             del self.objects[batch.id]
             return (self.path/f'{batch.id}.json').unlink()
 
+# %% ../../nbs/54l_server.files.ipynb #3b7702fa
 def _load(path: Path) -> Kept:
     kind = BatchObject if path.name.startswith('batch_') else FileObject
     try: return msgspec.json.decode(path.read_bytes(), type=kind)
@@ -214,6 +217,7 @@ def _find(data: mmap.mmap | bytes, mark: bytes, begin: int) -> int:
         if found >= 0: return found
     return -1
 
+# %% ../../nbs/54l_server.files.ipynb #8bd1a95b
 def form_parts(
     data: mmap.mmap | bytes,   # A form
     boundary: str,             # Between its parts
@@ -234,6 +238,7 @@ def form_parts(
         at = end + len(mark)
     raise ApiError(f'the form may have at most {_MAX_PARTS} parts')
 
+# %% ../../nbs/54l_server.files.ipynb #6083d886
 def read_boundary(
     content_type: str,   # The header
 ) -> str:
@@ -279,6 +284,7 @@ def _claim(path: Path) -> BinaryIO:
         raise ValueError(f'batch_folder={str(path)!r} is used by another server') from None
     return lock
 
+# %% ../../nbs/54l_server.files.ipynb #15b7ac0e
 class Folders:
     "The folders of all callers, in the operator's."
     def __init__(
@@ -402,6 +408,7 @@ class FileRoutes:
         "What is known about a file"
         return msgspec.to_builtins(self.folders.of_caller(request).get(file_id, FileObject))
 
+    # %% ../../nbs/54l_server.files.ipynb #c6835121
     async def content(self, file_id: str, request: Request) -> Response:
         "A file itself"
         folder = self.folders.of_caller(request)

@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from itertools import count
 from typing import NamedTuple, Protocol
 
 
@@ -132,7 +133,9 @@ class Router:
         self.closed = ''    # why no new requests are accepted
         self.calls = 0      # that are being answered
         self._answer = 100.                              # tokens of an answer, on average
-        self._told: dict[str, tuple[str, str]] = {}      # lasting commands, by subject
+        # lasting commands, by subject, numbered: the last counts, others before it are under way
+        self._told: dict[str, list[tuple[int, str, str]]] = {}
+        self._numbers = count()
         self._past: object = {}                          # counts of engines that were replaced
         self._rids: set[str] = set()
 
@@ -158,11 +161,11 @@ class Router:
         if before := self.replicas.get(name): self._past = joined([self._past, counts(before.stats)])
         self.replicas[name] = replica = Replica(client)
         await replica.sync()
-        told: dict[str, tuple[str, str]] = {}
-        while missed := [o for o in self._told.items() if told.get(o[0]) != o[1]]:
-            about, command = missed[0]
-            told[about] = command
-            await client.control(*command)
+        told: dict[str, tuple[int, str, str]] = {}
+        while missed := [(k, o[-1]) for k, o in self._told.items() if o and told.get(k) != o[-1]]:
+            about, sent = missed[0]
+            told[about] = sent
+            await client.control(*sent[1:])
         replica.joined = True
 
     def leave(
@@ -287,14 +290,14 @@ class Router:
             case 'stats': return await self.stats()
             case 'live': return await self._live()
             case 'request': return await self._way(argument)
-        about = _LASTING.get(command, '')
-        before = self._told.pop(about, None)
-        if about: self._told[about] = command, argument
+        about = _LASTING.get(command)
+        told = self._told.setdefault(about, []) if about else []
+        told.append(sent := (next(self._numbers), command, argument))
         try: result = joined([*(await self._tell_all(command, argument)).values()])
         except RequestError:
-            self._told.pop(about, None)
-            if before: self._told[about] = before
+            told[:] = [o for o in told if o != sent]
             raise
+        told[:] = [o for o in told if o >= sent]   # what was sent before it lasts no longer
         assert isinstance(result, dict)
         return result
 

@@ -51,6 +51,7 @@ class ToyEngineCore:
         self.step_seconds, self.trouble, self.killed = step_seconds, '', False
         self._inbox, self._woken = list[bytes](), asyncio.Event()
 
+    # %% ../../nbs/53b_testing.toy_core.ipynb #02369e77
     def send(
         self,
         message: bytes,   # What `encode` made
@@ -63,6 +64,7 @@ class ToyEngineCore:
         "End it, as with `kill -9`"
         self.killed, self.trouble = True, 'the engine process has ended'
         self._woken.set()
+
     async def close(self) -> None:
         "The same, for whoever owns it"
         self.kill()

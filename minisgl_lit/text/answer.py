@@ -213,6 +213,7 @@ def _notes(answer: Answer) -> Iterator[str]:
     seconds = f', {answer.times[2]:.2f} s' if answer.times else ''
     yield f'{answer.completion_tokens} tokens, {answer.finish_reason}{seconds}'
 
+# %% ../../nbs/51e_text.answer.ipynb #f1e99852
 def _prompt_of(answer: Answer, tokenizer: Tokenizer) -> str:
     "Its prompt, folded"
     ids, n = answer.prompt_token_ids, answer.cached_tokens

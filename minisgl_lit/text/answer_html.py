@@ -24,6 +24,7 @@ _STYLE = """<style>
 .lit-answer pre { margin: .3em 0; white-space: pre-wrap }
 </style>"""
 
+# %% ../../nbs/51d_text.answer_html.ipynb #bd552a6c
 def span(
     words: str,      # Any text
     kind: str = '',  # Its classes, in `_STYLE`

@@ -47,6 +47,7 @@ class EmbeddingConfig:
         what = ', '.join([*modes, *layers]) or 'no Pooling'
         return cls(size, '', problem=f'this checkpoint pools with {what}, which is not served')
 
+# %% ../../nbs/51b_text.embedding.ipynb #c338f447
 def _read(file: Path) -> dict:
     "A JSON object; `{}` if there is none"
     try: value = json.loads(file.read_text(encoding='utf-8'))

@@ -111,6 +111,7 @@ def too_long(
     what = f'the prompt has {n} tokens, too long for an answer: max_seq_len is {max_len}'
     return ContextTooLong('prompt', what)
 
+# %% ../../nbs/51_text.tokenizer.ipynb #491dee80
 class Tokenizer:
     "Text and conversations to token ids, and back. Immutable but for a cache of decoded tokens."
     def __init__(
@@ -138,24 +139,6 @@ class Tokenizer:
         self._reasoning_parser = reasoning_parser
         self.added_ids = {token.content: i for i, token in added.items()}   # ids of added tokens
 
-    def encode(self, text: str, add_special_tokens: bool = True,
-               max_len: int | None = None) -> np.ndarray:
-        "Token ids, int64, [n], with at most one BOS token; `RequestError` if there are too many"
-        if text and not self.backend.get_vocab_size():
-            what = 'this checkpoint has no tokenizer; give a list of token ids'
-            raise RequestError('prompt', what)
-        if max_len is not None: self.check_length(text, max_len)
-        try: [found] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except TypeError:
-            what = f'a prompt must be valid Unicode, not {quote(text)}'
-            raise RequestError('prompt', what) from None
-        if max_len is not None and len(found) > max_len + 1:   # one may be a second BOS token
-            raise too_long(len(found), max_len)
-        ids = np.array(found.ids, dtype=np.int64)
-        others = np.flatnonzero(ids != self._bos)
-        n_bos = int(others[0]) if len(others) else len(ids)
-        return ids[max(n_bos - 1, 0):]
-
     @property
     def template_problem(self) -> str:
         "Why this checkpoint's chat template cannot be used, in a sentence; '' if it can"
@@ -174,17 +157,37 @@ class Tokenizer:
         source, asked = (template.source, template.asked_to_think) if template else ('', '')
         return find_format(self._reasoning_parser, source, asked)
 
+    # %% ../../nbs/51_text.tokenizer.ipynb #94bd656d
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        "The text of all these tokens"
+        if len(ids) <= _MANY: return self.backend.decode(ids, skip_special_tokens)
+        return self.backend.decode_batch([ids], skip_special_tokens)[0]
+
+    # %% ../../nbs/51_text.tokenizer.ipynb #94d11b68
+    def encode(self, text: str, add_special_tokens: bool = True,
+               max_len: int | None = None) -> np.ndarray:
+        "Token ids, int64, [n], with at most one BOS token; `RequestError` if there are too many"
+        if text and not self.backend.get_vocab_size():
+            what = 'this checkpoint has no tokenizer; give a list of token ids'
+            raise RequestError('prompt', what)
+        if max_len is not None: self.check_length(text, max_len)
+        try: [found] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except TypeError:
+            what = f'a prompt must be valid Unicode, not {quote(text)}'
+            raise RequestError('prompt', what) from None
+        if max_len is not None and len(found) > max_len + 1:   # one may be a second BOS token
+            raise too_long(len(found), max_len)
+        ids = np.array(found.ids, dtype=np.int64)
+        others = np.flatnonzero(ids != self._bos)
+        n_bos = int(others[0]) if len(others) else len(ids)
+        return ids[max(n_bos - 1, 0):]
+
     def check_length(self, text: str, max_len: int) -> None:
         "`RequestError` if a text has so many characters that it must have over `max_len` tokens"
         if len(text) <= max_len * self.chars_per_token: return
         most = int(max_len * self.chars_per_token)
         raise ContextTooLong('prompt', f'the prompt has {len(text):,} characters; max_seq_len '
                                        f'is {max_len:,} tokens, which hold {most:,} at most')
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        "The text of all these tokens"
-        if len(ids) <= _MANY: return self.backend.decode(ids, skip_special_tokens)
-        return self.backend.decode_batch([ids], skip_special_tokens)[0]
 
     # %% ../../nbs/51_text.tokenizer.ipynb #0bd0c3a0
     def chat(
@@ -277,6 +280,7 @@ class TextDecoder:
         "Characters of a text that are complete: all but an incomplete last one"
         return len(text) - 1 if self._incomplete else len(text)
 
+    # %% ../../nbs/51_text.tokenizer.ipynb #c6d08153
     def push(self, token_ids: Sequence[int]) -> str:
         "Take some tokens, and give the text that is now certain"
         texts = [self._first(i) for i in token_ids]
@@ -449,6 +453,7 @@ class Piece:
     reasoning: str = ''        # New thinking, before the text; `start` does not count it
     reasoning_tokens: int = 0  # Tokens of thinking up to here
 
+# %% ../../nbs/51_text.tokenizer.ipynb #70072be2
 @dataclass(slots=True)
 class RequestOutput:
     "A whole answer."
@@ -494,6 +499,7 @@ class OutputCollector:
         self._prompt = EngineCoreOutput('', [])   # the output that has told of the prompt
         self.output: RequestOutput | None = None   # the answer, once it has ended
 
+    # %% ../../nbs/51_text.tokenizer.ipynb #c9dffb07
     def add(self, new: EngineCoreOutput) -> Piece:
         "The next output of this request, as a piece"
         ids, reason = new.token_ids, new.finish_reason

@@ -14,8 +14,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..config import EngineConfig
@@ -50,6 +50,7 @@ class SimReplica:
         "When it tells what its last step has brought, and begins another; infinite if it is idle"
         return self.clock() if self._untold or self.scheduler.has_work else math.inf
 
+    # %% ../../nbs/65_tools.routing.ipynb #10430d7e
     def add(
         self,
         now: float,              # When it comes
@@ -96,6 +97,7 @@ class RoutingRule:
     ) -> None:
         "An answer is complete"
 
+# %% ../../nbs/65_tools.routing.ipynb #462b064d
 class RoundRobin(RoutingRule):
     "Each replica in turn: the default of most load balancers, which knows nothing."
     def __init__(self): self._n = -1
@@ -145,6 +147,7 @@ class SentPrompts:
             self.blocks.move_to_end(block)
         while len(self.blocks) > self.most: self.blocks.popitem(last=False)
 
+# %% ../../nbs/65_tools.routing.ipynb #e9e709f3
 @dataclass
 class LongestPrefix(RoutingRule):
     """The replica that was sent the longest beginning of a prompt; with defaults, SGLang's.
@@ -173,6 +176,7 @@ class LongestPrefix(RoutingRule):
             return min((n, i) for i, n in enumerate(n_open) if matched[i] == best)[1]
         return min((len(o.blocks), i) for i, o in enumerate(self.sent))[1]
 
+# %% ../../nbs/65_tools.routing.ipynb #d5e2fb53
 def ray_affinity() -> LongestPrefix:
     """Ray Serve's `PrefixCacheAffinityRouter` with its defaults.
 
@@ -209,6 +213,7 @@ class SimRouter:
         replica = self.replicas[self.rule.choose(prompt, loads)]
         return replica.add(self.now, rid, prompt, ids, params)
 
+    # %% ../../nbs/65_tools.routing.ipynb #a7633ee5
     def replay(
         self,
         sessions: Iterable[Session],   # The trace
@@ -220,7 +225,9 @@ class SimRouter:
             self.now = min(clients.next_at, replica.next_at)
             if self.now == math.inf: return
             if clients.next_at <= replica.next_at:
-                if not clients.send_next(self): self.replicas[0].stats.refused += 1
+                if not clients.send_next(self): raise ValueError(
+                    f'a waiting queue was full at {self.now:.3g} s; rules can be compared only if '
+                    'all are served: raise max_queued_req')
                 continue
             for output in replica.told().outputs:
                 if not output.finish_reason: continue
@@ -254,6 +261,7 @@ class RoutedStats:
     def __add__(self, other: 'RoutedStats') -> 'RoutedStats':
         return RoutedStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
+    # %% ../../nbs/65_tools.routing.ipynb #2fa55219
     @property
     def hit_rate(self) -> float:
         "Share of all prompt tokens that were found in a cache"
@@ -276,6 +284,7 @@ class RoutedStats:
         "A quantile of the time to the first token"
         return quantile(self.ttfts, q)
 
+    # %% ../../nbs/65_tools.routing.ipynb #6d37acd1
     def to_json(self) -> dict[str, object]:
         "As JSON has it: only bins with requests, by number"
         ttfts = {int(i): int(self.ttfts[i]) for i in np.flatnonzero(self.ttfts)}
@@ -284,13 +293,15 @@ class RoutedStats:
     @classmethod
     def from_json(
         cls,
-        counts: Mapping[str, Any],   # What `to_json` gave
+        counts: Mapping[str, object],   # What `to_json` gave
     ) -> 'RoutedStats':
         "The same again"
         ttfts = np.zeros(bins, dtype=np.int64)
-        for i, n in counts['ttfts'].items(): ttfts[int(i)] = n
-        return cls(**{**counts, 'ttfts': ttfts})
+        found = msgspec.convert(counts['ttfts'], dict[int, int], strict=False)   # JSON's keys are texts
+        for i, n in found.items(): ttfts[i] = n
+        return msgspec.convert({**counts, 'ttfts': ttfts}, cls)
 
+# %% ../../nbs/65_tools.routing.ipynb #ce4e6835
 def simulate_replicas(
     config: EngineConfig,          # Of each replica
     cost: CostModel,               # How long its steps take
@@ -327,6 +338,7 @@ class Traffic:
         n = math.ceil(n_requests / self.shape.turns)
         return trace(self.shape, n, self.rate, seed=seed)
 
+# %% ../../nbs/65_tools.routing.ipynb #399c459b
 gpu_costs = CostModel(   # a model of 7.5 billion weights in 16 bits; 2 TB/s, 250 TFLOP/s
     costs=ModelCosts(7_000_000_000, 500_000_000, token_kv=65_536, pair_flops=524_288, itemsize=2),
     byte=1 / 2e12, flop=1 / 2.5e14, step=1e-3, host_step=3e-4, host_req=2e-6, host_new=2e-4)

@@ -136,6 +136,7 @@ def request_body(
         model='sleeping', prompt=prompt.tolist(), max_tokens=max_tokens, temperature=0, stream=True,
         ignore_eos=True, stream_options=dict(include_usage=True))).encode()
 
+# %% ../../nbs/66a_tools.sleeping_replicas.ipynb #b4f2472f
 async def send_session(
     url: str,           # The server
     session: Session,   # Its turns
@@ -189,6 +190,7 @@ def measured(
             'TTFT p90, s': float(np.quantile(ttfts, .9)),
             'hit rate': counts['cached_tokens'] / counts['prompt_tokens']}
 
+# %% ../../nbs/66a_tools.sleeping_replicas.ipynb #d6427667
 loads = {'all at once': 100., 'half load': 2.}   # sessions that begin in a second
 
 def compare(
@@ -206,6 +208,7 @@ def compare(
         with call(url + '/get_server_info') as answer: counts = json.loads(answer.read())
     return predicted(simulated), measured(records, counts)
 
+# %% ../../nbs/66a_tools.sleeping_replicas.ipynb #48369774
 def table(
     pairs: dict[str, tuple[Figures, Figures]],   # Predicted and measured, by load
 ) -> str:
