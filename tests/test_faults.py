@@ -226,16 +226,16 @@ def test_sigterm_drains(tmp_path):
     "Who has been accepted gets all of its answer, newcomers get 503, and the exit code is 0"
     with program(tmp_path, '--log-json', 'true') as (p, url, engine, folder), ThreadPoolExecutor(8) as pool:
         ask = dict(text='The page', sampling_params=dict(max_tokens=500, ignore_eos=True))
-        begun = events(At(url), '/generate', **ask)
+        begun = events(At(url), '/generate', text='Hello', **LONG)   # for as long as all else takes
         next(begun)
-        assert post(At(url), '/pause_generation', mode='in_place').status_code == 200   # so that none ends before the signal comes
+        assert post(At(url), '/pause_generation', mode='in_place').status_code == 200   # so that none ends before all have come
         streams = [pool.submit(list, events(At(url), '/generate', **ask)) for _ in range(3)]
         whole = [pool.submit(post, At(url), '/generate', **ask) for _ in range(2)]
         until(lambda: info(At(url))['waiting'] == 5)
+        assert post(At(url), '/continue_generation').status_code == 200
         for pid in (engine, p.pid): os.kill(pid, signal.SIGTERM)   # a machine that shuts down asks everybody
         until(lambda: health(url) == 503)
         assert post(At(url), '/generate', **ask).status_code == 503
-        assert post(At(url), '/continue_generation').status_code == 200
         assert [len(r.result().json()['output_ids']) for r in whole] == [500, 500]
         assert all('error' not in (last := o[-1]) and last['meta_info']['finish_reason']['type'] == 'length' for o in [[*begun], *(o.result() for o in streams)])
         assert p.wait(60) == 0
