@@ -10,7 +10,7 @@ import copy
 import inspect
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 
@@ -52,6 +52,7 @@ def _whole(low: int, high: int = 2**63 - 1) -> tuple:
     "A rule: the same for a whole number"
     return _real(low, high, (int,), 'whole')
 
+# %% ../../nbs/00a_core.sampling_params.ipynb #a5641639
 def _text_of(most: int) -> tuple:
     "A rule: a text that is not empty, of so many characters at most"
     def ok(v) -> bool: return isinstance(v, str) and 0 < len(v) <= most
@@ -92,6 +93,24 @@ _rules = dict(
     separate_reasoning=_flag, max_thinking_tokens=_whole(0))
 
 # %% ../../nbs/00a_core.sampling_params.ipynb #73b0d877
+def _contradictions(params: 'SamplingParams') -> Iterator[tuple[str, str]]:
+    "Fields that do not go with others, and what is wrong with them"
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        yield 'min_tokens', (f'={params.min_tokens} must not be more than '
+                             f'max_tokens={params.max_tokens}')
+    if params.logprob_start_len is not None and params.prompt_logprobs is None:
+        yield 'logprob_start_len', ' must come with prompt_logprobs, which is not given'
+    if params.token_ids_logprob and params.logprobs is params.prompt_logprobs is None:
+        yield 'token_ids_logprob', (' must come with logprobs or prompt_logprobs, which are not '
+                                    'given')
+    if params.pooling and params.max_tokens != 0:
+        yield 'pooling', f'={params.pooling!r} must come with max_tokens=0, not {params.max_tokens}'
+    if params.max_thinking_tokens is not None and params.separate_reasoning is False:
+        yield 'max_thinking_tokens', ' cannot be combined with separate_reasoning=False'
+    exclusive = ['min_tokens', *params.grammars] if params.min_tokens else params.grammars
+    for name in exclusive[1:]: yield name, f' cannot be combined with {exclusive[0]}'
+
+# %% ../../nbs/00a_core.sampling_params.ipynb #78bf3796
 def _tuple(value: object) -> object:
     "A text alone, a list or `None` as a tuple; the rest as it is, for the rules to refuse"
     if value is None: return ()
@@ -104,26 +123,7 @@ def _check(params: 'SamplingParams') -> None:
         value, (ok, allowed) = getattr(params, f.name), _rules[f.name]
         if not (ok(value) or value is f.default is None):
             raise RequestError(f.name, f'{f.name} must be {allowed}, not {quote(value)}')
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise RequestError('min_tokens', f'min_tokens={params.min_tokens} must not be more than '
-                                         f'max_tokens={params.max_tokens}')
-    if params.logprob_start_len is not None and params.prompt_logprobs is None:
-        raise RequestError('logprob_start_len', 'logprob_start_len must come with '
-                                                'prompt_logprobs, which is not given')
-    reported = (params.logprobs, params.prompt_logprobs) != (None, None)
-    if params.token_ids_logprob and not reported:
-        raise RequestError('token_ids_logprob', 'token_ids_logprob must come with logprobs or '
-                                                'prompt_logprobs, which are not given')
-    if params.pooling and params.max_tokens != 0:
-        raise RequestError('pooling', f'pooling={params.pooling!r} must come with max_tokens=0, '
-                                      f'not {params.max_tokens}')
-    if params.max_thinking_tokens is not None and params.separate_reasoning is False:
-        raise RequestError('max_thinking_tokens', 'max_thinking_tokens cannot be combined with '
-                                                  'separate_reasoning=False')
-    exclusive = ['min_tokens', *params.grammars] if params.min_tokens else params.grammars
-    if len(exclusive) > 1:
-        other, name, *_ = exclusive
-        raise RequestError(name, f'{name} cannot be combined with {other}')
+    for name, why in _contradictions(params): raise RequestError(name, name + why)
 
 # %% ../../nbs/00a_core.sampling_params.ipynb #a11822c6
 @dataclass(frozen=True, kw_only=True)
