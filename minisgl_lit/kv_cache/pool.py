@@ -85,6 +85,7 @@ class KVPool:
         "The values of one layer: a view, by slot"
         return self.buffer[layer, 1]
 
+    # %% ../../nbs/10_kv_cache.pool.ipynb #6fe95735
     def slots(
         self,
         layer: int,             # Whose keys and values will be stored
