@@ -56,6 +56,7 @@ def kinds(
     "The kinds of value that a field takes"
     return get_args(f.type) if get_origin(f.type) in (Union, UnionType) else (f.type,)
 
+# %% ../nbs/01_config.ipynb #5b41862d
 def accepts(
     f: Field,       # A field of a config
     value: object,  # What it is to be

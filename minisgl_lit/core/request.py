@@ -74,6 +74,7 @@ class SamplingArrays:
             seed=filled(0, np.int64), repetition_penalty=filled(1), presence_penalty=filled(0),
             frequency_penalty=filled(0), uses_logits=filled(False, np.bool_))
 
+    # %% ../../nbs/00b_core.request.ipynb #67fb8f10
     def put(
         self,
         row: int,                # Table row of the request
@@ -175,6 +176,7 @@ class Grammar(Protocol):
         "Take in a new token; whether it completes the answer"
         ...
 
+# %% ../../nbs/00b_core.request.ipynb #f621d79a
 class Thinking(Protocol):
     "Where one answer stands: what is asked of an answer begins behind the thinking."
     n_tokens: int     # Of thinking so far, without the marks around it
@@ -199,6 +201,7 @@ class Thinking(Protocol):
         "Take in a new token"
         ...
 
+# %% ../../nbs/00b_core.request.ipynb #b4b26709
 AnswerEnd = tuple[FinishReason, str | int | None]   # why an answer ended, and the stop in it
 
 @dataclass(slots=True)
@@ -236,13 +239,14 @@ class StopChecks(Protocol):
 
 PendingFinish = tuple[FinishReason, str | None]   # why a request will end; an error's sentence
 
-# %% ../../nbs/00b_core.request.ipynb #f621d79a
+# %% ../../nbs/00b_core.request.ipynb #66448cff
 class Caller(NamedTuple):
     "Whose request it is, for policies that are fair among callers."
     name: str = ''      # Of the caller's key; '' where callers need none
     user: str = ''      # Of the end user behind the caller, as the caller says; '' is any
     weight: float = 1.  # The caller's share of the engine, beside the weights of others
 
+# %% ../../nbs/00b_core.request.ipynb #12a3c41c
 class PendingReq:
     "A request from arrival to end: the owner of its tokens, its row and its lock."
     def __init__(
@@ -336,6 +340,7 @@ class Req:
         "Where it ends"
         return int(self._lengths.max_device_len[self.table_idx])
 
+    # %% ../../nbs/00b_core.request.ipynb #1ef18402
     @property
     def extend_len(self) -> int:
         "Tokens to compute in its next step"

@@ -44,18 +44,26 @@ def prefix_hashes(
     return terms.cumsum(dtype=np.uint64)
 
 # %% ../../nbs/03_testing.toy_engine.ipynb #730efe7a
-def choose(
-    hashes: np.ndarray,  # Of whole prefixes, uint64, [n]
+def _next_allowed(
+    tokens: np.ndarray,  # Chosen freely, [n]
+    mask: np.ndarray,    # Those allowed, as bits, int32, [n, vocab_size / 32]
     vocab_size: int,     # How many tokens there are
-    mask: np.ndarray | None = None,  # Those allowed, as bits, int32, [n, vocab_size / 32]
 ) -> np.ndarray:         # int64, [n]
-    "The next token after each prefix, or the first allowed one from there on, around"
-    upper = hashes >> np.uint64(32)
-    tokens = (upper*np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
-    if mask is None: return tokens
+    "The first allowed token from each one on, around"
     allowed = np.unpackbits(mask.view(np.uint8), axis=1, bitorder='little')[:, :vocab_size]
     steps = (np.arange(vocab_size) - tokens[:, None]) % vocab_size
     return np.where(allowed, steps, vocab_size).argmin(1)
+
+# %% ../../nbs/03_testing.toy_engine.ipynb #c8b24c83
+def choose(
+    hashes: np.ndarray,  # Of whole prefixes, uint64, [n]
+    vocab_size: int,     # How many tokens there are
+    mask: np.ndarray | None = None,  # What a grammar allows, see `_next_allowed`
+) -> np.ndarray:         # int64, [n]
+    "The next token after each prefix"
+    upper = hashes >> np.uint64(32)
+    tokens = (upper*np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
+    return tokens if mask is None else _next_allowed(tokens, mask, vocab_size)
 
 # %% ../../nbs/03_testing.toy_engine.ipynb #7d69ffa1
 def toy_next(
@@ -115,6 +123,7 @@ class ToyKV:
         self._mixed = mix(np.arange(vocab_size, dtype=np.uint64))
         self._powers = powers(self.tokens.shape[1])
 
+    # %% ../../nbs/03_testing.toy_engine.ipynb #6a327773
     def slots(
         self,
         rows: np.ndarray,       # Row of each token, [n]
@@ -197,6 +206,11 @@ class ToyKV:
                 raise ToyError(f'step {batch.step}: {name} has {entries}')
             _refuse(batch, owner, found != want, lambda i:
                     f'position {positions[i]} has {name} {found[i]}, which should be {want[i]}')
+        self._check_slots(batch, owner)
+
+    # %% ../../nbs/03_testing.toy_engine.ipynb #8a33577b
+    def _check_slots(self, batch: Batch, owner: np.ndarray) -> None:
+        "Raise `ToyError` where a request writes to the dummy page, padding elsewhere, or two to one slot"
         loc, dummy = batch.out_loc, self.dummy_page*self.page_size
         _refuse(batch, owner, (loc >= dummy) != (owner >= len(batch.reqs)), lambda i:
                 f'slot {loc[i]} is {"not " if loc[i] < dummy else ""}on the dummy page, '
@@ -316,6 +330,7 @@ class ToyEngine:
         self.nan_rids: set[str] = set()      # requests that shall lose their numbers
         self._in_flight: list[ToyLaunch] = []   # launched and not completed
 
+    # %% ../../nbs/03_testing.toy_engine.ipynb #cf023a3a
     def forward(
         self,
         batch: Batch,  # What to compute
@@ -412,6 +427,7 @@ class ToyEngine:
             copy()
         self.stream.submit(work)
 
+    # %% ../../nbs/03_testing.toy_engine.ipynb #8218dfef
     def read_pages(self, pages: np.ndarray, out: Sequence[np.ndarray]) -> Event:
         "Enqueue to copy pages into host memory; the event comes when they are there"
         def copy() -> None:
