@@ -210,7 +210,7 @@ class ToyKV:
 
     # %% ../../nbs/03_testing.toy_engine.ipynb #8a33577b
     def _check_slots(self, batch: Batch, owner: np.ndarray) -> None:
-        "Raise `ToyError` where a request writes to the dummy page, padding elsewhere, or two to one slot"
+        "Raise `ToyError` where padding and requests share a page, or two tokens a slot"
         loc, dummy = batch.out_loc, self.dummy_page*self.page_size
         _refuse(batch, owner, (loc >= dummy) != (owner >= len(batch.reqs)), lambda i:
                 f'slot {loc[i]} is {"not " if loc[i] < dummy else ""}on the dummy page, '
