@@ -13,7 +13,8 @@ from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
 chapters = {'kv_cache/table': '11_kv_cache.table', 'kv_cache/eviction': '11a_kv_cache.eviction', 'kv_cache/radix': '12_kv_cache.radix', 'kv_cache/events': '12a_kv_cache.events',
-            'kv_cache/page_file': '12b_kv_cache.page_file', 'kv_cache/tier': '12c_kv_cache.tier', 'kv_cache/manager': '13_kv_cache.manager',
+            'kv_cache/page_file': '12b_kv_cache.page_file', 'kv_cache/tier': '12c_kv_cache.tier', 'kv_cache/handoff': '12d_kv_cache.handoff',
+            'kv_cache/manager': '13_kv_cache.manager', 'server/prefill_router': '53d_server.prefill_router',
             'scheduler/fairness': '19a_scheduler.fairness', 'scheduler/policy': '20_scheduler.policy', 'scheduler/prefill': '21_scheduler.prefill',
             'scheduler/decode': '22_scheduler.decode', 'scheduler/lifecycle': '23_scheduler.lifecycle', 'scheduler/batch': '24_scheduler.batch',
             'scheduler/scheduler': '25_scheduler.scheduler', 'scheduler/control': '26_scheduler.control'}
@@ -210,12 +211,75 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('below: who waits for pages blocks the queue', 'scheduler/prefill', 'blocked = len(reqs) == n_chunked and not self.travelling', 'blocked = len(reqs) == n_chunked'),
     ('below: that all wait for pages looks like a deadlock', 'scheduler/scheduler', 'elif stood_still and self.prefill.travelling: self.cache.idle()', 'elif False: pass'),
     ('below: nothing that has arrived is noticed', 'kv_cache/manager', 'for below in self._below: below.collect()', 'pass'),
+    ('handed over: all of the prompt', 'kv_cache/handoff', 'return (pending.input_len - 1) // self.page_size', 'return pending.input_len // self.page_size'),
+    ('handed over: pages of another tenant', 'kv_cache/handoff', 'root_hash(pending.params.extra_key,', 'root_hash(None,'),
+    ('handed over: pages of other weights', 'kv_cache/handoff', 'self._fingerprint = self._make_fingerprint()', 'pass'),
+    ('handed over: who waits keeps pages of old weights', 'kv_cache/handoff', '        self.clear()\n', ''),
+    ('handed over: any number of pages is copied', 'kv_cache/handoff', '[:self.n_pages(pending)][:self.room]', '[:self.n_pages(pending)]'),
+    ('handed over: any number of pages is written', 'kv_cache/handoff', 'data = data[:self.most_pages - sum(n for _, n in self._files)]', 'pass'),
+    ('handed over: removed files take room', 'kv_cache/handoff', 'self._files = [o for o in self._files if os.path.exists(o[0])]', 'pass'),
+    ('handed over: a copy is not waited for', 'kv_cache/handoff', 'try: arrival.synchronize()', 'try: pass'),
+    ('handed over: a copy that failed is believed', 'kv_cache/handoff', 'except BaseException: data = []', 'except BaseException: pass'),
+    ('handed over: a file appears that nobody wants', 'kv_cache/handoff', 'if late(): return file.remove()', 'pass'),
+    ('handed over: half a file is seen', 'kv_cache/handoff', "f'{name}.part')", "f'{name}.kv')"),
+    ('handed over: who removes a file causes a warning', 'kv_cache/handoff', 'except FileNotFoundError: pass', 'except ZeroDivisionError: pass'),
+    ('handed over: an error of the folder ends all', 'kv_cache/handoff', 'except (OSError, ValueError) as e:', 'except ZeroDivisionError as e:'),
+    ('handed over: a gap is filled with what follows', 'kv_cache/handoff', 'if coming is None or start < coming.first:', 'if coming is None:'),
+    ('handed over: pages are used before they have come', 'kv_cache/handoff', 'return not (coming.arrival.query() or self.hangs)', 'return False'),
+    ('handed over: a folder that hangs is waited for', 'kv_cache/handoff', 'return not (coming.arrival.query() or self.hangs)', 'return not coming.arrival.query()'),
+    ('handed over: a folder that hangs is asked for more', 'kv_cache/handoff', 'n = 0 if self.hangs else min(', 'n = min('),
+    ('handed over: any number of pages is read', 'kv_cache/handoff', 'min(min(end, self.n_pages(pending)) - start, self.room)', 'min(end, self.n_pages(pending)) - start'),
+    ('handed over: to ask makes a file', 'kv_cache/handoff', 'if not os.path.exists(path): return ', 'if False: return '),
+    ('handed over: a damaged page is believed', 'kv_cache/handoff', 'if not file.read(i, keys[i], out): break', 'file.read(i, keys[i], out)'),
+    ('handed over: pages are taken that are being read', 'kv_cache/handoff', 'if coming and start >= coming.first and coming.arrival.query():', 'if coming and start >= coming.first:'),
+    ('handed over: a longer match shifts the pages', 'kv_cache/handoff', 'coming.data[start - coming.first:coming.n_right]', 'coming.data[:coming.n_right]'),
+    ('handed over: more is taken than there is room for', 'kv_cache/handoff', 'coming.n_right][:most]', 'coming.n_right]'),
+    ('handed over: who waits no more holds pages', 'kv_cache/handoff', '        self._leases.pop(pending, None)\n\n', '        pass\n\n'),
+    ('handed over: nothing that has come is noticed', 'kv_cache/handoff', 'while self._reading and self._reading[0].arrival.query()', 'while False'),
+    ('handed over: nothing that is written is noticed', 'kv_cache/handoff', 'while self._sending and self._sending[0][1].query()', 'while False'),
+    ('handed over: NaN is still taken', 'kv_cache/handoff', 'for pending, coming in self._leases.items():', 'for pending, coming in ():'),
+    ('handed over: an end waits for the folder', 'kv_cache/handoff', 'self._stream.close(1.)', 'self._stream.close()'),
+    ('handed over: an answer sends its prompt', 'kv_cache/manager', 'pending.finish_reason is FinishReason.LENGTH and not pending.has_output', 'pending.finish_reason is FinishReason.LENGTH'),
+    ('handed over: an aborted prompt is sent', 'kv_cache/manager', 'pending.finish_reason is FinishReason.LENGTH and not pending.has_output', 'not pending.has_output'),
+    ('handed over: NaN is sent', 'kv_cache/manager', 'self.pages_for(pending.input_len) if keep else 0', 'self.pages_for(pending.input_len)'),
+    ('apart: an engine for prompts answers', 'server/prefill_router', '[*tried, *self._replicas(True)]', '[*tried]'),
+    ('apart: an engine for prompts never answers', 'server/prefill_router', 'with suppress(QueueFull): return Router._choose', 'return Router._choose'),
+    ('apart: who wants no answer is sent away', 'server/prefill_router', 'o.params.max_tokens == 0 or ', ''),
+    ('apart: who wants logprobs of the prompt is sent away', 'server/prefill_router', ' or o.params.prompt_logprobs is not None', ''),
+    ('apart: short prompts are sent away', 'server/prefill_router', 'bool(misses) and min(misses) >= self.least_tokens', 'bool(misses)'),
+    ('apart: the dead count', 'server/prefill_router', 'self._replicas(False) if o.available', 'self._replicas(False)'),
+    ('apart: a prompt has no tenant', 'server/prefill_router', 'extra_key=request.params.extra_key', 'extra_key=None'),
+    ('apart: a prompt has no priority', 'server/prefill_router', 'priority=request.params.priority', 'priority=0'),
+    ('apart: who is refused elsewhere fails', 'server/prefill_router', 'except RequestError: pass', 'except ZeroDivisionError: pass'),
+    ('apart: a prompt counts for ever', 'server/prefill_router', 'finally: replica.load.ended(request.rid)', 'finally: pass'),
+    ('apart: an abort elsewhere is no end', 'server/prefill_router', 'self._aborted[request.rid] = True', 'pass'),
+    ('apart: who sends no file is asked again', 'server/prefill_router', 'self._rests[replica] = ', '_ = '),
+    ('apart: who sent no file is never asked again', 'server/prefill_router', ' if until > now}', '}'),
+    ('apart: the frozen are waited for', 'server/prefill_router', 'return not replica.client.alive or ', 'return '),
+    ('apart: the aborted wait for a file', 'server/prefill_router', ' or all(self._aborted[o.rid] for o in requests)', ''),
+    ('apart: who leaves lets a prompt be computed', 'server/prefill_router', 'finally: part.cancel()', 'finally: pass'),
+    ('apart: files are never removed', 'server/prefill_router', 'kept.callback(self._forget, path, [*silent])', 'pass'),
+    ('apart: files stay for the whole answer', 'server/prefill_router', 'if not silent: kept.close()', 'pass'),
+    ('apart: an abort between the engines is lost', 'server/prefill_router', 'while aborted := [', 'if aborted := ['),
+    ('apart: nothing is handed over', 'server/prefill_router', 'if end: requests = ', 'if False: requests = '),
+    ('apart: what was computed a moment ago was cached', 'server/prefill_router', 'cached_tokens=min(output.cached_tokens, cached)', 'cached_tokens=output.cached_tokens'),
+    ('apart: half a file stays', 'server/prefill_router', "for each in path.with_suffix('.part'), path:", 'for each in (path,):'),
+    ('apart: a late file stays', 'server/prefill_router', 'for delay in 0., PATIENCE:', 'for delay in (0.,):'),
+    ('apart: an end shows a traceback', 'server/prefill_router', 'with suppress(RuntimeError): loop', 'loop'),
+    ('apart: a pause forgets who is between the engines', 'server/prefill_router', " or (command, argument) == ('pause', 'abort')", ''),
+    ('apart: an abort of many is one of one', 'server/prefill_router', 'rid == start if whole else rid.startswith(start)', 'rid == start'),
+    ('apart: a server removes the folder of another', 'server/prefill_router', 'flock(fd, LOCK_EX | LOCK_NB)', 'pass'),
+    ('apart: the folder of a dead server stays', 'server/prefill_router', 'with suppress(OSError), _locked(left): shutil.rmtree(left, ignore_errors=True)', 'pass'),
+    ('apart: a server leaves its folder', 'server/prefill_router', 'finally: shutil.rmtree(path, ignore_errors=True)', 'finally: pass'),
+    ('apart: a folder is not locked', 'server/prefill_router', 'with _locked(new):', 'with suppress():'),
+    ('apart: nobody is at home', 'server/prefill_router', '.expanduser()', ''),
     ('callers from vLLM are misunderstood', 'scheduler/lifecycle', 'params = replace(params, priority=-params.priority)', 'pass'),
 ]
 
 def make(folder: Path, module: str, line: str, instead: str) -> None:
     "A copy of the project with one line changed"
-    for name in ('minisgl_lit', 'tests', 'nbs'): shutil.copytree(root/name, folder/name, ignore=shutil.ignore_patterns('__pycache__', '*.safetensors', '3*', '5*'))
+    others = {o.name for o in (root/'nbs').glob('[35]*') if o.stem not in chapters.values()}
+    for name in ('minisgl_lit', 'tests', 'nbs'): shutil.copytree(root/name, folder/name, ignore=shutil.ignore_patterns('__pycache__', '*.safetensors', *others))
     for name in ('settings.ini', 'pyproject.toml', 'setup.py'): shutil.copy(root/name, folder)
     path = folder/'minisgl_lit'/f'{module}.py'
     text = path.read_text()
@@ -228,7 +292,7 @@ def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     env = {**os.environ, 'TST_PACKAGE': '1', 'TST_LIVES': '300', 'TST_SHRINK': '0', 'OMP_NUM_THREADS': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
     above = [o for o in chapters.values() if o > chapters[module]]
     tries = [['tests/test_notebooks.py', '-k', chapters[module]],
-             ['tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_scheduler.py', 'tests/test_hostile_chunks.py', '-k', 'not every'],
+             [*(['tests/test_prefill.py'] if module in ('kv_cache/handoff', 'server/prefill_router') else []), 'tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_scheduler.py', 'tests/test_hostile_chunks.py', '-k', 'not every'],
              ['tests/test_notebooks.py', '-k', ' or '.join(above) or 'none']]
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder), module, line, instead)

@@ -7,6 +7,7 @@ __all__ = ['PATIENCE', 'Coming', 'Handoffs']
 
 # %% ../../nbs/12d_kv_cache.handoff.ipynb #b605d01d
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from .page_file import KEY_BYTES, PageFile, bytes_for
 from .tier import PageCopies
 
 # %% ../../nbs/12d_kv_cache.handoff.ipynb #06ec340d
+PATIENCE = 10.   # seconds that somebody waits for a file to be written, or to be read
+
 @dataclass(eq=False, slots=True)
 class Coming:
     "Pages of a waiting request that are being read."
@@ -31,6 +34,7 @@ class Coming:
     n_right: int = 0         # How many have come and are right, from the first on
     arrival: Event = field(init=False)   # When that is known
 
+# %% ../../nbs/12d_kv_cache.handoff.ipynb #35ac391b
 class Handoffs:
     """Pages on their way to other engines, and from them.
 
@@ -59,7 +63,7 @@ class Handoffs:
         self._files: list[tuple[Path, int]] = []            # the stream's: pages in each
         self.counts = dict.fromkeys(('sent', 'received', 'missed'), 0)
 
-    # %% ../../nbs/12d_kv_cache.handoff.ipynb #35ac391b
+    # %% ../../nbs/12d_kv_cache.handoff.ipynb #3d8e24e8
     def n_pages(
         self,
         pending: PendingReq,   # A request with a handoff
@@ -73,6 +77,43 @@ class Handoffs:
         n_tokens = self.n_pages(pending) * self.page_size
         return page_hashes(pending.tokens[:n_tokens], self.page_size, root)
 
+    # %% ../../nbs/12d_kv_cache.handoff.ipynb #4b1a911a
+    def send(
+        self,
+        pending: PendingReq,   # Its prompt has been computed
+        pages: np.ndarray,     # Its first pages; if they are none, an empty file is sent
+    ) -> None:
+        "Begin to write pages into the file of a request; they may be freed at once"
+        pages = pages[:self.n_pages(pending)][:self.room]
+        data = self.copies.empty_pages(len(pages))
+        arrival = self.copies.read_pages(pages, data)
+        keys, name, since = self._keys(pending), pending.handoff, self._clock()
+        self._stream.submit(lambda: self._write(name, keys, data, arrival, since))
+        self._sending.append((len(data), self._stream.record()))
+        self.counts['sent'] += len(data)
+
+    # %% ../../nbs/12d_kv_cache.handoff.ipynb #8831002a
+    def _write(self, name: str, keys: list[bytes], data: Sequence[np.ndarray],
+               arrival: Event, since: float) -> None:
+        "Write as many of these pages as there is room for, and let the file appear if it is in time"
+        self._files = [o for o in self._files if os.path.exists(o[0])]
+        data = data[:self.most_pages - sum(n for _, n in self._files)]
+        try: arrival.synchronize()
+        except BaseException: data = []   # the engine has failed before it could copy
+        def late() -> bool: return self._clock() - since > PATIENCE
+        try:
+            size = bytes_for(len(keys), self.page_bytes)
+            file = PageFile(self.folder, self.page_bytes, size, f'{name}.part')
+            for i, page in enumerate(data):
+                if late() or not file.write(i, 1, keys[i], page): break
+            if late(): return file.remove()
+            file.close()
+            self._files.append((file.path.rename(self.folder/f'{name}.kv'), len(data)))
+        except FileNotFoundError: pass   # whoever wanted it has removed it
+        except (OSError, ValueError) as e:
+            logging.getLogger('minisgl_lit.handoff').warning('nothing can be handed over: %s', e)
+
+    # %% ../../nbs/12d_kv_cache.handoff.ipynb #6736cea3
     @property
     def room(self) -> int:
         "Pages that may still be taken into host memory"
@@ -80,40 +121,6 @@ class Handoffs:
         return (self.most_pages - sum(n for n, _ in self._sending)
                 - sum(len(o.data) for o in coming))
 
-    # %% ../../nbs/12d_kv_cache.handoff.ipynb #3d8e24e8
-    def send(
-        self,
-        pending: PendingReq,   # Its prompt has been computed
-        pages: np.ndarray,     # Its first pages; if they are none, an empty file is sent
-    ) -> None:
-        "Begin to write pages into the file of a request; they may be freed at once"
-        pages = pages[:self.n_pages(pending)]
-        if len(pages) > self.room: pages = pages[:0]
-        data = self.copies.empty_pages(len(pages))
-        arrival = self.copies.read_pages(pages, data)
-        keys, name = self._keys(pending)[:len(data)], pending.handoff
-        self._stream.submit(lambda: self._write(name, keys, data, arrival))
-        self._sending.append((len(data), self._stream.record()))
-        self.counts['sent'] += len(data)
-
-    def _write(self, name: str, keys: list[bytes], data: Sequence[np.ndarray],
-               arrival: Event) -> None:
-        "Write a file, and let it appear; without room, or if the engine has failed, an empty one"
-        self._files = [o for o in self._files if o[0].exists()]
-        try:
-            if len(data) + sum(n for _, n in self._files) > self.most_pages: data = []
-            arrival.synchronize()
-        except BaseException: data = []
-        try:
-            size = bytes_for(len(data), self.page_bytes)
-            file = PageFile(self.folder, self.page_bytes, size, f'{name}.part')
-            for i, page in enumerate(data): file.write(i, 1, keys[i], page)
-            file.close()
-            self._files.append((file.path.rename(self.folder/f'{name}.kv'), len(data)))
-        except (OSError, ValueError) as e:
-            logging.getLogger('minisgl_lit.handoff').warning('nothing can be handed over: %s', e)
-
-    # %% ../../nbs/12d_kv_cache.handoff.ipynb #1ba28e78
     def arriving(
         self,
         pending: PendingReq,   # A waiting request with a handoff
@@ -136,10 +143,11 @@ class Handoffs:
         self._reading.append(coming)
         return coming
 
+    # %% ../../nbs/12d_kv_cache.handoff.ipynb #1ba28e78
     def _read(self, name: str, keys: list[bytes], coming: Coming) -> None:
         "Read what is there and right, from the first page on"
         path = self.folder/f'{name}.kv'
-        if not path.exists(): return   # to open it would make it
+        if not os.path.exists(path): return   # to open it would make it
         size = bytes_for(len(keys), self.page_bytes)
         try: file = PageFile(self.folder, self.page_bytes, size, path.name)
         except ValueError: return
@@ -168,6 +176,7 @@ class Handoffs:
         self.counts['received'] += len(taken)
         return taken
 
+    # %% ../../nbs/12d_kv_cache.handoff.ipynb #347d19e0
     def drop(self, pending: PendingReq) -> None:
         "Forget a request that waits no more"
         self._leases.pop(pending, None)
@@ -203,6 +212,3 @@ class Handoffs:
     def stats(self) -> dict[str, int]:
         "Requests that wait, and counts of pages since the start"
         return dict(leases=len(self._leases), page_bytes=self.page_bytes, **self.counts)
-
-# %% ../../nbs/12d_kv_cache.handoff.ipynb #20bc1121
-PATIENCE = 10.   # seconds that a request waits for its file to be read

@@ -118,13 +118,11 @@ class Server:
         self,
         config: ServerConfig,  # What to serve, and where
     ):
-        self._handoffs = handoff_folder(config)
-        if self._handoffs: config = replace(config, kv_handoff_path=self._handoffs.name)
         self._config, self._callers = config, Callers.from_config(config)
         folders = Folders(config.batch_folder, config.batch_folder_mb << 20)
         self._batches = Batches(folders, self._callers, max(config.max_running_req // 2, 1))
         self.model = config.served_model_name or Path(config.model).name
-        self._router = make_router(config, self.model)
+        self._router: Router | None = None   # what chooses, if there are several engines
         self.memory = ''   # what it is used for, once the model is loaded
         self._max_connections = connection_limit(config.max_connections)
         self._listener = listen(config.host, config.port)
@@ -173,7 +171,10 @@ class Server:
     def _run(self) -> None:
         "The thread: what goes wrong before the server is ready is for `serve`, later for `wait`"
         try:
-            with self._listener, asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            with (self._listener, asyncio.Runner(loop_factory=lambda: self._loop) as runner,
+                  handoff_folder(self._config) as path):
+                self._config = replace(self._config, kv_handoff_path=path)
+                self._router = make_router(self._config, self.model)
                 runner.run(self._serve())
         except BaseException as e:
             if self._ready.done(): self._error = e
@@ -341,7 +342,6 @@ class Server:
             await self._batches.close()
             await asyncio.gather(*(o.close() for o in self._processes.values()))
             if self._cluster: await asyncio.to_thread(self._cluster.close)
-            if self._handoffs: self._handoffs.cleanup()
 
 # %% ../../nbs/56_server.serve.ipynb #17622bb1
 _LOADING_LINE = 10.   # seconds between two lines while a model loads
