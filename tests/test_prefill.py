@@ -73,7 +73,7 @@ def test_all_kinds_of_requests_are_answered_as_by_one_engine():
     base = dict(model='embedded', prompt=text, max_tokens=8, temperature=0)
     asked = [base, base | dict(logprobs=3), base | dict(echo=True, logprobs=1), base | dict(n=3, temperature=1, seed=7), base | dict(stop=['e']), base | dict(max_tokens=1),
              base | dict(min_tokens=6), base | dict(max_tokens=0, echo=True), base | dict(regex='[0-9]{4}'), base | dict(max_tokens=10**6), base | dict(extra_key='ann'),
-             base | dict(response_format={'type': 'json_schema', 'json_schema': {'name': 'n', 'schema': {'type': 'object', 'properties': {'a': {'type': 'integer'}}, 'required': ['a']}}}, max_tokens=40)]
+             base | dict(json_schema='{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}', max_tokens=40)]
     def bodies(s):
         for i, body in enumerate(asked):
             a = httpx.post(s.url + '/v1/completions', json=body | dict(prompt=str(i) + body['prompt']), timeout=60)

@@ -60,7 +60,7 @@ class PrefillRouter(Router):
         return bool(misses) and min(misses) >= self.least_tokens
 
     # %% ../../nbs/53d_server.prefill_router.ipynb #f5647756
-    async def _hand_over(self, replica: Replica, prompt: Prompt, request: UserMsg,
+    async def _prefill(self, replica: Replica, prompt: Prompt, request: UserMsg,
                          path: Path) -> EngineCoreOutput | None:
         "The same, and wait for the file; `None` also if it does not come"
         end = await _compute(replica, prompt, request, path)
@@ -82,7 +82,7 @@ class PrefillRouter(Router):
         "Have a prompt computed elsewhere; `None` also if there is no engine, or it lives no more"
         try: replica = Router._choose(self, prompt, [*self._replicas(False), *self._resting()])
         except QueueFull: return None
-        part = asyncio.ensure_future(self._hand_over(replica, prompt, requests[0], path))
+        part = asyncio.ensure_future(self._prefill(replica, prompt, requests[0], path))
         def in_vain() -> bool:
             return not replica.client.alive or all(self._aborted[o.rid] for o in requests)
         try:
@@ -107,7 +107,7 @@ class PrefillRouter(Router):
             while aborted := [o for o in requests if self._aborted[o.rid]]:
                 requests = [o for o in requests if o not in aborted]
                 silent -= {o.rid for o in aborted}
-                for o in aborted: yield EngineCoreOutput(o.rid, [], FinishReason.ABORT)
+                for each in aborted: yield EngineCoreOutput(each.rid, [], FinishReason.ABORT)
             if end: requests = [msgspec.structs.replace(o, handoff=path.stem) for o in requests]
             cached = end.cached_tokens if end else prompt.n_tokens
             async with aclosing(Router._follow(self, prompt, requests)) as outputs:
@@ -233,6 +233,7 @@ def make_router(
     n, replicas, path = config.prefill_replicas, config.replicas, config.kv_handoff_path
     if n >= replicas: raise ValueError(
         f'prefill_replicas={n} must be less than replicas={replicas}: others make the answers')
-    if n and config.tp > 1: raise ValueError(f'prefill_replicas={n} is for tp=1, not tp={config.tp}')
+    if n and config.tp > 1: raise ValueError(
+        f'prefill_replicas={n} is for tp=1, not tp={config.tp}')
     if n and path: return PrefillRouter(model, {str(replicas - 1 - i) for i in range(n)}, path)
     return Router(model) if replicas > 1 else None
