@@ -83,7 +83,8 @@ def test_all_kinds_of_requests_are_answered_as_by_one_engine():
         assert [*bodies(s)] == right
         assert [code for code, _ in right].count(200) == len(asked) - 1
         folder, (answers, prompts) = s._config.kv_handoff_path, httpx.get(s.url + '/get_server_info').json()['per_replica']
-        assert answers['handoffs']['received'] == prompts['handoffs']['sent'] > 8*(len(text)//16//8) and answers['handoffs']['missed'] == 0
+        refused = 24   # pages of the prompt whose max_tokens is too much, which only the engine for answers sees
+        assert answers['handoffs']['received'] == prompts['handoffs']['sent'] - refused > 100 and answers['handoffs']['missed'] == 0
     assert not os.path.exists(folder)
 
 @pytest.mark.long
