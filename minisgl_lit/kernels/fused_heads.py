@@ -25,6 +25,7 @@ def _norm(a, b, weight, at, inside, dim, eps):
     b = tl.cast(tl.cast(b * scale, kind), tl.float32) * wb
     return tl.cast(tl.cast(a, kind), tl.float32), tl.cast(tl.cast(b, kind), tl.float32)
 
+# %% ../../nbs/14b_kernels.fused_heads.ipynb #9e0cd3aa
 @triton.jit
 def _heads(qkv, q_norm, k_norm, cos_sin, keys, values, out_loc, n_q, n_kv, dim, eps,
            row_stride, angle_stride, slot_stride, head_stride,

@@ -46,6 +46,7 @@ def _amounts(row, n, top, temperature, lowest, width, BY_COUNT: tl.constexpr, BL
         total += tl.where(_keys(x)[:, None] >= pivots[None, :], amount[:, None], 0)
     return tl.sum(total, 0)
 
+# %% ../../nbs/14c_kernels.sampling.ipynb #ae24dc63
 @triton.jit
 def _search(row, n, top, temperature, need, lowest, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
     "The largest key at or above which there is as much as is needed; from `lowest` on"
@@ -57,7 +58,7 @@ def _search(row, n, top, temperature, need, lowest, BY_COUNT: tl.constexpr, BLOC
         width = width // 16
     return lowest
 
-# %% ../../nbs/14c_kernels.sampling.ipynb #ae24dc63
+# %% ../../nbs/14c_kernels.sampling.ipynb #3a76036d
 @triton.jit
 def _share(row, n, top, temperature, k, lowest, BLOCK: tl.constexpr):
     "What the `k` likeliest weigh: all above the key, and of those at it as many as are missing"
@@ -70,6 +71,7 @@ def _share(row, n, top, temperature, k, lowest, BLOCK: tl.constexpr):
     above = tl.sum(tl.where(column == 1, weights, 0), 0)
     return above + (k - more) * ((weight - above) // tl.maximum(count - more, 1))
 
+# %% ../../nbs/14c_kernels.sampling.ipynb #bf90c4f1
 @triton.jit
 def _cut(keys, logits, likeliest, settings, n_rows, n, stride, BLOCK: tl.constexpr):
     "The smallest key that top-k and top-p leave, for each row"
@@ -88,7 +90,7 @@ def _cut(keys, logits, likeliest, settings, n_rows, n, stride, BLOCK: tl.constex
         lowest = _search(row, n, top, temperature, need, i * 0 - 32768, False, BLOCK)
     tl.store(keys + i, lowest)
 
-# %% ../../nbs/14c_kernels.sampling.ipynb #3a76036d
+# %% ../../nbs/14c_kernels.sampling.ipynb #3ef70f73
 @triton.jit
 def _kept(row, at, n, top, temperature, key, min_p):
     "Weights of some tokens; 0 for those that are left out"
@@ -110,6 +112,7 @@ def _weigh(sums, keys, logits, likeliest, settings, n_rows, n, stride, chunks,
     kept = _kept(row, at, n, top, temperature, key, min_p)
     tl.store(sums + i * chunks + chunk, tl.sum(kept, 0))
 
+# %% ../../nbs/14c_kernels.sampling.ipynb #4ef7aa9a
 @triton.jit
 def _pick(tokens, sums, keys, logits, likeliest, settings, n_rows, n, stride, chunks,
           CHUNK: tl.constexpr, CHUNKS: tl.constexpr):

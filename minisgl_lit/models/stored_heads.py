@@ -66,6 +66,7 @@ def _trial(kernel: StoreHeads, device: torch.device) -> Pairs:
         return [*_stored_heads(chosen, x, weight, None, norms, 1e-6, angles, slots), pool.buffer]
     return list(zip(heads(kernel), heads(None), strict=True))
 
+# %% ../../nbs/30a_models.stored_heads.ipynb #9d91bb22
 @cache
 def _find_kernel(device: torch.device) -> StoreHeads | None:
     "The kernel, if it can be used on this GPU"

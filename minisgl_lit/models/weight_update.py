@@ -73,6 +73,7 @@ class WeightUpdater:
     def _tensors(self, path: Path) -> Mapping[str, TensorInfo]:
         return open_checkpoint(path, self.config.tie_word_embeddings).tensors
 
+    # %% ../../nbs/38a_models.weight_update.ipynb #49cf6a8e
     def check(
         self,
         path: Path,   # A folder

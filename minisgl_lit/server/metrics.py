@@ -41,6 +41,7 @@ _SCHEDULER_METRICS: dict[str, tuple[str, Callable[[Mapping], float]]] = {
     'num_retracted_reqs_total':
         ('Times a request was retracted', lambda s: s['retracted'])}
 
+# %% ../../nbs/49a_server.metrics.ipynb #208d2b02
 _TIER_METRICS: dict[str, tuple[str, Callable[[Mapping], float]]] = {
     # the same of the second tier, if there is one
     'kv_host_pages': ('Cached pages in host memory', lambda t: t['host']),
@@ -76,6 +77,7 @@ class TokenHistogram:
         self.counts[bisect_left(self.bounds, seconds)] += n
         self.total += seconds * n
 
+    # %% ../../nbs/49a_server.metrics.ipynb #6f7a8c4f
     def family(self, name: str, about: str, model: str) -> HistogramMetricFamily:
         "As Prometheus reads it: cumulative, each bucket includes the shorter ones"
         bounds = [*map(str, self.bounds), '+Inf']
@@ -83,7 +85,7 @@ class TokenHistogram:
         metric.add_metric([model], [*zip(bounds, accumulate(self.counts))], self.total)
         return metric
 
-# %% ../../nbs/49a_server.metrics.ipynb #673de13a
+# %% ../../nbs/49a_server.metrics.ipynb #b14be93c
 class Metrics:
     """The metrics of one server.
 
@@ -106,6 +108,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)   # memory, processor, files of this process
         self.registry.register(self)
 
+    # %% ../../nbs/49a_server.metrics.ipynb #3018e445
     def page(
         self,
         stats: Mapping[str, object],   # Of the scheduler, now
@@ -116,7 +119,7 @@ class Metrics:
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
-    # %% ../../nbs/49a_server.metrics.ipynb #37261cdd
+    # %% ../../nbs/49a_server.metrics.ipynb #a793821f
     def _own(self) -> Iterator[Metric]:
         "All metrics, by our names"
         for histogram, name, about in (
@@ -168,8 +171,7 @@ class Metrics:
             self._last_rate, self._rate = (now, tokens), (tokens - before) / (now - then)
         return self._rate
 
-# %% ../../nbs/49a_server.metrics.ipynb #37261cdd
-
+# %% ../../nbs/49a_server.metrics.ipynb #c2a89b80
 def _family(name: str, about: str, *labels: str) -> CounterMetricFamily | GaugeMetricFamily:
     "An empty metric; its name says of which kind"
     family = CounterMetricFamily if name.endswith('_total') else GaugeMetricFamily
@@ -244,6 +246,7 @@ class LiveFeed:
         self.fetch, self.seconds = fetch, seconds
         self._tick, self._event = -1., None   # the tick of the last fetch, and its event
 
+    # %% ../../nbs/49a_server.metrics.ipynb #5338a473
     async def _fetch_event(self) -> str: return sse(await self.fetch())
 
     def now(self) -> Awaitable[str]:

@@ -65,6 +65,7 @@ class ArgumentsReader(Protocol):
         "Read a piece of arguments"
         ...
 
+# %% ../../nbs/46a_text.tool_calls.ipynb #9c7771c6
 class JsonReader:
     "Arguments that are a JSON object: passed on as they are."
     begins = r'\{'
@@ -199,6 +200,7 @@ class ToolParser:
         self._format = formats[0]   # of the call
         self._object: list[str] = []   # pieces of an object, and what stands before it
 
+    # %% ../../nbs/46a_text.tool_calls.ipynb #aaddba14
     def push(self, text: str) -> list[ParsedPart]:
         "Take a piece; return the texts, calls and deltas of arguments that are certain"
         return [part for piece in in_pieces(text) for part in self._run(piece, False)]
@@ -242,6 +244,7 @@ class ToolParser:
                  if (match := pattern.search(self._held, begin, partial=not last))]
         return min(found, key=lambda which: which[0].start(), default=(None, None, False))
 
+    # %% ../../nbs/46a_text.tool_calls.ipynb #56a063c3
     def _search(self, out: list[ParsedPart], last: bool) -> bool:
         "Outside of calls: emit text up to what is a call, or may be one"
         match, form, loose = self._first(last)

@@ -98,6 +98,7 @@ class PythonReader:
         self._open: list[str] = []   # brackets that are not closed
         self._comma = '{'            # to be written before what comes next
 
+    # %% ../../nbs/46c_text.tool_formats.ipynb #0615f480
     def read(self, text: str) -> tuple[str, str | None]:
         "Translate the tokens of a piece"
         self._held, out = self._held + text, ''
@@ -156,6 +157,7 @@ def _target(schema: Schema, root: object) -> object:
         root = root.get(step) if isinstance(root, Mapping) else None
     return root
 
+# %% ../../nbs/46c_text.tool_formats.ipynb #52dcee5a
 def _alternatives(schema: object, root: Schema) -> Iterator[Schema]:
     "The schemas that a value may follow: this one, what it refers to, and what it combines"
     stack, seen = [schema], set[int]()
