@@ -32,7 +32,8 @@ QuantizationName = Literal['int8', 'int4']
 ProductName = Literal['int8', 'exact']
 UnknownName = Literal['refuse', 'ignore']
 ReasoningParserName = Literal['auto', 'none', 'qwen3', 'deepseek-r1', 'gpt-oss']
-_attention = '(auto|native|torch|flashinfer)'
+_backend = 'auto|native|torch|flashinfer'
+_attention = f'({_backend})|({_backend}|fa2|fa3),({_backend}|cuda_cores|tensor_cores)'
 
 # %% ../nbs/01_config.ipynb #26694a0f
 T = TypeVar('T')
@@ -164,10 +165,10 @@ class EngineConfig:
     overlap: bool | Literal['auto'] = setting(
         'auto', 'Whether the host plans a step while the device computes another')
     attention: str = setting(
-        'auto', "What computes attention; two, as in 'torch,flashinfer': prefill and decode",
-        form=f'{_attention}(,{_attention})?',
-        words="'auto', 'native', 'torch', 'flashinfer', "
-              'or two of them with a comma between')
+        'auto', "What computes attention; two, as in 'torch,flashinfer': prefill and decode; auto "
+        'and flashinfer take the quickest kernels, as measured at the start', form=_attention,
+        words="'auto', 'native', 'torch', 'flashinfer', or two with a comma between, for prefill "
+              "one of these, 'fa2' or 'fa3', for decode 'cuda_cores' or 'tensor_cores'")
     cuda_graph_max_bs: int | Literal['auto'] = setting(
         'auto', 'Largest batch whose decode steps are captured, as CUDA graphs or, on a CPU, as a '
         'plan; 0 captures none')

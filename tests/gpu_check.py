@@ -25,8 +25,8 @@ class Step:
     figures: dict = field(default_factory=dict)
 
 LIMITS = dict(   # seconds; in the order in which they run, what others need first
-    machine=20, modules=110, kernels=25, recorded=25, bench256=110, profile=35, decode=30, sampling=20, experts=15, parity=40, equality=30, tests=40, cells=20,
-    sanitizer=20)
+    machine=20, modules=110, kernels=25, recorded=25, bench256=105, low=15, profile=30, decode=30, sampling=20, experts=15, parity=40, equality=30, tests=40, cells=20,
+    sanitizer=15)
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser('tests/gpu_check', description=__doc__)
@@ -166,23 +166,29 @@ def machine(args) -> Figures:
 SHAPES = [(16, 8, 128)]   # query heads, key and value heads, head_dim: what is timed
 
 def all_trials() -> dict:
-    "Every kernel once: the small ones, and attention for the shape that is timed"
+    "Every kernel once: the small ones, and attention for the shape that is timed, by all kernels that this card may have"
     import torch
-    from minisgl_lit.attention.flashinfer import attention_trials
+    from minisgl_lit.attention.choice import attention_trials
+    from minisgl_lit.attention.flashinfer import KERNELS, Kernels
     from minisgl_lit.kernels.flashinfer_reference import KernelLibrary, small_trials
     flashinfer_folder()
     import flashinfer
     library, device = KernelLibrary(*(getattr(flashinfer, o.name) for o in fields(KernelLibrary))), torch.device('cuda', 0)
-    return small_trials(library, device) | attention_trials(library, device, torch.bfloat16, SHAPES[0], (None,))
+    told, methods = small_trials(library, device), [o for o in KERNELS['prefill'] if o != 'fa3' or arch() == '90']
+    for prefill in methods: told[f'prefill_{prefill}'] = attention_trials(
+        library, device, torch.bfloat16, SHAPES[0], (None,), Kernels(prefill, 'cuda_cores'))['prefill']
+    for decode in KERNELS['decode']: told[f'decode_{decode}'] = attention_trials(
+        library, device, torch.bfloat16, SHAPES[0], (None,), Kernels('fa2', decode))['decode']
+    return told
 
 def triton_trials() -> dict:
     "Our kernels in Triton, once, against their definitions"
     from functools import partial
     import torch
-    from minisgl_lit.kernels import fused_heads, grouped_matmul, sampling
+    from minisgl_lit.kernels import fused_heads, grouped_matmul, page_list, sampling
     from minisgl_lit.models import stored_heads
     device = torch.device('cuda', 0)
-    return dict(heads=partial(stored_heads._trial, fused_heads.norm_rope_store, device), sampling=partial(sampling._trial, device),
+    return dict(pages=partial(page_list._trial, device), heads=partial(stored_heads._trial, fused_heads.norm_rope_store, device), sampling=partial(sampling._trial, device),
                 experts=partial(grouped_matmul._trial, device, torch.bfloat16))
 
 def heads_us(n: int, times: int = 20) -> dict:
@@ -208,6 +214,23 @@ def heads_us(n: int, times: int = 20) -> dict:
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
             replay, _ = CudaCapture()(work)
             told[f'heads_{name}_us'] = 1e6 * best_time(replay, 'cuda', .1) / times
+    return told
+
+def pages_us(n: int) -> dict:
+    "Microseconds of the list of pages in a graph, of a table for 40,960 positions: in torch, and in one kernel"
+    import torch
+    from minisgl_lit.engine.cuda_graph import CudaCapture
+    from minisgl_lit.kernels.page_list import list_pages, plain_list
+    from minisgl_lit.tools.roofline import best_time
+    rows, positions = torch.arange(n, device='cuda'), torch.full((n,), 999, device='cuda')
+    table = torch.zeros(n + 1, 2560, dtype=torch.int32, device='cuda')
+    indptr, told = torch.arange(n + 1, dtype=torch.int32, device='cuda') * 63, {}
+    indices = torch.zeros(table.numel() + 1, dtype=torch.int32, device='cuda')
+    for name, kernel in dict(torch=plain_list, kernel=list_pages).items():
+        def work(): return [kernel(indices, table, rows, positions, positions, indptr, 16), indices][1:]
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            replay, _ = CudaCapture()(work)
+            told[f'pages_{name}_us'] = 1e6 * best_time(replay, 'cuda', .1)
     return told
 
 def modules(args) -> Figures:
@@ -256,7 +279,8 @@ def random_qkv(batch):
 def kernels(args) -> Figures:
     "Each kernel once, small, with its error against torch; attention of each kind at length; the host's part of a plan"
     import torch
-    from minisgl_lit.attention.flashinfer import choose_attention, kind_of
+    from minisgl_lit.attention.choice import choose_attention
+    from minisgl_lit.attention.flashinfer import kind_of
     from minisgl_lit.attention.torch import TorchAttention
     from minisgl_lit.kernels.flashinfer_reference import TOLERANCE, largest_error
     bad = []
@@ -286,12 +310,13 @@ def kernels(args) -> Figures:
         return sorted(times)[len(times) // 2] * 1e6
     yield dict(plan_us=host_us(lambda: ours.prepare(full)), update_us=host_us(lambda: ours.update(static, full)))
     yield heads_us(n)
+    yield pages_us(n)
     if bad: raise AssertionError(f'these kernels say something else than torch: {", ".join(bad)}')
 
 def recorded(args) -> Figures:
     "One recorded step of the whole model against the same step launched kernel by kernel, for 20 batches of growing lengths"
     import torch
-    from minisgl_lit.attention.flashinfer import choose_attention
+    from minisgl_lit.attention.choice import choose_attention
     from minisgl_lit.core.request import ForwardMode
     from minisgl_lit.device import CudaStream
     from minisgl_lit.engine.cuda_graph import CudaCapture, CudaGraphs, GraphEngine
@@ -403,20 +428,80 @@ def profile(args) -> Figures:
             for a, b, o in kernels: by_name[o] = by_name.get(o, 0) + (b - a) / n
             yield dict(longest_us_per_step={o[:120]: round(by_name[o], 1) for o in sorted(by_name, key=by_name.get)[:-16:-1]})
 
-def decode(args) -> Figures:
-    "A layer of decoding, recorded: microseconds and share of the memory's bandwidth, by requests, tensor cores and page size"
+def host_parts(step: Callable[[], object], n: int) -> dict:
+    "Microseconds of a call of `step` by function, without what it calls: all together, and the fifteen longest"
+    import cProfile, pstats
+    seen = cProfile.Profile()
+    for _ in range(n): seen.runcall(step)
+    spent = {f'{Path(file).stem}:{name}': 1e6 * own / n for (file, _, name), (_, _, own, _, _) in pstats.Stats(seen).stats.items()}
+    return dict(all=sum(spent.values())) | {o: round(spent[o], 1) for o in sorted(spent, key=spent.get)[:-16:-1]}
+
+def low(args) -> Figures:
+    "Few requests, where the host shows: decode steps a second with overlap and without, the recording alone, and the host's parts of a step of one request"
     import torch
-    from unittest.mock import patch
-    from minisgl_lit.attention import flashinfer as attention
+    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.tools.roofline import best_time
+    with shape_of_qwen3() as folder:
+        for overlap in (True, False):
+            name = 'overlap' if overlap else 'normal'
+            with make_llm(folder, True, dummy_weights=True, overlap=overlap, max_running_req=16, max_seq_len=2560, page_size=16) as llm:
+                runtime = runtime_of(llm)
+                for n in (1, 2, 4, 8, 16):
+                    if n > runtime.config.max_running_req: continue
+                    seconds = decode_ms(runtime, n) / 1e3
+                    told = {f'{name}_steps_per_s': 1 / seconds}
+                    if overlap:   # the kernels of the last step once more, over and over
+                        with torch.cuda.stream(runtime.engine.stream.stream): alone = best_time(runtime.engine.steps.captured[n].replay, 'cuda', .1)
+                        told |= dict(recording_ms=1e3 * alone, share_of_recording=alone / seconds)
+                    yield {f'{name}_{n}': told}
+                s = runtime.scheduler
+                s.add('p', [1] * 500, SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True))
+                for _ in range(20): s.step()
+                yield {f'{name}_host_us': host_parts(s.step, 100)}
+            del llm, runtime, s
+            give_back()
+
+def batch_attention(n: int, length: int, page_size: int):
+    "Attention of a layer by FlashInfer's `BatchAttention`, which no engine of ours uses: it plans a batch that decodes, and returns what runs it"
+    import torch
+    import flashinfer
+    pool, table, _ = decoding_setup(page_size, n, length)
+    wrapper = flashinfer.BatchAttention('NHD', 'cuda')
+    pages, lens, pointers = -(-length // page_size), torch.full((n,), length, dtype=torch.int32), torch.arange(n + 1, dtype=torch.int32)
+    wrapper.plan(pointers, pointers * pages, table.page_table[:n].flatten(), lens, 16, 8, 128, 128, page_size, causal=True)
+    q = torch.randn(n, 16, 128, device='cuda').bfloat16()
+    k, v = (o.unflatten(0, (-1, page_size)) for o in (pool.k(0), pool.v(0)))
+    return lambda: wrapper.run(q, (k, v), logits_soft_cap=0.)[0]
+
+def prefill_works(kernel: str):
+    "Attention of a layer to eight prompts of 1,024 tokens: as they come, and as second halves"
+    import torch
+    from minisgl_lit.attention.choice import Bench, Served, works
+    served = Served(torch.device('cuda', 0), torch.bfloat16, SHAPES[0], (None,), 16, 256, 8192, 2560)
+    return works(Bench(served), 'prefill', kernel)
+
+def decode(args) -> Figures:
+    """A layer of decoding, recorded: microseconds and share of the memory's bandwidth, by requests, kernel and page size; by `BatchAttention`, too;
+    and of prefill by each kernel"""
+    import torch
+    from minisgl_lit.attention.choice import choose_attention
+    from minisgl_lit.attention.flashinfer import KERNELS
     from minisgl_lit.engine.cuda_graph import CudaCapture
     from minisgl_lit.tools.roofline import best_time, memory_bandwidth
+    def recorded_us(work) -> float:
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            replay, _ = CudaCapture()(lambda: [work() for _ in range(10)])
+            return 1e6 * best_time(replay, 'cuda', .1) / 10
+    def tried(make):
+        "The work, or why there is none"
+        try: return make()
+        except Exception as e: return str(e)[-300:]
     bandwidth, length, times = memory_bandwidth(2**30, 'cuda'), 1024, 10
     yield dict(memory_read_gb_s=bandwidth / 1e9, length=length)
     for page_size in (16, 64):
         pool, table, batch = decoding_setup(page_size, 256, length)
-        for cores in (False, True):
-            with patch.object(attention, 'tensor_cores', lambda group: cores):
-                ours = attention.choose_attention('flashinfer', pool, table.page_table, num_heads=16)
+        for kernel in KERNELS['decode']:
+            ours = choose_attention(f'auto,{kernel}', pool, table.page_table, num_heads=16)
             for n in (1, 32, 128, 256):
                 b = batch([length - 1] * n, [length] * n)
                 x, m = random_qkv(b), ours.static(b)
@@ -428,14 +513,20 @@ def decode(args) -> Figures:
                     replay, _ = CudaCapture()(work)
                     seconds = best_time(replay, 'cuda', .1) / times
                 n_bytes = 2 * n * length * 8 * 128 * 2
-                yield {f'n{n}_page{page_size}_{"tensor" if cores else "plain"}': dict(us=seconds * 1e6, share=n_bytes / seconds / bandwidth)}
+                yield {f'n{n}_page{page_size}_{kernel}': dict(us=seconds * 1e6, share=n_bytes / seconds / bandwidth)}
+        for n in (1, 256):
+            work = tried(lambda: batch_attention(n, length, page_size))
+            yield {f'n{n}_page{page_size}_batch_attention': work if isinstance(work, str) else dict(us=recorded_us(work))}
+    for kernel in KERNELS['prefill']:
+        both = tried(lambda: prefill_works(kernel))
+        yield {f'prefill_{kernel}': both if isinstance(both, str) else dict(zip(('fresh_us', 'cached_us'), map(recorded_us, both)))}
 
 def sampling(args) -> Figures:
     "Microseconds of each stage after the layers, for 256 requests and the vocabulary of Qwen3"
     import numpy as np
     import torch
     from minisgl_lit.core.request import SamplingArrays
-    from minisgl_lit.engine.sampler import inverse_cdf, sample, top_k_threshold, top_p_threshold
+    from minisgl_lit.engine.sampler import inverse_cdf, plan_sampling, sample, top_k_threshold, top_p_threshold
     from minisgl_lit.tools.roofline import best_time
     n, vocab = 256, QWEN3_06B['vocab_size']
     hidden, head = torch.randn(n, 1024, device='cuda').bfloat16(), torch.randn(vocab, 1024, device='cuda').bfloat16() * .03
@@ -445,18 +536,18 @@ def sampling(args) -> Figures:
     def arrays(**given):
         made = SamplingArrays.empty(n)
         for name, value in given.items(): getattr(made, name)[:] = value
-        return made
+        return plan_sampling(made, at)
     stages = dict(
         matmul=lambda: torch.nn.functional.linear(hidden, head), float32=lambda: torch.nn.functional.linear(hidden, head).float(), maximum=lambda: logits.max(-1),
         softmax=lambda: torch.softmax(logits / .6, -1), inverse_cdf=lambda: inverse_cdf(probs, u), top_k=lambda: top_k_threshold(probs, k, p, 50),
-        top_p=lambda: top_p_threshold(probs, p), greedy=lambda: sample(logits, None, at), random=lambda: sample(logits, arrays(temperature=.6), at),
-        random_top_k=lambda: sample(logits, arrays(temperature=.6, top_k=50), at), random_top_p=lambda: sample(logits, arrays(temperature=.6, top_p=.9), at),
-        random_min_p=lambda: sample(logits, arrays(temperature=.6, min_p=.05), at))
+        top_p=lambda: top_p_threshold(probs, p), greedy=lambda: sample(logits, None), random=lambda: sample(logits, arrays(temperature=.6)),
+        random_top_k=lambda: sample(logits, arrays(temperature=.6, top_k=50)), random_top_p=lambda: sample(logits, arrays(temperature=.6, top_p=.9)),
+        random_min_p=lambda: sample(logits, arrays(temperature=.6, min_p=.05)))
     halves = logits.bfloat16()    # as the engine samples; the others are in float32, in torch
     for name in ('greedy', 'random', 'random_top_k', 'random_top_p', 'random_min_p'):
         given = dict(greedy={}, random_top_k=dict(top_k=50), random_top_p=dict(top_p=.9), random_min_p=dict(min_p=.05)).get(name, {})
         settings = None if name == 'greedy' else arrays(temperature=.6, **given)
-        stages[f'{name}_16_bits'] = lambda settings=settings: sample(halves, settings, at)
+        stages[f'{name}_16_bits'] = lambda settings=settings: sample(halves, settings)
     with torch.inference_mode():
         for name, work in stages.items(): yield {f'{name}_us': 1e6 * best_time(work, 'cuda', .2)}
 
@@ -596,7 +687,7 @@ def cells(args) -> Figures:
     if bad := [k for k, v in told.items() if v != 'ok']: raise AssertionError(f'these chapters fail: {", ".join(bad)}')
 
 STEPS: dict[str, Callable[[argparse.Namespace], Figures]] = {o.__name__: o for o in (
-    machine, modules, kernels, recorded, bench256, profile, decode, sampling, experts, parity, equality, tests, cells, sanitizer)}
+    machine, modules, kernels, recorded, bench256, low, profile, decode, sampling, experts, parity, equality, tests, cells, sanitizer)}
 
 # ---- running them ----------------------------------------------------------------------------------------------------------
 

@@ -21,9 +21,9 @@ from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.llm import LLM
 from minisgl_lit.models import layers
 from minisgl_lit.attention.torch import TorchAttention
+from minisgl_lit.attention.choice import choose_attention, unsupported_reason
 from minisgl_lit.attention.flashinfer import (
-    FlashInferAttention, PairAttention, choose_attention, graph_attention, kind_of,
-    page_indices, plan_arrays, unsupported_reason)
+    FlashInferAttention, PairAttention, graph_attention, kind_of, page_indices, plan_arrays)
 from minisgl_lit.models.layers import (
     add_norm, gated_mlp, qkv_heads, rms_norm, rope_angles, apply_rope, silu_mul)
 from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts

@@ -39,6 +39,12 @@ def test_steps_never_take_more_than_there_is(names, left, used):
 def test_busy_counts_each_moment_once(spans):
     assert busy((a, a + n) for a, n in spans) == len({t for a, n in spans for t in range(a, a + n)})
 
+def test_parts_of_the_host_add_up():
+    def inner(): return sum(range(3000))
+    def step(): return inner()
+    parts = gpu_check.host_parts(step, 20)
+    assert len(parts) <= 16 and parts['all'] >= parts['test_gpu_check:inner'] > 0 and max(parts, key=parts.get) == 'all'
+
 def fake(name, seconds, args):
     if name == 'profile': return Step(name, False, 1., 'the profiler saw no kernel')
     return Step(name, True, 1., figures=dict(tokens_per_s=21e3))

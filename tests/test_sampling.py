@@ -15,7 +15,7 @@ from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.device import ManualStream
 from minisgl_lit.runtime import build
 from minisgl_lit.engine.sampler import (
-    apply_mask, apply_logit_edits, logprobs, sample, top_k_threshold, top_p_threshold)
+    apply_mask, apply_logit_edits, logprobs, plan_sampling, sample, top_k_threshold, top_p_threshold)
 from minisgl_lit.kv_cache.manager import CacheManager
 from minisgl_lit.kv_cache.radix import make_prefix_cache
 from minisgl_lit.kv_cache.table import TableManager
@@ -57,7 +57,7 @@ def settings_of(n, **params):
     s.put(0, SamplingParams(**params).resolve({}))
     return replace(s.at(np.zeros(n, int)), seed=np.arange(n))
 
-def choose(logits, **params): return sample(torch.tensor(logits, dtype=torch.float32).expand(N, -1), settings_of(N, **params), np.full(N, 3))[0].numpy()
+def choose(logits, **params): return sample(torch.tensor(logits, dtype=torch.float32).expand(N, -1), plan_sampling(settings_of(N, **params), np.full(N, 3)))[0].numpy()
 
 FILTERS = [dict(), dict(temperature=.5), dict(temperature=3.), dict(top_k=1), dict(top_k=4), dict(top_p=.8), dict(top_p=.3), dict(min_p=.3),
            dict(top_k=6, top_p=.7), dict(top_p=.9, min_p=.2), dict(temperature=1.5, top_k=6, top_p=.9, min_p=.2)]
@@ -140,7 +140,7 @@ def test_greedy_batches_draw_nothing(monkeypatch):
     monkeypatch.setattr(sampling, 'sample_random', lambda *a: pytest.fail('a greedy batch was sampled at random'))
     s = settings_of(3)
     for arrays in (replace(s, temperature=np.zeros(3, np.float32)), replace(s, top_k=np.ones(3, int))):
-        assert sample(torch.eye(3), arrays, np.zeros(3, int))[0].tolist() == [0, 1, 2]
+        assert sample(torch.eye(3), plan_sampling(arrays, np.zeros(3, int)))[0].tolist() == [0, 1, 2]
 
 # ---- a model against transformers, token by token
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.engine.sampler import largest, sample_random
-from minisgl_lit.kernels import fused_heads, grouped_matmul, sampling
+from minisgl_lit.kernels import fused_heads, grouped_matmul, page_list, sampling
 from minisgl_lit.kernels.triton_reference import TritonKernel
 from minisgl_lit.kv_cache.pool import KVPool, layouts
 from minisgl_lit.models.layers import _plain_apply_rope, _plain_norm, rope_angles
@@ -65,6 +65,32 @@ def test_heads_are_stored_as_step_by_step(world):
     assert torch.equal(wide[:, width:], before[1][:, width:]) and torch.equal(qkv[:, -world['n_kv']:], before[2][:, -world['n_kv']:])
 
 def test_the_trial_of_heads_passes(): assert largest_error(heads_trial(fused_heads.norm_rope_store, torch.device('cpu'))) <= TOLERANCE
+
+@st.composite
+def decoding(draw):
+    "Requests that decode, in any rows, some of them padding; a table that is a part of something wider"
+    n, page_size = draw(st.integers(1, 6)), draw(st.sampled_from([1, 3, 16]))
+    return dict(lens=draw(st.lists(st.integers(1, 5 * page_size), min_size=n, max_size=n)), padding=draw(st.integers(0, 3)), page_size=page_size,
+                more=draw(st.integers(0, 3)), block=draw(st.sampled_from([1, 2, 4, 64])), seed=draw(st.integers(0, 99)))
+
+@examples
+@given(decoding())
+def test_pages_are_listed_as_in_torch(world):
+    "The list up to its end, and the whole table; what no request has stays as it was"
+    lens, size, n = torch.tensor(world['lens'] + [1] * world['padding']), world['page_size'], len(world['lens'])
+    def step():
+        g = torch.Generator().manual_seed(world['seed'])
+        wide = torch.randint(900, (n + 2, 5 + world['more']), generator=g).int()
+        table, rows = wide[:, :5], torch.cat([torch.randperm(n + 1, generator=g)[:n], torch.full((world['padding'],), n + 1)])
+        at, indptr = lens - 1, torch.cat([torch.zeros(1).long(), (-(-lens // size)).cumsum(0)]).int()
+        new = torch.randint(900, (len(lens),), generator=g)
+        new[n:] = 7                                          # the dummy page, whose row may be written by several programs
+        return wide, [torch.full((table.numel() + 99,), -1, dtype=torch.int32), table, rows, at, new * size + at % size, indptr, size]
+    (ours, given_), (theirs, same) = step(), step()
+    page_list.list_pages(*given_, block=world['block'])
+    page_list.plain_list(*same)
+    assert torch.equal(ours, theirs) and torch.equal(given_[0][:-1], same[0][:-1])
+    assert (given_[0][int(given_[5][-1]):] == -1).all()
 
 @st.composite
 def rows(draw):
@@ -186,7 +212,7 @@ torch.cuda.is_available = lambda: True   # so that the modules take the package
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from minisgl_lit.kernels import fused_heads, grouped_matmul, sampling
+from minisgl_lit.kernels import fused_heads, grouped_matmul, page_list, sampling
 
 def build(kernel, types, arch, warps, **constants):
     types = dict(zip(kernel.arg_names, [*types, *['constexpr'] * len(constants)], strict=True))
@@ -196,6 +222,7 @@ def build(kernel, types, arch, warps, **constants):
     print(kernel.__name__, arch)
 
 for arch in (80, 89, 90):
+    build(page_list._pages, ['*i32', '*i32', '*i64', '*i64', '*i64', '*i32', 'i32', 'i32'], arch, 4, BLOCK=1024)
     for x in ('*bf16', '*fp16'):
         given = [x, '*i64', '*fp64', 'i32', 'i32', 'i32']
         build(sampling._cut, ['*i32', *given], arch, 16, BLOCK=1024)
@@ -212,4 +239,4 @@ for arch in (80, 89, 90):
 @marked
 def test_each_kernel_compiles_for_gpus():
     "Down to machine code, which needs no GPU; what it computes there is not shown"
-    assert len(run_long('-c', COMPILE).splitlines()) == 3 * 2 * (5 + 3 * 2)
+    assert len(run_long('-c', COMPILE).splitlines()) == 3 * (2 * (5 + 3 * 2) + 1)

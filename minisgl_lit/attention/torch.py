@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from ..core.request import Batch
 from ..kv_cache.pool import KVPool
-from ..kv_cache.table import to_device
+from ..kv_cache.table import begin_pages, to_device
 
 # %% ../../nbs/31_attention.torch.ipynb #3c672a83
 class AttentionBackend(Protocol):
@@ -176,6 +176,7 @@ class TorchAttention:
         batch: Batch,    # What will be computed
     ) -> TorchMetadata:  # For `forward`, in every layer
         "Find the slots and masks of each group"
+        begin_pages(self.page_table, batch, self.pool.page_size)
         windows = set(self.windows.values()) or {None}
         groups = [_group(batch, reqs, self.page_table, self.pool.page_size, windows)
                   for reqs in group_requests(batch, self.max_slots)]

@@ -21,7 +21,7 @@ from ..device import Stream
 from .engine import Engine, Launched
 from ..attention.torch import AttentionBackend
 from ..attention.flashinfer import FlashInferAttention, StaticMetadata, attend_batch
-from .sampler import largest
+from .sampler import largest, plan_sampling
 from ..models.decoder import Decoder, DenseMlp, ModelConfig
 from ..models.moe import experts_kernel
 
@@ -53,6 +53,7 @@ def padded(
     n: int,        # Requests wanted, at least those of the batch
 ) -> Batch:        # A new one; `reqs` and `sampled` are those of the batch
     "Fill a batch up with the dummy row"
+    if n == len(batch.rows): return batch
     names = 'rows', 'cached_lens', 'device_lens', 'token_rows', 'positions', 'out_loc'
     def longer(name: str) -> np.ndarray:
         ours, padding = getattr(batch, name), getattr(dummy, name)
@@ -63,6 +64,7 @@ def padded(
 Work = Callable[[], list[torch.Tensor]]   # launches kernels, on the current stream
 Capture = Callable[[Work], tuple[Callable[[], None], list[torch.Tensor]]]
 
+# %% ../../nbs/42_engine.cuda_graph.ipynb #141c495a
 class CudaCapture:
     "Records what some work launches; all that one object records shares a pool of memory."
     def __init__(self):
@@ -82,6 +84,7 @@ class CudaCapture:
         self._last = graph
         return graph.replay, out
 
+# %% ../../nbs/42_engine.cuda_graph.ipynb #8cb62a8c
 @dataclass(frozen=True)
 class CapturedStep:
     "A decode step for batches of one size."
@@ -123,6 +126,7 @@ class CudaGraphs:
             left.append(free())
         return left
 
+    # %% ../../nbs/42_engine.cuda_graph.ipynb #262f0b57
     def _capture(self, batch: Batch) -> CapturedStep:
         "Capture a batch of this size"
         metadata = self.attention.static(batch)
@@ -152,14 +156,15 @@ class CudaGraphs:
         launched: Launched,  # To be filled; its logits and places stand until the next call
     ) -> None:
         "Logits of the next token of each request, and the largest of them: pad, update, replay"
-        n = len(batch.rows)
+        n, plan = len(batch.rows), plan_sampling(batch.sampling, batch.device_lens)
         size = self.sizes[bisect_left(self.sizes, n)]
-        step = self.captured[size]
-        self.attention.update(step.metadata, padded(batch, self.dummy, size))
+        step, settings = self.captured[size], plan.settings if plan else None
+        self.attention.update(step.metadata, padded(batch, self.dummy, size), settings)
         step.replay()
         logits, tokens, finite, places = step.results
         launched.logits, launched.places = logits[:n], places[:, :n]
         launched.largest = tokens[:n].clone(), finite[:n].clone()
+        if plan: launched.sampling = plan, step.metadata.block.sampling[:, :n]
 
 # %% ../../nbs/42_engine.cuda_graph.ipynb #fc57d089
 class DecodeSteps(Protocol):
@@ -181,6 +186,7 @@ class DecodeSteps(Protocol):
         "Logits of the next token of each request"
         ...
 
+# %% ../../nbs/42_engine.cuda_graph.ipynb #b7c576b7
 class GraphEngine(Engine):
     "An engine that replays recorded decode steps; all else it launches kernel by kernel."
     def __init__(

@@ -6,6 +6,7 @@
 __all__ = ['Launched', 'Engine']
 
 # %% ../../nbs/41_engine.engine.ipynb #0d9d012c
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +18,8 @@ from ..core.request import (
     Batch, Event, ForwardOutput, LogprobRequests, LogprobResults)
 from ..device import Stream
 from .pooling import sum_states
-from .sampler import apply_mask, apply_logit_edits, logprobs, sample
+from .sampler import (
+    SamplingPlan, apply_mask, apply_logit_edits, logprobs, plan_sampling, sample)
 from ..attention.flashinfer import attend_batch
 from ..attention.torch import AttentionBackend
 from ..kv_cache.table import to_device
@@ -30,10 +32,11 @@ class Launched:
     logits: torch.Tensor | None = None   # Of the sampled, [n_sampled, vocab_size]
     largest: tuple[torch.Tensor, torch.Tensor] | None = None   # Of `logits`, if computed already
     places: torch.Tensor | None = None   # Row and position of the next tokens, if there already
+    sampling: tuple[SamplingPlan, torch.Tensor] | None = None   # Plan and settings, if there
     prompts: list[torch.Tensor] = field(default_factory=list)   # `logprobs` of the prompts
     pooled: list[torch.Tensor] = field(default_factory=list)    # Sums of their hidden states
 
-# %% ../../nbs/41_engine.engine.ipynb #b1b3118e
+# %% ../../nbs/41_engine.engine.ipynb #a096b071
 class Engine:
     """Runs a model over batches, in order, on one stream; the core's `EngineProtocol`.
 
@@ -63,6 +66,11 @@ class Engine:
         self.stream.submit(partial(self._forward, batch, launched))
         return launched
 
+    def reset(self) -> None:
+        "Forget a failure and the work that was enqueued behind it"
+        self.stream.reset()
+
+    # %% ../../nbs/41_engine.engine.ipynb #b1b3118e
     def sample(
         self,
         batch: Batch,        # The same batch
@@ -79,16 +87,14 @@ class Engine:
         return ForwardOutput(tokens, finite, copy_done,
                              LogprobResults(*more) if more else None, pooled)
 
-    def reset(self) -> None:
-        "Forget a failure and the work that was enqueued behind it"
-        self.stream.reset()
-
     # %% ../../nbs/41_engine.engine.ipynb #8d81752a
     def _host_arrays(self, batch: Batch) -> list[np.ndarray]:
         "Where the results of a batch will be copied to; pinned memory for a GPU"
         def empty(dtype: type, *shape: int) -> np.ndarray:
-            array = np.empty(shape, dtype)
-            return array if self._on_cpu else torch.from_numpy(array).pin_memory().numpy()
+            if self._on_cpu: return np.empty(shape, dtype)
+            n_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+            memory = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+            return memory.numpy().view(dtype).reshape(shape)
         n = len(batch.sampled)
         arrays = [empty(np.int64, n), empty(np.bool_, n)]
         if asked := batch.logprob_requests:
@@ -146,13 +152,15 @@ class Engine:
             apply_logit_edits(logits, batch.logit_edits, places, self.token_pool)
         if mask is not None: apply_mask(logits, mask)
         known = None if batch.logit_edits or mask is not None else launched.largest
-        tokens, finite = sample(logits, batch.sampling, places[1], known)   # position, seed decide
+        plan, settings = launched.sampling or (plan_sampling(batch.sampling, places[1]), None)
+        tokens, finite = sample(logits, plan, known, settings)
         self._write_tokens(places, tokens, launched.places)
         results += tokens, finite
         if asked and as_made is not None:
             results += self._reported(asked, as_made, tokens, launched.prompts)
         results += launched.pooled
 
+    # %% ../../nbs/41_engine.engine.ipynb #cb36da23
     def _reported(self, asked: LogprobRequests, as_made: torch.Tensor, tokens: torch.Tensor,
                   prompts: list[torch.Tensor]) -> list[torch.Tensor]:
         "What `logprobs` returns for sampled tokens, and then for those of prompts"

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['largest_c', 'SampleTokens', 'hash_ints', 'uniform', 'inverse_cdf', 'top_k_threshold', 'top_p_threshold',
            'seen_tokens', 'apply_penalties', 'apply_logit_edits', 'apply_mask', 'logprobs', 'largest', 'sample_random',
-           'sampling_kernel', 'sample']
+           'sampling_kernel', 'SamplingPlan', 'plan_sampling', 'sample']
 
 # %% ../../nbs/40_engine.sampler.ipynb #324289d3
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -248,23 +249,42 @@ def sampling_kernel(
 # %% ../../nbs/40_engine.sampler.ipynb #44da3e80
 _GREEDY_BELOW = 1e-5   # a smaller temperature could take logits out of a float32's range
 
-def sample(
-    logits: torch.Tensor,             # [n, vocab_size]; -inf: never
+@dataclass(frozen=True)
+class SamplingPlan:
+    "What a batch that is not all greedy asks for, on the host."
+    settings: np.ndarray    # temperature, top_k, top_p, min_p, `uniform`, greedy; float64, [6, n]
+    width: int              # The largest top-k; 0: no row has one
+    top_p_only: np.ndarray  # Rows with a top-p and no top-k, [m]
+    cut: bool               # Whether any row leaves tokens out
+
+def plan_sampling(
     sampling: SamplingArrays | None,  # Sampling parameters of each row; `None`: all greedy
     positions: np.ndarray,            # Position of the token to sample in its sequence, [n]
+) -> SamplingPlan | None:             # `None`: all greedy
+    "What `sample` will need; position and seed decide the numbers"
+    if sampling is None: return None
+    s, greedy = sampling, (sampling.temperature < _GREEDY_BELOW) | (sampling.top_k == 1)
+    if greedy.all(): return None
+    top_p_only = np.flatnonzero((s.top_p < 1) & (s.top_k == 0) & ~greedy)
+    width = int(s.top_k[~greedy].max(initial=0))
+    cut = bool(width or len(top_p_only) or s.min_p[~greedy].any())
+    temperature, u = np.where(greedy, 1, s.temperature), uniform(s.seed, positions)
+    settings = np.stack([temperature, s.top_k, s.top_p, s.min_p, u, greedy])
+    return SamplingPlan(settings, width, top_p_only, cut)
+
+# %% ../../nbs/40_engine.sampler.ipynb #db163363
+def sample(
+    logits: torch.Tensor,       # [n, vocab_size]; -inf: never
+    plan: SamplingPlan | None,  # Of these rows; `None`: all greedy
     known: tuple[torch.Tensor, torch.Tensor] | None = None,   # `largest`, if it has been computed
+    settings: torch.Tensor | None = None,   # Those of the plan on the device, if they are there
 ) -> tuple[torch.Tensor, torch.Tensor]:  # Tokens, int64; whether their logits are finite; [n]
     "The next token of each row, greedy or sampled; it means nothing where logits are NaN or inf"
     likeliest, finite = known or largest(logits)
-    if sampling is None: return likeliest, finite
-    s, greedy = sampling, (sampling.temperature < _GREEDY_BELOW) | (sampling.top_k == 1)
-    if greedy.all(): return likeliest, finite
-    top_p_only = np.flatnonzero((s.top_p < 1) & (s.top_k == 0) & ~greedy)
-    width = min(int(s.top_k[~greedy].max(initial=0)), logits.shape[1])
-    cut = bool(width or len(top_p_only) or s.min_p[~greedy].any())
-    temperature, u = np.where(greedy, 1, s.temperature), uniform(s.seed, positions)
-    host = np.stack([temperature, s.top_k, s.top_p, s.min_p, u, greedy])
-    settings = to_device(host[..., None], logits.device)
-    if kernel := sampling_kernel(logits): return kernel(logits, likeliest, settings, cut), finite
-    chosen = sample_random(logits, settings[:5], width, top_p_only, cut)
-    return torch.where(settings[5, :, 0] > 0, likeliest, chosen), finite
+    if plan is None: return likeliest, finite
+    if settings is None: settings = to_device(plan.settings, logits.device)
+    if kernel := sampling_kernel(logits):
+        return kernel(logits, likeliest, settings, plan.cut), finite
+    width = min(plan.width, logits.shape[1])
+    chosen = sample_random(logits, settings[:5, :, None], width, plan.top_p_only, plan.cut)
+    return torch.where(settings[5] > 0, likeliest, chosen), finite

@@ -209,6 +209,11 @@ class LeaderTable(TableManager):
         super().write(rows, cols, pages)
         self._places.append((rows, cols))
 
+    def begin(self, rows: np.ndarray, cols: np.ndarray, pages: np.ndarray) -> None:
+        "Set pages that a decode step begins, and remember where"
+        super().begin(rows, cols, pages)
+        self._places.append((rows, cols))
+
     def write_tokens(self, row: int, start: int, ids: np.ndarray) -> None:
         "Set tokens, and remember them"
         super().write_tokens(row, start, ids)

@@ -38,7 +38,9 @@ from .memory import (
 from ..kv_cache.pool import KVPool, page_bytes
 from ..kv_cache.table import TableManager, dummy_batch
 from ..attention.torch import AttentionBackend
-from ..attention.flashinfer import choose_attention, graph_attention
+from ..attention.flashinfer import graph_attention
+from ..attention.choice import (
+    Record, Served, choose_attention, measured_attention, stopwatch)
 from .cuda_graph import (
     Capture, CudaCapture, DecodeSteps, GraphEngine, CudaGraphs, bucket_sizes, why_not_captured)
 from .recorded_steps import RecordedSteps
@@ -64,6 +66,7 @@ def choose_dtype(
     if config.dtype != 'auto': return dtypes[config.dtype]
     return torch.float32 if config.model == 'embedded' and device.type == 'cpu' else stored
 
+# %% ../../nbs/44_engine.worker.ipynb #b79ea652
 def choose_kv_dtype(
     config: EngineConfig,  # Asks for a format of the KV cache, or 'auto'
     head_dim: int,         # Numbers in a key
@@ -145,6 +148,7 @@ class ResolvedConfig:
         "The share of memory that may be filled"
         return MemoryRatio.of(self.config.memory_ratio, self.device)
 
+    # %% ../../nbs/44_engine.worker.ipynb #9919d5b0
     @property
     def quantization(self) -> Quantization | None:
         "How weights are compressed while they load; `None`: not at all"
@@ -170,6 +174,7 @@ class ResolvedConfig:
         free = free_memory(self.device, self.ratio.value)
         return free if self.device.type == 'cuda' else free // self.config.tp
 
+    # %% ../../nbs/44_engine.worker.ipynb #311de75f
     def graph_sizes(self) -> list[int]:
         "Batch sizes whose decode steps may be captured as CUDA graphs, on a GPU"
         wanted, most = self.config.cuda_graph_max_bs, self.config.max_running_req
@@ -211,6 +216,28 @@ class ResolvedConfig:
         settings |= dict(model=str(self.path), dtype=str(self.dtype).removeprefix('torch.'),
                          max_seq_len=self.max_seq_len)
         return EngineConfig(**settings)
+
+    # %% ../../nbs/44_engine.worker.ipynb #4a1949ed
+    def with_kernels(
+        self,
+        record: Record,   # How to record work, to time it
+    ) -> 'ResolvedConfig':
+        "With the attention kernels that are the quickest on this GPU; as it is elsewhere"
+        config, shard = self.config, self.shard
+        if self.device.type != 'cuda': return self
+        heads = shard.num_heads, shard.num_kv_heads, shard.head_dim
+        served = Served(self.device, self.dtype, heads, tuple(shard.windows) or (None,),
+                        config.page_size, config.max_running_req, config.max_prefill_tokens,
+                        self.max_seq_len)
+        seconds = stopwatch(record, lambda: torch.cuda.synchronize(self.device))
+        try:
+            with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.device)):
+                chosen = measured_attention(config.attention, served, seconds)
+        except torch.OutOfMemoryError:
+            warn_once('Attention is not measured, by the usual kernels: there is no room to try others')
+            return self
+        finally: gc.collect()   # its pools are weights' room
+        return replace(self, config=replace(config, attention=chosen))
 
 # %% ../../nbs/44_engine.worker.ipynb #fc71d0ce
 def plan_memory(
@@ -427,6 +454,7 @@ def make_engine(
     "The engine of rank 0, the table that it reads, and the memory plan"
     size = check_weights(resolved.shard, resolved.dtype, resolved.free(), resolved.ratio,
                          resolved.quantization, resolved.stored_bytes())
+    resolved = resolved.with_kernels(CudaCapture())
     decoder, memory, sizes = load_model(resolved, ranks, size)
     table_type = LeaderTable if ranks.size > 1 else TableManager
     table, attention = make_tables(resolved, memory.num_pages, table_type)

@@ -73,14 +73,14 @@ def _share(row, n, top, temperature, k, lowest, BLOCK: tl.constexpr):
 
 # %% ../../nbs/14c_kernels.sampling.ipynb #bf90c4f1
 @triton.jit
-def _cut(keys, logits, likeliest, settings, n_rows, n, stride, BLOCK: tl.constexpr):
+def _cut(keys, logits, likeliest, settings, settings_stride, n, stride, BLOCK: tl.constexpr):
     "The smallest key that top-k and top-p leave, for each row"
     i = tl.program_id(0)
     row = logits + tl.cast(i, tl.int64) * stride
     top = tl.cast(tl.load(row + tl.load(likeliest + i)), tl.float32)
     temperature = tl.cast(tl.load(settings + i), tl.float32)
-    k = tl.cast(tl.load(settings + n_rows + i), tl.int64)
-    p = tl.load(settings + 2 * n_rows + i)
+    k = tl.cast(tl.load(settings + settings_stride + i), tl.int64)
+    p = tl.load(settings + 2 * settings_stride + i)
     lowest = i * 0 - 32768
     if k == 0: k = k * 0 + n
     if k < n: lowest = _search(row, n, top, temperature, k, lowest, True, BLOCK)
@@ -100,7 +100,7 @@ def _kept(row, at, n, top, temperature, key, min_p):
     return tl.where((_keys(x) >= key) & (weights >= least), weights, 0)
 
 @triton.jit
-def _weigh(sums, keys, logits, likeliest, settings, n_rows, n, stride, chunks,
+def _weigh(sums, keys, logits, likeliest, settings, settings_stride, n, stride, chunks,
            CHUNK: tl.constexpr):
     "First pass: the weight of a chunk of a row"
     i, chunk = tl.program_id(0), tl.program_id(1)
@@ -108,13 +108,13 @@ def _weigh(sums, keys, logits, likeliest, settings, n_rows, n, stride, chunks,
     top = tl.cast(tl.load(row + tl.load(likeliest + i)), tl.float32)
     temperature = tl.cast(tl.load(settings + i), tl.float32)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
-    key, min_p = tl.load(keys + i), tl.load(settings + 3 * n_rows + i)
+    key, min_p = tl.load(keys + i), tl.load(settings + 3 * settings_stride + i)
     kept = _kept(row, at, n, top, temperature, key, min_p)
     tl.store(sums + i * chunks + chunk, tl.sum(kept, 0))
 
 # %% ../../nbs/14c_kernels.sampling.ipynb #4ef7aa9a
 @triton.jit
-def _pick(tokens, sums, keys, logits, likeliest, settings, n_rows, n, stride, chunks,
+def _pick(tokens, sums, keys, logits, likeliest, settings, settings_stride, n, stride, chunks,
           CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     "Second pass: the chunk in which the row's random number falls, and the token in it"
     i = tl.program_id(0)
@@ -125,16 +125,16 @@ def _pick(tokens, sums, keys, logits, likeliest, settings, n_rows, n, stride, ch
     column = tl.arange(0, CHUNKS)
     parts = tl.load(sums + i * chunks + column, mask=column < chunks, other=0)
     total = tl.sum(parts, 0)
-    u = tl.load(settings + 4 * n_rows + i)
+    u = tl.load(settings + 4 * settings_stride + i)
     goal = tl.minimum(tl.cast(u * tl.cast(total, tl.float64), tl.int64), total - 1)
     chunk = tl.minimum(tl.sum(tl.cast(tl.cumsum(parts, 0) <= goal, tl.int32), 0), chunks - 1)
     before = tl.sum(tl.where(column < chunk, parts, 0), 0)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
-    key, min_p = tl.load(keys + i), tl.load(settings + 3 * n_rows + i)
+    key, min_p = tl.load(keys + i), tl.load(settings + 3 * settings_stride + i)
     kept = _kept(row, at, n, top, temperature, key, min_p)
     passed = tl.sum(tl.cast(before + tl.cumsum(kept, 0) <= goal, tl.int32), 0)
     token = tl.cast(tl.minimum(chunk * CHUNK + passed, n - 1), tl.int64)
-    if tl.load(settings + 5 * n_rows + i) > 0: token = first
+    if tl.load(settings + 5 * settings_stride + i) > 0: token = first
     tl.store(tokens + i, token)
 
 # %% ../../nbs/14c_kernels.sampling.ipynb #5dd3be41
@@ -151,7 +151,7 @@ def sample_tokens(
     keys = torch.full((rows,), LOWEST, dtype=torch.int32, device=logits.device)
     sums = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
     tokens = torch.empty_like(likeliest)
-    given = logits, likeliest, settings, rows, n, logits.stride(0)
+    given = logits, likeliest, settings, settings.stride(0), n, logits.stride(0)
     if cut: _cut[(rows,)](keys, *given, BLOCK=chunk, num_warps=16)
     _weigh[(rows, chunks)](sums, keys, *given, chunks, CHUNK=chunk, num_warps=4)
     most = 1 << (chunks - 1).bit_length()

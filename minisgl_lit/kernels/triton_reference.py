@@ -80,6 +80,23 @@ class Language:
         "The same numbers, or the same bits, in another dtype"
         return x.view(dtype) if bitcast else x.to(dtype)
 
+    # %% ../../nbs/14a_kernels.triton_reference.ipynb #4b4ad042
+    def load(self, pointer: BlockPointer, mask: Block | None = None,
+             other: float = 0) -> Block:
+        "Read; what is masked is `other`, and not touched"
+        if mask is None: return pointer.memory[pointer.offset]
+        at, inside = torch.broadcast_tensors(pointer.offset, mask)
+        rest = torch.tensor(other, dtype=pointer.memory.dtype)
+        return torch.where(inside, pointer.memory[torch.where(inside, at, 0)], rest)
+
+    def store(self, pointer: BlockPointer, value: Block,
+              mask: Block | None = None) -> None:
+        "Write what is not masked"
+        every = torch.ones((), dtype=torch.bool) if mask is None else mask
+        at, value, every = torch.broadcast_tensors(pointer.offset, value, every)
+        pointer.memory[at[every]] = value[every]
+
+    # %% ../../nbs/14a_kernels.triton_reference.ipynb #8cfa6229
     def exp(self, x: Block) -> Block:
         "e to the power of each number"
         return x.exp()
@@ -113,19 +130,6 @@ class Language:
         "The product of two matrices, added to a third"
         return acc + x.to(acc.dtype) @ y.to(acc.dtype)
 
-    def load(self, pointer: BlockPointer, mask: Block | None = None, other: float = 0) -> Block:
-        "Read; what is masked is `other`, and not touched"
-        if mask is None: return pointer.memory[pointer.offset]
-        at, inside = torch.broadcast_tensors(pointer.offset, mask)
-        rest = torch.tensor(other, dtype=pointer.memory.dtype)
-        return torch.where(inside, pointer.memory[torch.where(inside, at, 0)], rest)
-
-    def store(self, pointer: BlockPointer, value: Block, mask: Block | None = None) -> None:
-        "Write what is not masked"
-        every = torch.ones((), dtype=torch.bool) if mask is None else mask
-        at, value, every = torch.broadcast_tensors(pointer.offset, value, every)
-        pointer.memory[at[every]] = value[every]
-
 # %% ../../nbs/14a_kernels.triton_reference.ipynb #e5664902
 class TritonKernel:
     "A function as `triton.jit` makes it."
@@ -150,6 +154,7 @@ class TritonKernel:
             for self.tl.program in product(*map(range, grid)): self.run(*at, **constants)
         return launch
 
+# %% ../../nbs/14a_kernels.triton_reference.ipynb #cdde0b92
 class Triton(Protocol):
     "Of the package `triton`, what we use."
     def jit(self, run: Callable[..., object]) -> TritonKernel:

@@ -116,10 +116,12 @@ def make_pooling_requests(
     return PoolingRequests(owners, (first + offset)[owners], (end + offset)[owners])
 
 # %% ../../nbs/24_scheduler.batch.ipynb #3574e4d6
-def _add_pages(plan: BatchPlan) -> None:
+def _add_pages(plan: BatchPlan, mode: ForwardMode) -> None:
     "Allocate what a plan needs, and write it to the table"
     owner, cols = flatten(plan.first_pages, plan.end_pages)
-    plan.cache.table.write(plan.rows[owner], cols, plan.cache.allocate(plan.new_pages))
+    table, pages = plan.cache.table, plan.cache.allocate(plan.new_pages)
+    write = table.begin if mode is ForwardMode.DECODE else table.write
+    write(plan.rows[owner], cols, pages)
 
 # %% ../../nbs/24_scheduler.batch.ipynb #8a5cee05
 def _tokens(plan: BatchPlan, mode: ForwardMode) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -138,7 +140,7 @@ def make_batch(
 ) -> Batch:
     "Allocate the pages of a plan and lay out one step for the engine"
     table, rows = plan.cache.table, plan.rows
-    if plan.new_pages: _add_pages(plan)
+    if plan.new_pages: _add_pages(plan, mode)
     table.flush()
     owner, positions, sampled = _tokens(plan, mode)
     token_rows, more = rows[owner], []
