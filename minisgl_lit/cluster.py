@@ -22,10 +22,11 @@ from fastapi import FastAPI
 
 from .config import ServerConfig
 from .server.callers import Callers
-from .server.engine_client import AsyncEngineClient, engine_settings
+from .server.engine_client import AsyncEngineClient
 from .server.engine_link import EngineAddress, EngineLink
 from .server.messages import FailMsg, ReadyMsg
-from .server.ray_engine import EngineActor, import_ray, n_cores
+from .server.ray_engine import (
+    EngineActor, check_config, import_ray, needs, seen_from_here, settings_elsewhere)
 from .server.router import Router
 from .server.serve import application, max_open
 
@@ -107,7 +108,9 @@ class EngineReplica(EngineActor):
         "Let what was begun end first"
         if not self.host: return
         self._announcing.cancel()
-        with suppress(Exception): await self._directory.withdraw.remote(self._address)
+        with suppress(Exception):   # the directory may be gone already
+            async with asyncio.timeout(_SECONDS):
+                await self._directory.withdraw.remote(self._address)
         if not self._running.done(): await self.host.drain('this engine is about to end')
         self._running.cancel()
         await self.close()
@@ -185,7 +188,7 @@ class Ingress:
         link, place = EngineLink(address), self._places[address]
         client = AsyncEngineClient(link, self.router.model, max_open(self.config))
         try:
-            ready = await link.start()
+            ready = seen_from_here(await link.start(), self.config.model)
             if not self._ready.done(): self._ready.set_result(ready)
             async with asyncio.TaskGroup() as both:   # it joins by messages that we dispatch
                 both.create_task(client.listen())
@@ -205,7 +208,8 @@ class Ingress:
 _JOIN_POLL = .01   # seconds between two looks whether a replica has joined
 
 # %% ../nbs/56a_cluster.ipynb #3fff4314
-_OF_A_SERVER = 'host', 'port', 'batch_folder', 'ray_address', 'restart', 'max_connections'
+_OF_A_SERVER = ('host', 'port', 'batch_folder', 'ray_address', 'restart', 'max_connections',
+                'prefill_replicas')
 
 def deployment_settings(
     config: Mapping[str, object],   # Fields of a `ServerConfig`
@@ -215,8 +219,8 @@ def deployment_settings(
     for name in _OF_A_SERVER:
         if name in config: raise ValueError(
             f'{name} is a setting of minisgl-lit serve, not of an application of Ray Serve')
-    model = str(folder.resolve()) if (folder := Path(c.model)).is_dir() else c.model
-    return {**config, 'model': model}
+    check_config(c)
+    return {**config, 'model': settings_elsewhere(c)['model']}
 
 def app(
     config: Mapping[str, object],   # Fields of a `ServerConfig`
@@ -224,19 +228,19 @@ def app(
     "An application of Ray Serve, for `serve deploy` or `serve.run`"
     settings = deployment_settings(config)
     c = config_of(settings)
-    import_ray()
+    ray = import_ray()
     serve, n = import_module('ray.serve'), max_open(c)
-    on_gpu = c.device.startswith('cuda')
-    needs = {'num_gpus': c.tp} if on_gpu else {'num_cpus': n_cores(c)}
+    n_gpus = ray.cluster_resources().get('GPU', 0) if ray.is_initialized() else 0
     directory = serve.deployment(Directory).options(
         max_ongoing_requests=n, ray_actor_options={'num_cpus': 0})
     engines = serve.deployment(EngineReplica).options(
-        num_replicas=c.replicas, ray_actor_options=needs, health_check_period_s=_HEALTH_SECONDS,
+        num_replicas=c.replicas, ray_actor_options=needs(c, n_gpus),
+        health_check_period_s=_HEALTH_SECONDS,
         graceful_shutdown_timeout_s=c.drain_seconds + _HEALTH_SECONDS)
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         max_ongoing_requests=n*c.replicas, ray_actor_options={'num_cpus': 0},
         graceful_shutdown_timeout_s=c.drain_seconds + _HEALTH_SECONDS)
     there = directory.bind()
-    return ingress.bind(settings, there, engines.bind(engine_settings(c), there))
+    return ingress.bind(settings, there, engines.bind(settings_elsewhere(c), there))
 
 _HEALTH_SECONDS = 2.   # between two looks of Ray Serve after an engine

@@ -9,7 +9,6 @@ __all__ = ['EngineAddress', 'set_options', 'EngineHost', 'host_engine', 'EngineL
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import count
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from ..config import ServerConfig
 from ..core.outputs import EngineCoreOutputs
 from ..core.sampling_params import RequestError
-from .engine_client import EngineCoreHandle, EngineTransport
+from .engine_client import EngineCoreHandle, EngineTransport, read_all
 from .messages import (
     AbortMsg, AliveMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, HelloMsg, KVEventsMsg,
     MessageError, ReadyMsg, RefusedMsg, StopMsg, UserMsg, decode, encode)
@@ -51,10 +50,13 @@ def set_options(
     socket.curve_publickey, socket.curve_secretkey = address.public, address.secret
     socket.heartbeat_ivl, socket.heartbeat_timeout = _PING_MS, _CUT_MS
     socket.linger = _GOODBYE_MS
+    socket.maxmsgsize, socket.handshake_ivl = _MOST_BYTES, _HANDSHAKE_MS
 
 _PING_MS = 2000      # between two looks of ZMQ whether the other machine is there
 _CUT_MS = 10_000     # without an answer, until the connection is closed
 _GOODBYE_MS = 200    # for last words, when a socket is closed
+_HANDSHAKE_MS = 5000     # for a stranger to show the key
+_MOST_BYTES = 64 << 20   # of a message, and of what a stranger may say
 
 # %% ../../nbs/53f_server.engine_link.ipynb #9fa42f37
 class _OnlyThisKey:
@@ -105,23 +107,22 @@ class EngineHost:
 
     # %% ../../nbs/53f_server.engine_link.ipynb #fe890f66
     def _from_link(self, link: bytes, data: bytes) -> None:
-        "A message of a client"
-        message = decode(data)
-        if link not in self._links and not isinstance(message, HelloMsg):
-            if isinstance(message, StopMsg): return
-            return self._tell(link, FailMsg('the link was given up: it was not read from', True))
+        "A message of a client; if it is none, the client is given up"
+        try: message = decode(data)
+        except MessageError as e: return self._give_up(link, str(e))
         match message:
             case HelloMsg():
                 self._links.add(link)
                 self._tell(link, self.ready)
             case StopMsg(): self._give_up(link)
+            case _ if link not in self._links: self._give_up(link, 'it was not read from')
             case UserMsg(): self._add(link, message, data)
             case AbortMsg():
                 if self._owners.get(message.rid) == link: self.process.send(data)
             case ControlMsg():
                 self._asked[id := next(self._ids)] = link, message.id
                 self.process.send(encode(msgspec.structs.replace(message, id=id)))
-            case _: raise MessageError(f'{type(message).__name__} is no message to an engine')
+            case _: self._give_up(link, f'{type(message).__name__} is no message to an engine')
 
     def _add(self, link: bytes, message: UserMsg, data: bytes) -> None:
         if message.rid in self._owners:
@@ -136,9 +137,10 @@ class EngineHost:
         sent = asyncio.ensure_future(self._socket.send_multipart([link, encode(message)], zmq.NOBLOCK))
         if sent.exception(): self._give_up(link)   # it is done already
 
-    def _give_up(self, link: bytes) -> None:
-        "Abort what a client has asked for"
+    def _give_up(self, link: bytes, why: str = '') -> None:
+        "Abort what a client has asked for; tell it, if there is something to tell"
         self._links.discard(link)
+        if why: self._tell(link, FailMsg(f'the link was given up: {why}', True))
         for rid in [rid for rid, owner in self._owners.items() if owner == link]:
             self._owners[rid] = b''
             self.process.send(encode(AbortMsg(rid)))
@@ -187,12 +189,14 @@ class EngineHost:
         except* Exception as e:
             self.leaving = str(e.exceptions[0])
             for link in [*self._links]: self._tell(link, FailMsg(self.leaving, True))
+            self._owners.clear()
+            self._waiting.clear()
             raise RuntimeError(self.leaving) from None
 
     async def _listen(self) -> None:
         while True:
-            link, data = await self._socket.recv_multipart()
-            self._from_link(link, data)
+            link, *parts = await self._socket.recv_multipart()
+            self._from_link(link, b''.join(parts))
 
     async def _forward(self) -> None:
         while True:
@@ -253,6 +257,7 @@ class EngineLink:
         address: EngineAddress,   # What its host said
     ):
         self._loop, self._told, self._heard = asyncio.get_running_loop(), '', 0.
+        self._failure: Exception | None = None   # the last that it has said
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         set_options(self._socket, address)
@@ -272,45 +277,37 @@ class EngineLink:
         sent.exception()   # an error means that the link has ended, which `receive` says
 
     @property
-    def _last_words(self) -> float:
-        "Seconds in which a message may still come"
-        return _LAST_SECONDS if self._ended.done() else 0.
+    def silence(self) -> float:
+        "Seconds since the last message; 0 if some lie unread, while this process stood still"
+        unread = not self._socket.closed and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN
+        return 0. if unread else self._loop.time() - self._heard
 
     @property
     def trouble(self) -> str:
         "Why it may not answer; empty if all is well"
-        silence = self._loop.time() - self._heard
+        if self._failure: return str(self._failure)
         if self._ended.done(): return _CUT
-        if silence <= _TROUBLE_SECONDS: return self._told
+        if (silence := self.silence) <= _TROUBLE_SECONDS: return self._told
         return f'the machine of the engine has not been heard of for {silence:.0f} s'
 
     # %% ../../nbs/53f_server.engine_link.ipynb #dd4b60ae
     async def receive(self) -> list[FromScheduler]:
         "The next messages, at least one; `RuntimeError` if the link ends instead"
-        while True:
-            message = asyncio.ensure_future(self._socket.recv())
-            try:
-                await asyncio.wait({message, self._ended}, timeout=1,
-                                   return_when=asyncio.FIRST_COMPLETED)
-                if not message.done(): await asyncio.wait({message}, timeout=self._last_words)
-                if message.done(): received = self._read(message.result())
-                elif self._ended.done(): raise RuntimeError(_CUT)
-                else: received = []
-            finally: message.cancel()
-            if self._loop.time() - self._heard > _LOST_SECONDS: raise RuntimeError(self.trouble)
-            if received: return received
+        while not self._failure:
+            data = await read_all(self._socket, self._ended)
+            if data: self._heard = self._loop.time()
+            elif self._ended.done(): raise RuntimeError(_CUT)
+            elif self.silence > _LOST_SECONDS: raise RuntimeError(self.trouble)
+            if received := self._read(data): return received
+        raise self._failure
 
-    def _read(self, data: bytes) -> list[FromScheduler]:
-        "A message that has come, and all behind it"
+    def _read(self, data: list[bytes]) -> list[FromScheduler]:
+        "Of messages those that are for whoever receives"
         received: list[FromScheduler] = []
-        self._heard = self._loop.time()
-        with suppress(zmq.Again):
-            while True:
-                message = decode(data)
-                if isinstance(message, FailMsg): raise message.error
-                if isinstance(message, AliveMsg): self._told = message.trouble
-                elif isinstance(message, FromScheduler): received.append(message)
-                data = asyncio.ensure_future(self._socket.recv(zmq.NOBLOCK)).result()
+        for message in map(decode, data):
+            if isinstance(message, FailMsg): self._failure = message.error
+            elif isinstance(message, AliveMsg): self._told = message.trouble
+            elif isinstance(message, FromScheduler): received.append(message)
         return received
 
     async def start(self) -> ReadyMsg:
@@ -338,4 +335,3 @@ _CUT = 'the link to the engine has ended'
 _TROUBLE_SECONDS = 3.   # without an `AliveMsg`, until nothing new is sent
 _LOST_SECONDS = 15.     # until the link has ended
 _HELLO_SECONDS = 10.    # for the first answer
-_LAST_SECONDS = .1      # for the last, once the connection has ended

@@ -100,7 +100,8 @@ def host() -> list[Finding]:
 
 # %% ../../nbs/62b_tools.doctor.ipynb #c845843a
 _EXTRAS = dict(llguidance=('structured', 'JSON schemas and grammars'),
-               matplotlib=('viz', 'curves'), ipywidgets=('viz', 'pictures with sliders'))
+               matplotlib=('viz', 'curves'), ipywidgets=('viz', 'pictures with sliders'),
+               ray=('ray', 'engines on many machines'))
 
 def extras() -> list[Finding]:
     "Packages that the core does without"
