@@ -32,7 +32,7 @@ def commands(body):
 def why_not(command):
     "What keeps a command from being run by a test; empty if nothing does"
     program, *words = shlex.split(command)
-    if program in ("podman", "sudo", "journalctl", "pip"): return "it would change the machine"
+    if program in ("podman", "sudo", "journalctl", "pip", "ray", "serve"): return "it would change the machine"
     if any(o.startswith("Qwen/") for o in words): return "it would fetch a model"
     return ""
 
@@ -128,6 +128,10 @@ def test_commands_that_are_only_read(page, command, reason):
     elif words[0] == "run": read(["minisgl-lit", "serve", *words[words.index("minisgl_lit") + 1:]])
     elif program == "pip":
         if extra := re.search(r"\[(\w+)\]", command): assert f"{extra[1]}_requirements" in (root/"settings.ini").read_text()
+    elif program in ("ray", "serve"):
+        pytest.importorskip("ray", reason="the extra ray is not installed")
+        told = subprocess.run([Path(sys.executable).parent/program, words[0], "--help"], text=True, capture_output=True)
+        assert told.returncode == 0 and all(o in told.stdout for o in words if o.startswith("--"))
     else: assert "minisgl" in command
 
 def test_every_block_is_of_a_kind_that_is_checked():

@@ -1,6 +1,7 @@
 """Prefill apart from decode, in real processes: the same tokens as one server's, and a prefill engine that is killed, frozen, or never was."""
 import asyncio, errno, os, random, shutil, signal, subprocess, sys, tempfile, threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
 
@@ -8,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from minisgl_lit import serve
+from minisgl_lit import cluster, serve
 from minisgl_lit.config import ServerConfig
 from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
@@ -35,6 +36,23 @@ def ask_all(url, prompts=PROMPTS):
 def test_somebody_must_answer():
     with pytest.raises(ValueError, match='prefill_replicas=2 must be less than replicas=2: others make the answers'):
         serve(**SMALL, replicas=2, prefill_replicas=2)
+
+def test_where_the_pages_cannot_travel():
+    "Engines of several machines need a folder that all reach, and engines of Ray Serve are all alike"
+    with pytest.raises(ValueError, match="prefill_replicas=1 with ray_address='auto' needs kv_handoff_path, a folder that all machines reach"):
+        serve(**SMALL, replicas=2, prefill_replicas=1, ray_address='auto')
+    with pytest.raises(ValueError, match='prefill_replicas is a setting of minisgl-lit serve, not of an application of Ray Serve'):
+        cluster.app({'replicas': 2, 'prefill_replicas': 1})
+
+@pytest.mark.long
+def test_engines_that_ray_has_started():
+    "Greedy, float32: the tokens of one server, and all full pages of the prompts have travelled"
+    if not find_spec('ray'): pytest.skip('ray is not installed: make .venv/.ray')
+    with serve(**SMALL) as s: right = ask_all(s.url)
+    with serve(**SMALL, replicas=2, prefill_replicas=1, ray_address='local') as s:
+        assert ask_all(s.url) == right
+        answers, prompts = httpx.get(s.url + '/get_server_info').json()['per_replica']
+        assert prompts['handoffs']['sent'] == answers['handoffs']['received'] == sum((len(o) - 1) // 16 for o in PROMPTS)
 
 @pytest.mark.long
 def test_two_processes_give_the_tokens_of_one():

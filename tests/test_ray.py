@@ -2,14 +2,15 @@
 
 What of it needs no Ray is tried over toy engines in the chapters 53f, 53g and 56a.
 """
-import os, signal, subprocess, time
+import os, signal, subprocess, sys, tempfile, time
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from minisgl_lit import serve
 from test_faults import LONG, health
-from test_serve import SMALL, events, info, post, until, web
+from test_serve import SMALL, alive, events, info, post, until, web
 
 pytestmark = pytest.mark.long
 
@@ -70,3 +71,55 @@ def test_an_engine_stands_still(server):
         assert web.get(server.url + "/metrics").status_code == 200
     finally: os.kill(pid, signal.SIGCONT)
     until(lambda: all_joined(server))
+
+def program(folder, *flags):
+    "The command line's server, as from a terminal: in a process group of its own"
+    command = [sys.executable, "-m", "minisgl_lit", "serve", "--port", "0", "--num-pages", "256", "--log-interval", "0", *flags]
+    return subprocess.Popen(command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                            env=os.environ | dict(TMPDIR=str(folder)))
+
+def descendants(pid):
+    "Process ids of all that a process has started, and they"
+    children = {}
+    for line in subprocess.run(["ps", "-A", "-o", "pid=,ppid="], text=True, capture_output=True).stdout.splitlines():
+        child, parent = map(int, line.split())
+        children.setdefault(parent, []).append(child)
+    found, queue = [], [pid]
+    while queue: found += (new := children.get(queue.pop(), [])); queue += new
+    return found
+
+@pytest.fixture
+def short():
+    "A folder for files of a server and its Ray, whose name is short enough for Ray's sockets"
+    with tempfile.TemporaryDirectory(prefix="m", dir="/tmp", ignore_cleanup_errors=True) as folder: yield Path(folder)
+
+@pytest.mark.parametrize("seconds", [1, 4, 7])
+def test_ctrl_c_while_it_starts(ray, short, seconds):
+    "To all processes of the terminal at once, as a terminal does it: it ends, and no process is left"
+    p = program(short, "--ray-address", "local", "--replicas", "2")
+    time.sleep(seconds)
+    started = descendants(p.pid)
+    os.killpg(p.pid, signal.SIGINT)
+    _, said = p.communicate(timeout=60)
+    assert "Traceback" not in said, said
+    patient(lambda: not any(map(alive, started)))
+
+def test_the_server_is_killed(ray, short):
+    "With kill -9, no engine and nothing of its Ray outlives it"
+    p = program(short, "--ray-address", "local", "--replicas", "2")
+    assert "is served on" in p.stdout.readline()
+    started = descendants(p.pid)
+    assert len(started) > 5
+    p.kill()
+    p.communicate(timeout=60)
+    patient(lambda: not any(map(alive, started)))
+
+def test_two_servers_in_one_process(ray):
+    "They share Ray; the first to end takes nothing from the other"
+    settings = SMALL | dict(log_interval=0, ray_address="local")
+    def answers(s): return post(s, "/generate", text="x", sampling_params=dict(max_tokens=2)).status_code
+    with serve(**settings) as first:
+        second = serve(**settings)
+        assert answers(first) == answers(second) == 200
+    with second: assert answers(second) == 200
+    assert not ray.is_initialized()

@@ -7,7 +7,7 @@ import pytest, yaml
 
 from test_faults import LONG
 from test_ray import actors, all_joined, patient, ray   # noqa: F401
-from test_serve import events, info, post, web
+from test_serve import events, info, post, until, web
 
 pytestmark = pytest.mark.long
 root = Path(__file__).resolve().parents[1]
@@ -51,10 +51,15 @@ def test_an_application_of_ray_serve(served):
     assert len(before) == 2
     streams = [events(served, "/generate", text=f"Hello {i}", **LONG) for i in range(4)]
     for o in streams: next(o)
+    there = [o["running"] + o["waiting"] for o in info(served)["per_replica"]]
     os.kill(before[0], signal.SIGKILL)
+    until(lambda: any(o["why"] for o in info(served)["per_replica"]))
+    [dead] = [i for i, o in enumerate(info(served)["per_replica"]) if o["why"]]
     assert post(served, "/generate", text="x", sampling_params=dict(max_tokens=2)).status_code == 200
-    ends = ["error" in list(o)[-1] for o in streams]
-    assert any(ends) and not all(ends)   # how many went to either is the router's choice
+    ends = [list(o)[-1] for o in streams]
+    whole = [o for o in ends if "error" not in o]
+    assert sum(there) == 4 and len(whole) == 4 - there[dead]   # those of the dead engine ended with an error
+    assert {o["meta_info"]["completion_tokens"] for o in whole} <= {LONG["sampling_params"]["max_tokens"]}
     patient(lambda: all_joined(served) and len({*actors("ServeReplica:minisgl-lit:EngineReplica")} - {*before}) == 1)
 
 def test_an_ingress_is_killed(served):
