@@ -11,8 +11,10 @@ import pytest
 
 from minisgl_lit import cluster, serve
 from minisgl_lit.config import ServerConfig
-from minisgl_lit.core.request import FinishReason
+from minisgl_lit.core.request import FinishReason, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
+from minisgl_lit.device import ManualStream
+from minisgl_lit.kv_cache.handoff import Handoffs
 from minisgl_lit.kv_cache.page_file import PageFile
 from minisgl_lit.server import prefill_router
 from minisgl_lit.server.engine_client import AsyncEngineClient
@@ -405,6 +407,23 @@ def test_a_file_that_comes_late_is_removed(impatient):
             assert len(late[0]) == 1 and await e.files() == []
     run(main())
 
+def test_whoever_wants_logprobs_of_a_prompt_keeps_it():
+    async def main():
+        async with Engines('ap') as e:
+            await e.read(request('x', prompt_logprobs=1))
+            assert e.handoffs('p').counts['sent'] == e.cores['p'].scheduler.counts['prompt_tokens'] == 0
+    run(main())
+
+def test_a_prompt_that_lost_its_numbers_is_not_sent():
+    "What it has read of another one's turns out to be NaN while it is computed"
+    async def main():
+        async with Engines('ap') as e:
+            cache = e.cores['p'].scheduler.cache
+            finished = cache.cache_finished
+            cache.cache_finished = lambda pending, keep=True: finished(pending, False)
+            assert await e.ask('x') and e.handoffs('p').counts['sent'] == e.handoffs('a').counts['received'] == 0
+    run(main())
+
 def test_what_the_dead_had_cached_does_not_count():
     async def main():
         async with Engines() as e:
@@ -528,3 +547,53 @@ def test_a_folder_that_cannot_be():
 
 def test_several_ranks_hand_nothing_over():
     with pytest.raises(ValueError, match='prefill_replicas=1 is for tp=1, not tp=2'): serve(**SMALL, replicas=2, prefill_replicas=1, tp=2)
+
+# ---- one engine's part, on streams that work when told to
+
+class Pages:
+    "A pool of pages of one byte"
+    def __init__(self): self.pool, self.stream, self.version = np.arange(9, dtype=np.uint8), ManualStream(), 0
+    def empty_pages(self, n): return [np.zeros(1, np.uint8) for _ in range(n)]
+    def read_pages(self, pages, out):
+        for page, data in zip(pages, out): data[:] = self.pool[page]
+        return self.stream.record()
+
+@pytest.fixture
+def pages(tmp_path):
+    "Handoffs of a server to itself, of prompts of seven tokens, pages 1, 2, 3; the first is there"
+    copies = Pages()
+    made = Handoffs(copies, 2, lambda: bytes([copies.version]*20), ManualStream(), tmp_path)
+    made.send(waiting(), np.arange(1, 4))
+    copies.stream.run_all()
+    made._stream.run_all()
+    return made
+
+def waiting():
+    pending = PendingReq('r', np.arange(7), SamplingParams(), max_len=12)
+    pending.handoff = 'x'
+    return pending
+
+def test_a_match_that_grows_or_shrinks_meanwhile(pages):
+    asked = waiting()
+    assert pages.arriving(asked, 1, 3)
+    pages._stream.run_all()
+    assert not pages.arriving(asked, 2, 3) and [int(o[0]) for o in pages.take(asked, 2, 9)] == [3]
+    assert pages.arriving(asked, 1, 3) and pages.arriving(asked, 0, 3)   # from further ahead: read anew
+    pages._stream.run_all()
+    assert [int(o[0]) for o in pages.take(asked, 0, 2)] == [1, 2]        # as many as there is room for
+
+def test_what_is_being_read_is_not_taken(pages):
+    "Its read took too long, and it is admitted without"
+    asked = waiting()
+    assert pages.arriving(asked, 0, 3)
+    pages._leases[asked].n_right = 2   # and a third is on its way
+    assert pages.take(asked, 0, 3) == []
+
+def test_who_waits_gets_no_pages_of_old_weights(pages):
+    asked = waiting()
+    assert pages.arriving(asked, 0, 3)
+    pages._stream.run_all()
+    pages.copies.version = 1
+    pages.renew()
+    pages._stream.run_all()
+    assert not pages.arriving(asked, 0, 3) and pages.take(asked, 0, 3) == []
