@@ -366,6 +366,37 @@ def test_an_abort_does_not_wait_for_a_file():
             async with asyncio.timeout(2): assert {end.finish_reason for _, end in await asked} == {FinishReason.ABORT}
     run(main())
 
+def test_a_pause_that_aborts_reaches_who_is_at_no_engine():
+    async def main():
+        async with Engines(step_seconds=.005, max_prefill_tokens=4) as e:
+            asked = asyncio.ensure_future(e.read(request('x'), request('y')))
+            await e.until(lambda: 'x' in e.cores['p'].scheduler.alive)
+            await e.router.control('pause', 'abort')
+            assert {end.finish_reason for _, end in await asked} == {FinishReason.ABORT}
+    run(main())
+
+def test_what_was_computed_a_moment_ago_was_not_cached():
+    "But what the engine for prompts had cached was"
+    async def main():
+        async with Engines('ap') as e:
+            (_, first), = await e.read(request('x'))
+            await e.router.replicas['a'].client.control('flush_cache')
+            await e.until(lambda: not e.router.replicas['a'].load.index.blocks)
+            (_, second), = await e.read(request('y'))
+            assert (first.cached_tokens, second.cached_tokens) == (0, 16)
+    run(main())
+
+def test_what_an_engine_aborts_by_itself_is_aborted():
+    "As it does before new weights, if it is told to: then no command has named the request"
+    async def main():
+        async with Engines(step_seconds=.005, max_prefill_tokens=4) as e:
+            asked = asyncio.ensure_future(e.read(request('x')))
+            await e.until(lambda: 'x' in e.cores['p'].scheduler.alive)
+            e.cores['p'].handler.abort('', whole=False)
+            (told, end), = await asked
+            assert told == [] and end.finish_reason is FinishReason.ABORT
+    run(main())
+
 def test_who_leaves_stops_the_computation():
     async def main():
         async with Engines(step_seconds=.005, max_prefill_tokens=4) as e:
