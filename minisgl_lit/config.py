@@ -21,14 +21,14 @@ from typing import Literal, Self, TypeVar, Union, cast, get_args, get_origin
 
 # %% ../nbs/01_config.ipynb #d7b95ca9
 DTypeName = Literal['auto', 'float32', 'bfloat16', 'float16']
-KVDTypeName = Literal['auto', 'int8']
+KVDTypeName = Literal['auto', 'int8', 'fp8']
 CacheName = Literal['radix', 'none']
 EvictionName = Literal['lru', 'lfu', 'fifo', 'mru', 'filo', 'priority', 'slru']
 PolicyName = Literal['fcfs', 'lpm', 'dfs-weight', 'lof', 'random', 'fair']
 AdmissionName = Literal['reserve', 'optimistic']
 ToolFormatName = Literal['auto', 'gpt_oss', 'deepseek_v3', 'deepseek_v31', 'qwen3_coder',
                          'mistral_v11', 'mistral', 'hermes', 'pythonic', 'llama3_json']
-QuantizationName = Literal['int8', 'int4']
+QuantizationName = Literal['int8', 'int4', 'fp8']
 ProductName = Literal['int8', 'exact']
 UnknownName = Literal['refuse', 'ignore']
 ReasoningParserName = Literal['auto', 'none', 'qwen3', 'deepseek-r1', 'gpt-oss']
@@ -110,15 +110,15 @@ class EngineConfig:
         form=r'auto|cpu|cuda(:\d+)?', words="'auto', 'cpu', 'cuda' or 'cuda:N'")
     dtype: DTypeName = setting('auto', "The model's number format; auto is the checkpoint's")
     quantization: QuantizationName | None = setting(
-        None, 'Weights in 8 or 4 bits, rounded while they load, on a CPU; None leaves them as '
-        'they are')
+        None, 'Weights in 8 or 4 bits, rounded while they load: int8 and int4 on a CPU, fp8 for a '
+        'GPU; None leaves them as they are')
     quantization_group: int = setting(
         64, 'Inputs whose weights share a scale, if quantized', low=8, high=1024)
     quantization_compute: ProductName = setting(
         'int8', 'Products with quantized weights; int8 rounds their inputs, too, exact does not')
     kv_dtype: KVDTypeName = setting(
-        'auto', 'Number format of the KV cache; auto is that of the products, int8 takes half of '
-        'bfloat16, on a CPU')
+        'auto', 'Number format of the KV cache; auto is that of the products, int8 (on a CPU) and '
+        'fp8 (for a GPU) take half of bfloat16')
     page_size: int = setting(16, 'Tokens in a page of the KV cache', low=1)
     num_pages: int | None = setting(
         None, 'Pages in the KV cache; None takes what memory_ratio leaves', low=1)

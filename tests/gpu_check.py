@@ -25,7 +25,7 @@ class Step:
     figures: dict = field(default_factory=dict)
 
 LIMITS = dict(   # seconds; in the order in which they run, what others need first
-    machine=20, modules=110, kernels=25, recorded=25, bench256=105, low=15, profile=30, decode=30, sampling=20, experts=15, parity=40, equality=30, tests=40, cells=20,
+    machine=20, modules=95, kernels=25, recorded=25, bench256=105, low=15, profile=30, decode=30, sampling=20, experts=15, fp8=15, parity=40, equality=30, tests=40, cells=20,
     sanitizer=15)
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -576,6 +576,34 @@ def experts(args) -> Figures:
                 told[f'{name}_us'] = 1e6 * best_time(replay, 'cuda', .1)
         yield {f'n{n}': told | dict(share=1e6 * in_use * 3 * width * hidden * 2 / bandwidth / told['at_once_us'])}
 
+def fp8(args) -> Figures:
+    "8-bit floating point, recorded: a matmul with the rounding of its input beside one of 16 bits, and a layer of decoding over such a cache"
+    import torch
+    from minisgl_lit.attention.choice import choose_attention
+    from minisgl_lit.engine.cuda_graph import CudaCapture
+    from minisgl_lit.kernels.fp8 import Fp8Weight, can_multiply_fp8, to_fp8
+    from minisgl_lit.kv_cache.pool import FP8, KVPool
+    from minisgl_lit.tools.roofline import best_time
+    def us(work):
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()): return 1e6 * best_time(CudaCapture()(work)[0], 'cuda', .1)
+    yield dict(multiplies=can_multiply_fp8(torch.device('cuda', 0)))
+    w = torch.randn(6144, 4096, device='cuda').bfloat16() * .03
+    weight = Fp8Weight.of(w)
+    for n in (1, 16, 256, 4096):
+        x = torch.randn(n, 4096, device='cuda').bfloat16()
+        yield {f'n{n}': dict(bf16_us=us(lambda: [torch.nn.functional.linear(x, w)]), fp8_us=us(lambda: [weight.multiply(x)]), rounding_us=us(lambda: list(to_fp8(x))))}
+    n, length = 256, 1024
+    pool, table, batch = decoding_setup(16, n, length)
+    narrow, b = KVPool(1, pool.num_pages, 16, 8, 128, FP8, 'cuda'), batch([length - 1] * n, [length] * n)
+    narrow.buffer.copy_(pool.buffer)
+    for name, o in dict(kv_bf16=pool, kv_fp8=narrow).items():
+        ours = choose_attention('flashinfer', o, table.page_table, num_heads=16, dtype=torch.bfloat16)
+        x, m = random_qkv(b), ours.static(b)
+        def work():
+            ours.list_pages(m)
+            return [ours.forward(*x, 0, m)]
+        yield {f'{name}_us': us(work)}
+
 def small_checkpoint(folder: str, dtype: str):
     from reference import make_checkpoint
     make_checkpoint('Qwen3', Path(folder), dtype=dtype, head_dim=128, hidden_size=256, max_position_embeddings=256)
@@ -687,7 +715,7 @@ def cells(args) -> Figures:
     if bad := [k for k, v in told.items() if v != 'ok']: raise AssertionError(f'these chapters fail: {", ".join(bad)}')
 
 STEPS: dict[str, Callable[[argparse.Namespace], Figures]] = {o.__name__: o for o in (
-    machine, modules, kernels, recorded, bench256, low, profile, decode, sampling, experts, parity, equality, tests, cells, sanitizer)}
+    machine, modules, kernels, recorded, bench256, low, profile, decode, sampling, experts, fp8, parity, equality, tests, cells, sanitizer)}
 
 # ---- running them ----------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ def on_fake_gpu(*names):
     assert len(told) == len(names) and not done.returncode, done.stderr[-3000:]
     return {o['name']: o for o in told}
 
-WORK = ['qwen3moe', 'qwen3', 'prefix', 'sampled', 'no_edits', 'mixed', 'tensor_cores', 'named', 'llama', 'group5', 'window', 'page1']
+WORK = ['qwen3moe', 'kv_fp8', 'weights_fp8', 'qwen3', 'prefix', 'sampled', 'no_edits', 'mixed', 'tensor_cores', 'named', 'llama', 'group5', 'window', 'page1']
 BROKEN = ['no_norm', 'no_rope', 'no_prefill']
 
 def test_every_configuration_is_built_captured_and_generates():
@@ -30,10 +30,12 @@ def test_every_configuration_is_built_captured_and_generates():
     for name, o in told.items(): assert o['ok'] and o['tokens'] == 6 * o['requests'], (name, o.get('error'), o.get('at'))
     for name in WORK:
         o, on_tensor_cores = told[name], name in ('tensor_cores', 'named', 'group5')
-        assert o['captured'] == 3 and o['replays'] > 3 and o['ragged'] > 0, o
+        plain = name != 'kv_fp8'   # whose keys and values are rounded step by step, and read from pages by every prompt
+        assert o['captured'] == 3 and o['replays'] > 3 and ('ragged' in o) == plain and ('paged' in o) >= (not plain), o
         assert ('captured paged' in o) == on_tensor_cores and ('captured decode' in o) == (not on_tensor_cores), o
-        assert o['captured heads'] and (o['captured gate_up'] == o['captured down'] if name == 'qwen3moe' else o['captured silu_and_mul']) and o['captured rmsnorm'] and o['captured fused_add_rmsnorm']
-        assert 'captured rope' not in o and o.get('weigh') == o.get('pick')
+        assert ('captured heads' in o) == plain and ('captured rope' in o) == (not plain) and o['captured rmsnorm'] and o['captured fused_add_rmsnorm']
+        assert o['captured gate_up'] == o['captured down'] if name == 'qwen3moe' else o['captured silu_and_mul']
+        assert ('captured round_row' in o) == (name == 'weights_fp8') and o.get('weigh') == o.get('pick')
     assert told['no_edits']['weigh'] == told['no_edits']['cut'] > 3 and 'weigh' not in told['sampled']   # which has penalties in each step
     norm, rope, prefill = (told[o] for o in BROKEN)
     assert 'rmsnorm' not in norm and norm['captured heads'] and norm['captured decode']   # torch's own is captured instead
@@ -46,11 +48,11 @@ MOST = dict(greedy=dict(copies=1, kernels=4), random=dict(copies=1, kernels=7))
 LAYER = ['fused_add_rmsnorm', 'aten.linear.default', 'heads', 'decode', 'aten.linear.default', 'fused_add_rmsnorm', 'aten.linear.default', 'silu_and_mul', 'aten.linear.default']
 ROUTER = ['aten.linear.default', 'aten.softmax.int', 'aten.topk.default', 'aten.sum.dim_IntList', 'aten.div.Tensor', 'aten.to.dtype']
 EXPERTS_LAYER = [*LAYER[:6], *ROUTER, 'aten.sort.stable', 'aten.arange.default', 'aten.searchsorted.Tensor', 'gate_up', 'down', 'aten.sum.dim_IntList']
-STEPS = ['machine', 'modules', 'kernels', 'recorded', 'bench256', 'low', 'decode', 'sampling', 'experts']
+STEPS = ['machine', 'modules', 'kernels', 'recorded', 'bench256', 'low', 'decode', 'sampling', 'experts', 'fp8']
 
 def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_their_end():
     "On a real GPU there is one run of nine minutes: no line of it may be the first to be wrong"
-    told = on_fake_gpu(*MOST, 'layer', 'experts_layer', *STEPS)
+    told = on_fake_gpu(*MOST, 'layer', 'experts_layer', 'fp8_layer', *STEPS)
     for name, o in told.items(): assert o['ok'], (name, o['error'], o['at'])
     for name in MOST:
         o = told[name]
@@ -59,6 +61,7 @@ def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_thei
             assert o[what] <= most, (name, what, o)
             assert o[what] > most - 1, f'{name} launches fewer {what} now, {o[what]}: lower the number in MOST'
     assert told['layer']['by_name'] == Counter(LAYER) and told['layer']['kernels'] == 9, told['layer']
+    assert told['fp8_layer']['by_name'] == Counter([o.replace('linear', '_scaled_mm') for o in LAYER] + ['round_row'] * 4), told['fp8_layer']
     assert told['experts_layer']['by_name'] == Counter(EXPERTS_LAYER), told['experts_layer']   # and nowhere may the host wait: it would raise
     figures = {name: told[name]['figures'] for name in STEPS}
     assert figures['machine']['arch'] == 'sm_90' and figures['machine']['flashinfer'] and 'torch' in figures['machine']['doctor']
@@ -66,6 +69,7 @@ def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_thei
     assert len(figures['modules']) == 6 and {o['how'] for o in figures['modules'].values()} <= {'aot', 'kept', 'compiled'}
     assert len(figures['recorded']['errors']) == 20 and len(figures['decode']) == 2 + 2 * (4 * 2 + 2) + 2 and len(figures['sampling']) == 17
     assert set(figures['experts']) == {f'n{n}' for n in (1, 16, 64, 256, 2048)}
+    assert set(figures['fp8']) == {'multiplies', 'n1', 'n16', 'n256', 'n4096', 'kv_bf16_us', 'kv_fp8_us'} and figures['fp8']['multiplies']
     assert {f'{a}_{b}' for a in ('overlap', 'normal') for b in ('greedy', 'random', 'step_ms')} <= set(figures['bench256'])
     assert not any(isinstance(o, str) for o in figures['decode'].values()), figures['decode']   # or it would say why
     assert set(figures['low']) == {f'{a}_{b}' for a in ('overlap', 'normal') for b in (1, 2, 4, 'host_us')} and 'all' in figures['low']['overlap_host_us']

@@ -17,10 +17,12 @@ from test_recorded_steps import serve as serve_all
 
 MODELS = {family: (family, {}) for family in FAMILIES} | {o: VARIANTS[o] for o in ('window everywhere', 'window in listed layers', 'constants')}
 
+def rounded(x): return widen_rows(round_rows(x))
+
 class RoundedCache(DynamicCache):
     "Keeps what 8 bits keep"
     def update(self, keys, values, *args, **more):
-        return super().update(*(widen_rows(round_rows(o)) for o in (keys, values)), *args, **more)
+        return super().update(*map(rounded, (keys, values)), *args, **more)
 
 @torch.inference_mode()
 def expected(path, prompt: list[int]) -> list[int]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.engine.sampler import largest, sample_random
-from minisgl_lit.kernels import fused_heads, grouped_matmul, page_list, sampling
+from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
 from minisgl_lit.kernels.triton_reference import TritonKernel
 from minisgl_lit.kv_cache.pool import KVPool, layouts
 from minisgl_lit.models.layers import _plain_apply_rope, _plain_norm, rope_angles
@@ -187,6 +187,18 @@ def test_experts_are_those_of_the_definition(world):
 def test_the_trial_of_experts_passes():
     for dtype in DOT[1:]: assert largest_error(grouped_matmul._trial(torch.device("cpu"), dtype)) <= TOLERANCE
 
+@examples
+@given(st.integers(0, 5), st.sampled_from([1, 3, 16, 48, 100]), st.integers(0, 3), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 99))
+def test_rows_are_rounded_to_fp8_as_defined(n, width, more, dtype, seed):
+    "Rows that lie in something wider, one of zeros; never more than one code away, since a division may round otherwise"
+    x = (torch.randn(n, width + more, generator=torch.Generator().manual_seed(seed)) * 10).to(dtype)[:, :width]
+    x[1:2] = 0
+    (codes, scales), (right, right_scales) = fp8.to_fp8(x), fp8.plain_to_fp8(x)
+    torch.testing.assert_close(scales, right_scales)
+    if interpreted: return   # its interpreter cuts numbers off where a GPU rounds, and small ones wrongly
+    assert codes.shape == x.shape and ((codes.float() - right.float()).abs() <= right.float().abs() / 8 + 2**-9).all()
+    assert ((codes.float() * scales[:, None] - x.float()).abs() <= x.float().abs() / 15 + scales[:, None] * 2**-9).all()
+
 def test_which_triton_this_is():
     "Else the process for the interpreter would test the reference again"
     assert isinstance(sampling._pick, TritonKernel) != interpreted
@@ -212,7 +224,7 @@ torch.cuda.is_available = lambda: True   # so that the modules take the package
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from minisgl_lit.kernels import fused_heads, grouped_matmul, page_list, sampling
+from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
 
 def build(kernel, types, arch, warps, **constants):
     types = dict(zip(kernel.arg_names, [*types, *['constexpr'] * len(constants)], strict=True))
@@ -234,9 +246,10 @@ for arch in (80, 89, 90):
             sizes = dict(ROWS=rows, COLUMNS=grouped_matmul.COLUMNS, DEPTH=grouped_matmul.DEPTH, EXPERTS=128)
             build(grouped_matmul._gate_up, [x, x, x, '*i64', '*i64', *['i32'] * 4], arch, 4, **sizes)
             build(grouped_matmul._down, [x, x, x, '*i64', '*i64', x, *['i32'] * 3], arch, 4, **sizes)
+        if arch >= 89: build(fp8._round_row, ['*fp8e4nv', '*fp32', x, 'i32', 'i32'], arch, 4, SMALLEST=fp8.SMALLEST_SCALE, WIDTH=4096)
 """
 
 @marked
 def test_each_kernel_compiles_for_gpus():
     "Down to machine code, which needs no GPU; what it computes there is not shown"
-    assert len(run_long('-c', COMPILE).splitlines()) == 3 * (2 * (5 + 3 * 2) + 1)
+    assert len(run_long('-c', COMPILE).splitlines()) == 3 * (2 * (5 + 3 * 2) + 1) + 2 * 2

@@ -100,7 +100,7 @@ def _trial_pairs(ours: FlashInferAttention, reference: TorchAttention, batch: Ba
     sizes, right = [num_heads, kv_heads, kv_heads], reference.prepare(batch)
     def answer(backend: AttentionBackend, layer: int, metadata: object) -> torch.Tensor:
         some = numbers(len(batch.positions), sum(sizes), head_dim,
-                       device=ours.device, dtype=ours.pool.buffer.dtype)
+                       device=ours.device, dtype=ours.dtype)
         q, k, v = some.split(sizes, dim=1)
         return backend.forward(q, k, v, layer, metadata)
     return [(answer(ours, layer, metadata), answer(reference, layer, right))
@@ -110,17 +110,19 @@ def _trial_pairs(ours: FlashInferAttention, reference: TorchAttention, batch: Ba
 def attention_trials(
     library: KernelLibrary,     # Whose kernels
     device: torch.device,       # Where
-    dtype: torch.dtype,         # Of queries, keys and values
+    dtype: torch.dtype,         # Of queries, and of new keys and values
     shape: tuple[int, int, int],  # Query heads, key and value heads, head_dim
     windows: Sequence[int | None],  # The different ones
     kernels: Kernels | None = None, # Which of its kernels; `None`: the usual ones
+    stored: torch.dtype | None = None,   # Of the cache; `None`: the same
 ) -> dict[str, Trial]:          # 'prefill' and 'decode'
     "Trials of the kernels of attention, in one layer for each window"
     num_heads, kv_heads, head_dim = shape
-    pool = KVPool(len(windows), 2, 4, kv_heads, head_dim, dtype, device)
+    pool = KVPool(len(windows), 2, 4, kv_heads, head_dim, stored or dtype, device)
     pool.buffer.copy_(numbers(*pool.buffer.shape, device=device, dtype=dtype))
     args = pool, torch.tensor([[0, 1]], dtype=torch.int32, device=device), windows
-    ours = FlashInferAttention(*args, num_heads=num_heads, library=library, kernels=kernels)
+    ours = FlashInferAttention(*args, num_heads=num_heads, library=library, kernels=kernels,
+                               dtype=dtype)
     pairs = partial(_trial_pairs, ours, TorchAttention(*args))
     def prefill() -> Pairs:
         both = _trial_batch(0, 5), _trial_batch(5, 7)
@@ -141,11 +143,11 @@ def attention_trials(
 @cache
 def _failed_attention(kind: str, device: torch.device, dtype: torch.dtype,
                       shape: tuple[int, int, int], windows: tuple[int | None, ...],
-                      kernels: Kernels) -> dict[str, str]:
+                      kernels: Kernels, stored: torch.dtype) -> dict[str, str]:
     "Why a kernel of attention failed its trial, by kind; tried once in a process"
     library = find_library(device)
     assert not isinstance(library, str)   # `unsupported_reason` has asked
-    trials = attention_trials(library, device, dtype, shape, windows, kernels)
+    trials = attention_trials(library, device, dtype, shape, windows, kernels, stored)
     return try_kernels({kind: trials[kind]})   # the other need not be compiled
 
 # %% ../../nbs/33a_attention.choice.ipynb #682d0268
@@ -155,14 +157,18 @@ def unsupported_reason(
     windows: Sequence[int | None],  # Of each layer, in tokens; `None`: all
     num_heads: int,  # Query heads of the model
     kernel: str | None = None,   # One of `KERNELS` of that kind; `None`: the usual one
+    dtype: torch.dtype | None = None,   # Of queries; `None`: as keys and values are stored
 ) -> str | None:     # A sentence, or `None` if it can
     "Why FlashInfer cannot compute such batches over this pool"
-    device, dtype = pool.buffer.device, pool.buffer.dtype
+    device, stored = pool.buffer.device, pool.buffer.dtype
+    dtype = dtype or stored
     kv_heads, head_dim = pool.buffer.shape[-2:]
     if device.type != 'cuda':
         return f'FlashInfer needs an NVIDIA GPU, and this runs on {device.type}'
     if dtype not in (torch.bfloat16, torch.float16):
         return f'FlashInfer computes in bfloat16 or float16, not in {str(dtype)[6:]}'
+    if stored not in (dtype, torch.float8_e4m3fn):
+        return f'FlashInfer reads no keys and values in {str(stored)[6:]} for {str(dtype)[6:]}'
     if head_dim not in (64, 128, 256):
         return f'FlashInfer has kernels for a head_dim of 64, 128 or 256, not of {head_dim}'
     found = find_library(device)
@@ -171,7 +177,7 @@ def unsupported_reason(
     kernels = usual_kernels(num_heads // kv_heads)
     if kernel: kernels = replace(kernels, **{kind: kernel})
     shape = num_heads, kv_heads, head_dim
-    failed = _failed_attention(kind, device, dtype, shape, different, kernels)
+    failed = _failed_attention(kind, device, dtype, shape, different, kernels, stored)
     return f'its kernels for {kind} fail: {failed[kind]}' if kind in failed else None
 
 # %% ../../nbs/33a_attention.choice.ipynb #4adc1794
@@ -182,6 +188,7 @@ def choose_attention(
     windows: Sequence[int | None] = (),  # Of each layer, in tokens; `None` or none given: all
     *,
     num_heads: int,            # Query heads of the model
+    dtype: torch.dtype | None = None,   # Of queries; `None`: as keys and values are stored
 ) -> AttentionBackend:
     "The backend of that name; 'auto' takes the fastest that supports this pool"
     device, kernels = pool.buffer.device, usual_kernels(num_heads // pool.buffer.shape[-2])
@@ -189,7 +196,8 @@ def choose_attention(
         if part == 'auto' and device.type != 'cuda': return 'native'
         if part in backends: return part
         kernel = part if part in KERNELS[kind] else kernels.of(kind)
-        if not (reason := unsupported_reason(kind, pool, windows, num_heads, kernel)): return kernel
+        reason = unsupported_reason(kind, pool, windows, num_heads, kernel, dtype)
+        if not reason: return kernel
         if part != 'auto': raise ValueError(f'attention cannot be {part!r} here: {reason}')
         warn_once(f'Attention in plain torch: {reason}')
         return 'torch'
@@ -198,7 +206,7 @@ def choose_attention(
         assert not isinstance(library, str)   # that would have been a reason
         named = {kind: o for kind, o in chosen.items() if o not in backends}
         return FlashInferAttention(pool, page_table, windows, num_heads=num_heads,
-                                   library=library, kernels=replace(kernels, **named))
+                                   library=library, kernels=replace(kernels, **named), dtype=dtype)
     def make(part: str) -> AttentionBackend:
         if part in backends: return backends[part](pool, page_table, windows)
         return by_flashinfer()
@@ -215,13 +223,14 @@ CONTEXT, ALONE, MOST_TOKENS = 1024, 8192, 1 << 18   # tokens: of each of many, o
 class Served:
     "What attention will be asked for."
     device: torch.device
-    dtype: torch.dtype          # Of queries, keys and values
+    dtype: torch.dtype          # Of queries, and of new keys and values
     heads: tuple[int, int, int] # Query heads, key and value heads, head_dim
     windows: tuple[int | None, ...]   # Of each layer
     page_size: int              # Token slots in a page
     max_running_req: int        # Requests that may decode at once
     max_prefill_tokens: int     # Prompt tokens in a step
     max_seq_len: int            # Longest text, in tokens
+    kv_dtype: torch.dtype | None = None   # Of the cache; `None`: the same
 
     def loads(self) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
         "By kind of batch, what is cached of each request and how long it is then"
@@ -245,9 +254,10 @@ class Bench:
         longest, n = (max(int(f(lens)) for _, lens in pairs) for f in (np.max, len))
         pages = max(int((-(-lens // served.page_size)).sum()) for _, lens in pairs)
         heads, kv_heads, head_dim = served.heads
-        self.pool = KVPool(1, pages, served.page_size, kv_heads, head_dim, served.dtype,
-                           served.device)
-        self.pool.buffer.normal_()
+        self.pool = KVPool(1, pages, served.page_size, kv_heads, head_dim,
+                           served.kv_dtype or served.dtype, served.device)
+        some = torch.randn(self.pool.buffer.shape, dtype=served.dtype, device=served.device)
+        self.pool.buffer.copy_(some)
         self.table = TableManager(n, longest, served.page_size, self.pool.dummy_page, served.device)
         row, column = np.indices(self.table.pages[:n].shape).reshape(2, -1)
         which = row * (pages // n) + column   # no page twice in a batch, if they are equally long
@@ -273,9 +283,10 @@ def works(
     "Attention of that kind by that kernel; `ValueError` if it cannot"
     served, (heads, kv_heads, head_dim) = bench.served, bench.served.heads
     windows, args = served.windows[:1], (bench.pool, bench.table.page_table)
-    if why := unsupported_reason(kind, bench.pool, windows, heads, kernel): raise ValueError(why)
+    why = unsupported_reason(kind, bench.pool, windows, heads, kernel, served.dtype)
+    if why: raise ValueError(why)
     name = f'auto,{kernel}' if kind == 'decode' else f'{kernel},auto'
-    chosen = choose_attention(name, *args, windows, num_heads=heads)
+    chosen = choose_attention(name, *args, windows, num_heads=heads, dtype=served.dtype)
     backend = getattr(chosen, kind, chosen)   # one for both kinds, or a pair
     assert isinstance(backend, FlashInferAttention), 'it can compute this kind'
     def work(batch: Batch) -> Work:
@@ -305,7 +316,7 @@ def measured_attention(
     bench, (heads, kv_heads, _) = Bench(served), served.heads
     for kind, part in parts.items():
         if part not in ('auto', 'flashinfer'): continue
-        if unsupported_reason(kind, bench.pool, served.windows, heads): continue
+        if unsupported_reason(kind, bench.pool, served.windows, heads, dtype=served.dtype): continue
         usual = usual_kernels(heads // kv_heads).of(kind)
         first = [usual, *(o for o in KERNELS[kind] if o != usual)]
         found = measure({o: partial(works, bench, kind, o) for o in first}, seconds)

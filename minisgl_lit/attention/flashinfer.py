@@ -202,11 +202,13 @@ class FlashInferAttention:
         num_heads: int,            # Query heads of the model
         library: KernelLibrary,    # FlashInfer, or its stand-in
         kernels: Kernels | None = None,   # Which of its kernels; `None`: the usual ones
+        dtype: torch.dtype | None = None,     # Of queries; `None`: as keys and values are stored
     ):
         self.pool, self.page_table, self.library = pool, page_table, library
         self.windows, self.device = dict(enumerate(windows)), page_table.device
         n_layers, _, _, kv_heads, head_dim = pool.buffer.shape
         self.shape = num_heads, kv_heads, head_dim
+        self.dtype = dtype or pool.buffer.dtype
         self.kernels = kernels or usual_kernels(num_heads // kv_heads)
         self.tensor_cores = self.kernels.decode == 'tensor_cores'
         self.workspace = torch.zeros(self._workspace_size(), dtype=torch.uint8, device=self.device)
@@ -226,8 +228,8 @@ class FlashInferAttention:
 
     def _plan_options(self, window: int | None) -> PlanOptions:
         "The keyword arguments of a plan; FlashInfer does not count the query in its window"
-        left, dtype = -1 if window is None else window - 1, self.pool.buffer.dtype
-        return PlanOptions(window_left=left, q_data_type=dtype, kv_data_type=dtype)
+        left, stored = -1 if window is None else window - 1, self.pool.buffer.dtype
+        return PlanOptions(window_left=left, q_data_type=self.dtype, kv_data_type=stored)
 
     # %% ../../nbs/33_attention.flashinfer.ipynb #ccd2f842
     def host_buffer(self) -> torch.Tensor:
@@ -261,6 +263,7 @@ class FlashInferAttention:
         kind, size = kind_of(batch), self.pool.page_size
         begin_pages(self.page_table, batch, size)
         arrays = plan_arrays(batch, size)
+        if kind == 'ragged' and self.dtype != self.pool.buffer.dtype: kind = 'prefill'
         with self.plan_buffers.take() as buffers:
             qo, kv, last = buffers.fill(arrays)
             if kind == 'ragged':

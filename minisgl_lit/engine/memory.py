@@ -20,7 +20,7 @@ import torch
 
 from ..kernels.compiler import warn_once
 from ..models.decoder import ModelConfig
-from ..models.quantization import Quantization, weight_bytes
+from ..models.quantization import Compression, Quantization, weight_bytes
 
 # %% ../../nbs/39_engine.memory.ipynb #6e2cefc2
 def _groups(
@@ -109,13 +109,13 @@ def check_weights(
     dtype: torch.dtype,  # What its weights will be
     free: int,           # Bytes that may be filled
     ratio: MemoryRatio,  # What `free` comes from
-    quantization: Quantization | None = None,   # What will be compressed; `None`: nothing
+    quantization: Compression | None = None,   # What will be compressed; `None`: nothing
     stored: int | None = None,  # Bytes, if the checkpoint is compressed itself
 ) -> int:                # Bytes that the weights will take
     "`ValueError` if they do not fit; it says how much is needed, and what would help"
     needed = stored or weight_bytes(model, dtype, quantization)
     if needed <= free: return needed
-    kind, less = str(dtype)[6:] if quantization is None else f'int{quantization.bits}', ''
+    kind, less = str(dtype)[6:] if quantization is None else quantization.name, ''
     if stored: kind = f'the file has them and {kind}'
     elif quantization is None:
         in_4_bits = weight_bytes(model, dtype, Quantization(bits=4))

@@ -35,7 +35,7 @@ from ..log import unblock_stderr
 from ..process import start_module
 from .memory import (
     MemoryPlan, MemoryRatio, check_weights, free_memory, set_threads)
-from ..kv_cache.pool import KVPool, page_bytes
+from ..kv_cache.pool import FP8, KVPool, page_bytes
 from ..kv_cache.table import TableManager, dummy_batch
 from ..attention.torch import AttentionBackend
 from ..attention.flashinfer import graph_attention
@@ -50,7 +50,8 @@ from ..models.decoder import Decoder, ModelConfig, Weights, dtypes, shard_config
 from ..models.embedded import embedded_path
 from ..models.checkpoint import read_config
 from ..models.hub import resolve_model
-from ..models.quantization import Quantization, pack_parts, stored_bytes
+from ..models.quantization import (
+    Compression, Fp8Projections, Quantization, pack_parts, stored_bytes)
 from ..models.weight_update import Put, WeightUpdater
 from ..models.weights import dummy_weights, load_weights, open_checkpoint
 from ..kernels.compiler import warn_once
@@ -75,8 +76,9 @@ def choose_kv_dtype(
 ) -> torch.dtype:
     "What keys and values are stored as; `ValueError` where nothing computes with 8 bits"
     if config.kv_dtype == 'auto': return dtype
+    if config.kv_dtype == 'fp8': return FP8
     def refuse(words: str) -> ValueError: return ValueError(f"kv_dtype='int8' {words}")
-    if device.type != 'cpu': raise refuse(f'is for a CPU; on {device} leave it at auto')
+    if device.type != 'cpu': raise refuse(f"is for a CPU; on {device} it can be 'fp8'")
     if 'flashinfer' in config.attention:
         raise refuse(f'is for native or torch attention, not {config.attention!r}')
     if dtype == torch.float16: raise refuse('needs dtype bfloat16 or float32, not float16')
@@ -128,9 +130,9 @@ class ResolvedConfig:
         path = embedded_path() if config.model == 'embedded' else resolve_model(config.model)
         model, device = read_config(path), choose_device(config, rank)
         dtype = choose_dtype(config, model.dtype, device)
-        if config.quantization and device.type != 'cpu':
+        if config.quantization in ('int8', 'int4') and device.type != 'cpu':
             raise ValueError(f'quantization={config.quantization!r} is for a CPU; on {device} '
-                             'weights are not compressed while they load')
+                             "it can be 'fp8'")
         longest = choose_max_seq_len(config, model)
         found = cls(config, rank, path, model, device, dtype, dtype, longest)
         no_kernel = config.dtype == 'auto' and device.type == 'cpu' and dtype == torch.float16
@@ -150,10 +152,11 @@ class ResolvedConfig:
 
     # %% ../../nbs/44_engine.worker.ipynb #9919d5b0
     @property
-    def quantization(self) -> Quantization | None:
+    def quantization(self) -> Compression | None:
         "How weights are compressed while they load; `None`: not at all"
         c = self.config
         if c.quantization is None: return None
+        if c.quantization == 'fp8': return Fp8Projections()
         bits = int(c.quantization.removeprefix('int'))
         return Quantization(bits, c.quantization_group, c.quantization_compute == 'int8')
 
@@ -228,7 +231,7 @@ class ResolvedConfig:
         heads = shard.num_heads, shard.num_kv_heads, shard.head_dim
         served = Served(self.device, self.dtype, heads, tuple(shard.windows) or (None,),
                         config.page_size, config.max_running_req, config.max_prefill_tokens,
-                        self.max_seq_len)
+                        self.max_seq_len, self.kv_dtype)
         seconds = stopwatch(record, lambda: torch.cuda.synchronize(self.device))
         try:
             with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.device)):
@@ -265,7 +268,7 @@ def make_tables(
     table = table_type(config.max_running_req, resolved.max_seq_len, config.page_size,
                        pool.dummy_page, resolved.device)
     return table, choose_attention(config.attention, pool, table.page_table, shard.windows,
-                                   num_heads=shard.num_heads)
+                                   num_heads=shard.num_heads, dtype=resolved.dtype)
 
 # %% ../../nbs/44_engine.worker.ipynb #641e42d3
 _PEAK_CONTEXT = 1 << 18   # tokens of all requests of the decode step together

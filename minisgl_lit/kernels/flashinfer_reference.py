@@ -116,7 +116,7 @@ class ReferencePaged:
         for i, last in enumerate(self.last.tolist()):
             pages = self.indices[self.indptr[i]:self.indptr[i + 1]].long()
             n = (len(pages) - 1) * size + last
-            k, v = (cache[pages].flatten(0, 1)[:n] for cache in paged_kv_cache)
+            k, v = (o[pages].flatten(0, 1)[:n].to(q.dtype) for o in paged_kv_cache)
             queries = q[self.qo[i]:self.qo[i + 1]]
             out.append(_attention(queries, k, v, self.window_left, self.causal))
         return torch.cat(out)

@@ -110,13 +110,21 @@ class Language:
         kind = [o.dtype for o in (x, y) if isinstance(o, torch.Tensor)][0]
         return torch.where(condition, *(torch.as_tensor(o, dtype=kind) for o in (x, y)))
 
-    def maximum(self, x: Block, y: Block | int) -> Block:
+    def maximum(self, x: Block, y: Block | float) -> Block:
         "The larger one"
         return x.clamp(min=y)
 
     def minimum(self, x: Block, y: Block | int) -> Block:
         "The smaller one"
         return x.clamp(max=y)
+
+    def abs(self, x: Block) -> Block:
+        "Without signs"
+        return x.abs()
+
+    def max(self, x: Block, axis: int) -> Block:
+        "The largest along an axis"
+        return x.amax(axis)
 
     def sum(self, x: Block, axis: int) -> Block:
         "Sum along an axis"
