@@ -7,7 +7,6 @@ __all__ = ['Question', 'benchmarks', 'examples', 'serve', 'batch', 'question', '
            'doctor', 'config', 'quantize', 'completion', 'complete', 'make_parser', 'main']
 
 # %% ../nbs/63_cli.ipynb #a7348d20
-import asyncio
 import json
 import os
 import signal
@@ -225,7 +224,7 @@ def serving(
     from minisgl_lit.tools.roofline import Measurement, Report
     with nullcontext(config.url) if config.url else load.own_server(config) as url:
         model = config.served_name or load.first_model(url, config.api_key)
-        traffic = asyncio.run(load.run_load(config, url, model))
+        traffic = load.run_interruptible(load.run_load(config, url, model))
     for error, n in load.errors(traffic).items(): print(f'{n} times: {error}', file=sys.stderr)
     hidden = {*engine_settings(config), 'model', 'url', 'api_key', 'served_name'}
     setting: dict[str, object] = dict(model=model, url=url)

@@ -27,7 +27,7 @@ from ..config import EngineConfig, ServerConfig, ToolFormatName, setting
 from ..server.batch_file import (
     BatchFile, RecordFile, LineReply, drop_failures, has_failed, run, sort_records)
 from .load_generator import (
-    base, first_model, refuse_settings, send_post)
+    base, first_model, refuse_settings, run_interruptible, send_post)
 
 # %% ../../nbs/62d_tools.batch.ipynb #910b0da1
 class _Received:
@@ -186,7 +186,8 @@ def _answer_left(
         model = config.model if named else first_model(url, secret)
         lines.defaults = {'model': model, **sampling}
         progress = Progress(len(lines), len(file.keys))
-        try: asyncio.run(_answer_all(lines, file, url, secret, config.concurrency, progress))
+        work = _answer_all(lines, file, url, secret, config.concurrency, progress)
+        try: run_interruptible(work)
         except OSError as e: raise ValueError(
             f'{e or repr(e)}; {progress}. The same command goes on') from None
         except KeyboardInterrupt:
