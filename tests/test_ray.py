@@ -37,6 +37,17 @@ def patient(condition):
         time.sleep(.2)
 
 
+def test_two_servers_in_one_process(ray):
+    "They share Ray; the first to end takes nothing from the other, and the last ends it (so this comes before the server of all other tests)"
+    settings = SMALL | dict(log_interval=0, ray_address="local")
+    def answers(s): return post(s, "/generate", text="x", sampling_params=dict(max_tokens=2)).status_code
+    with serve(**settings) as first:
+        second = serve(**settings)
+        assert answers(first) == answers(second) == 200
+    with second: assert answers(second) == 200
+    assert not ray.is_initialized()
+
+
 @pytest.fixture(scope="module")
 def server(ray):
     with serve(**SMALL | dict(num_pages=2048), log_interval=0, replicas=3, ray_address="local", restart=True) as s: yield s
@@ -113,13 +124,3 @@ def test_the_server_is_killed(ray, short):
     p.kill()
     p.communicate(timeout=60)
     patient(lambda: not any(map(alive, started)))
-
-def test_two_servers_in_one_process(ray):
-    "They share Ray; the first to end takes nothing from the other"
-    settings = SMALL | dict(log_interval=0, ray_address="local")
-    def answers(s): return post(s, "/generate", text="x", sampling_params=dict(max_tokens=2)).status_code
-    with serve(**settings) as first:
-        second = serve(**settings)
-        assert answers(first) == answers(second) == 200
-    with second: assert answers(second) == 200
-    assert not ray.is_initialized()
