@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
-chapters = {'kv_cache/table': '11_kv_cache.table', 'kv_cache/eviction': '11a_kv_cache.eviction', 'kv_cache/radix': '12_kv_cache.radix', 'kv_cache/events': '12a_kv_cache.events',
+chapters = {'process': '02a_process', 'kv_cache/table': '11_kv_cache.table', 'kv_cache/eviction': '11a_kv_cache.eviction', 'kv_cache/radix': '12_kv_cache.radix', 'kv_cache/events': '12a_kv_cache.events',
             'kv_cache/page_file': '12b_kv_cache.page_file', 'kv_cache/tier': '12c_kv_cache.tier', 'kv_cache/handoff': '12d_kv_cache.handoff',
             'kv_cache/manager': '13_kv_cache.manager', 'server/prefill_router': '53d_server.prefill_router',
             'scheduler/fairness': '19a_scheduler.fairness', 'scheduler/policy': '20_scheduler.policy', 'scheduler/prefill': '21_scheduler.prefill',
@@ -268,10 +268,13 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('apart: an end shows a traceback', 'server/prefill_router', 'with suppress(RuntimeError): loop', 'loop'),
     ('apart: a pause forgets who is between the engines', 'server/prefill_router', " or (command, argument) == ('pause', 'abort')", ''),
     ('apart: an abort of many is one of one', 'server/prefill_router', 'rid == start if whole else rid.startswith(start)', 'rid == start'),
-    ('apart: a server removes the folder of another', 'server/prefill_router', 'flock(fd, LOCK_EX | LOCK_NB)', 'pass'),
-    ('apart: the folder of a dead server stays', 'server/prefill_router', 'with suppress(OSError), _locked(left): shutil.rmtree(left, ignore_errors=True)', 'pass'),
-    ('apart: a server leaves its folder', 'server/prefill_router', 'finally: shutil.rmtree(path, ignore_errors=True)', 'finally: pass'),
-    ('apart: a folder is not locked', 'server/prefill_router', 'with _locked(new):', 'with suppress():'),
+    ('left behind: a process removes the folder of another', 'process', 'flock(fd, LOCK_EX | LOCK_NB)', 'pass'),
+    ('left behind: the folder of the dead stays', 'process', 'with suppress(OSError), _locked(left): shutil.rmtree(left, ignore_errors=True)', 'pass'),
+    ('left behind: a process leaves its folder', 'process', 'if os.getpid() == pid: shutil.rmtree', 'if False: shutil.rmtree'),
+    ('left behind: a fork removes the folder', 'process', 'if os.getpid() == pid: shutil.rmtree', 'if True: shutil.rmtree'),
+    ('left behind: a folder is not locked', 'process', 'with _locked(new):', 'with suppress():'),
+    ('left behind: a folder of another user is removed', 'process', 'if os.fstat(fd).st_uid != os.geteuid():', 'if False:'),
+    ('left behind: a link is followed', 'process', ' | os.O_NOFOLLOW', ''),
     ('apart: nobody is at home', 'server/prefill_router', '.expanduser()', ''),
     ('callers from vLLM are misunderstood', 'scheduler/lifecycle', 'params = replace(params, priority=-params.priority)', 'pass'),
 ]
@@ -292,7 +295,7 @@ def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     env = {**os.environ, 'TST_PACKAGE': '1', 'TST_LIVES': '300', 'TST_SHRINK': '0', 'OMP_NUM_THREADS': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
     above = [o for o in chapters.values() if o > chapters[module]]
     tries = [['tests/test_notebooks.py', '-k', chapters[module]],
-             [*(['tests/test_prefill.py'] if module in ('kv_cache/handoff', 'server/prefill_router') else []), 'tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_scheduler.py', 'tests/test_hostile_chunks.py', '-k', 'not every'],
+             [*(['tests/test_prefill.py'] if module in ('process', 'kv_cache/handoff', 'server/prefill_router') else []), 'tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_scheduler.py', 'tests/test_hostile_chunks.py', '-k', 'not every'],
              ['tests/test_notebooks.py', '-k', ' or '.join(above) or 'none']]
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder), module, line, instead)

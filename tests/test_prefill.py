@@ -1,6 +1,7 @@
 """Prefill apart from decode, in real processes: the same tokens as one server's, and a prefill engine that is killed, frozen, or never was."""
 import asyncio, errno, os, random, shutil, signal, subprocess, sys, tempfile, threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
 from minisgl_lit.device import ManualStream
 from minisgl_lit.kv_cache.handoff import Handoffs
 from minisgl_lit.kv_cache.page_file import PageFile
+from minisgl_lit.process import own_folder
 from minisgl_lit.server import prefill_router
 from minisgl_lit.server.engine_client import AsyncEngineClient
 from minisgl_lit.server.messages import UserMsg
@@ -479,6 +481,13 @@ def test_whoever_removes_a_file_early_causes_no_warning(tmp_path, caplog):
             assert seen and {os.path.splitext(o)[1] for o in seen} == {'.part'} and e.handoffs('a').counts['received'] == 0 and not caplog.text
     run(main())
 
+def damage(path, at):
+    "Cut a file and add a byte, unless a thread of the router removes it just now"
+    with suppress(FileNotFoundError), path.open('r+b') as file:
+        file.truncate(at)
+        file.seek(0, os.SEEK_END)
+        file.write(b'?')
+
 @pytest.mark.parametrize('seed', range(4))
 def test_whatever_happens_on_the_way(seed, impatient, monkeypatch):
     """Engines die, freeze and come back; files vanish, or are damaged; callers leave, abort, pause.
@@ -525,8 +534,8 @@ def test_whatever_happens_on_the_way(seed, impatient, monkeypatch):
                             core.trouble = core.trouble or 'the engine has not been heard of for 4 s'
                             await asyncio.sleep(.01)
                             if not core.killed: core.trouble = ''
-                        case 'vanish': [o.unlink() for o in files]
-                        case 'damage': [o.write_bytes(o.read_bytes()[:rng.randrange(4096, 6000)] + b'?') for o in files]
+                        case 'vanish': [o.unlink(missing_ok=True) for o in files]
+                        case 'damage': [damage(o, rng.randrange(4096, 6000)) for o in files]
                         case 'abort': await e.router.control('abort', f'{rng.randrange(40)}*')
                         case 'pause':
                             await e.router.control('pause', rng.choice(['in_place', 'retract', 'abort']))
@@ -566,6 +575,21 @@ def test_a_link_is_no_leftover(tmp_path):
     (tmp_path/'a'/(name + 'f')).write_text('a file')
     with handoff_folder(config): pass
     assert (tmp_path/'kept').is_dir() and (tmp_path/'a'/(name + 'f')).exists()
+
+def test_folders_of_others_stay(tmp_path, monkeypatch):
+    (left := tmp_path/'minisgl_lit-x-1').mkdir()
+    with monkeypatch.context() as other:
+        other.setattr(os, 'geteuid', lambda: -1)
+        with pytest.raises(OSError, match='it is no folder of this user'): own_folder(tmp_path, 'x').__enter__()
+    assert left.exists()
+    with own_folder(tmp_path, 'x'): assert not left.exists()
+
+def test_a_fork_owns_no_folder(tmp_path):
+    code = ('import os, sys; from pathlib import Path; from minisgl_lit.process import own_folder\n'
+            'with own_folder(Path(sys.argv[1]), "x") as path:\n'
+            '    if not os.fork(): sys.exit()\n'
+            '    os.wait(); print(path.exists())')
+    assert subprocess.check_output([sys.executable, '-c', code, str(tmp_path)], text=True) == 'True\n' and not [*tmp_path.iterdir()]
 
 def test_a_folder_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))

@@ -39,7 +39,7 @@ def engines(parent=None):
     "Engine processes started by this process, or by another, that are still alive: pid and folder"
     lines = subprocess.run(['ps', '-A', '-ww', '-o', 'pid=,ppid=,stat=,command='], capture_output=True, text=True).stdout.splitlines()
     rows = [line.split(None, 3) for line in lines if 'minisgl_lit.server.engine_core' in line]
-    return {int(pid): Path(re.search(r' (\S*minisgl_lit-\w+) ', command)[1]) for pid, ppid, stat, command in rows
+    return {int(pid): Path(re.search(r' (\S*minisgl_lit-engine-\w+) ', command)[1]) for pid, ppid, stat, command in rows
             if int(ppid) == (parent or os.getpid()) and stat[0] != 'Z'}
 
 def alive(pid):

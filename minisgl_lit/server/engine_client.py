@@ -9,14 +9,14 @@ __all__ = ['EngineClient', 'EngineTransport', 'engine_settings', 'EngineCoreHand
 import asyncio
 import json
 import os
-import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Protocol
 
 import zmq
@@ -27,7 +27,7 @@ from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import FinishReason
 from ..core.sampling_params import QueueFull, RequestError
 from ..kv_cache.events import KVEvents
-from ..process import start_module
+from ..process import own_folder, start_module
 from .messages import (
     AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, KVEventsMsg, MessageError,
     ReadyMsg, RefusedMsg, StopMsg, UserMsg, decode, encode)
@@ -124,7 +124,8 @@ class EngineCoreHandle:
         config: ServerConfig,  # What to load, and how long it may be silent
         replica: int = 0,      # Which of `replicas` engines it is
     ):
-        self.folder = tempfile.mkdtemp(prefix='minisgl_lit-')
+        self._kept = ExitStack()   # the folder
+        self.folder = str(self._kept.enter_context(own_folder(Path(gettempdir()), 'engine')))
         self.watchdog_timeout = config.watchdog_timeout   # seconds without a heartbeat
         self._stop_seconds = _STOP_SECONDS + (_WRITE_SECONDS if config.kv_disk_path else 0)
         self.socket = zmq.asyncio.Context().socket(zmq.PAIR)
@@ -220,7 +221,7 @@ class EngineCoreHandle:
         self._heartbeat_socket.close()
         self.socket.close(linger=0)
         self.socket.context.term()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._kept.close()
 
 # %% ../../nbs/53a_server.engine_client.ipynb #95a0e245
 async def read_all(
