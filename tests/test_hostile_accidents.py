@@ -296,6 +296,7 @@ def test_a_replica_that_has_failed_for_good_is_said_and_ended(restart, monkeypat
     server = object.__new__(Server)
     server._config, server._load, server._processes = ServerConfig(restart=restart), load, {i: o.process for i, o in enumerate(clients)}
     server._router, server._stopping, server._log_file = SimpleNamespace(join=join, leave=lambda name: None), asyncio.Event(), sys.stderr
+    server._cluster = None
     server._loop = SimpleNamespace(time=lambda: 0.)
     monkeypatch.setattr(asyncio, "sleep", sleep)
     async def main():
@@ -309,6 +310,18 @@ def test_a_replica_that_has_failed_for_good_is_said_and_ended(restart, monkeypat
     said = "the engine could not be started: no space is left; 5 failures within 10 minutes, so it is not started again"
     assert last == "minisgl_lit: replica 0: " + (said if restart else "the engine process has ended with code 70")
     assert closed == [0]*(1 + 4*restart) and clients[0].failed and not clients[1].failed
+
+def test_without_rays_head_all_engines_have_failed():
+    "Though they live still; whoever is asked next says why"
+    def fail(why): client.failed = why
+    async def lives(): await asyncio.Event().wait()
+    async def watch(log): raise RuntimeError("Ray has not answered for 45 s")
+    client, server = SimpleNamespace(listen=lives, fail=fail, failed=""), object.__new__(Server)
+    server._config, server._router, server._log_file, server._cluster = ServerConfig(), None, sys.stderr, SimpleNamespace(watch=watch)
+    server._loop = SimpleNamespace(time=lambda: 0.)
+    with pytest.raises(RuntimeError, match="^Ray has not answered for 45 s; without its head all engines end. Start this server again once Ray is there$") as e:
+        asyncio.run(server._supervise_all([client]))
+    assert client.failed == str(e.value)
 
 def test_failures_are_forgotten():
     hours = itertools.count(step=3600)

@@ -2,10 +2,13 @@
 
 What of it needs no Ray is tried over toy engines in the chapters 53f, 53g and 56a.
 """
-import os, signal, subprocess, sys, tempfile, time
+import os, signal, socket, subprocess, sys, tempfile, time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from minisgl_lit import serve
@@ -83,11 +86,11 @@ def test_an_engine_stands_still(server):
     finally: os.kill(pid, signal.SIGCONT)
     until(lambda: all_joined(server))
 
-def program(folder, *flags):
+def program(folder, *flags, **env):
     "The command line's server, as from a terminal: in a process group of its own"
     command = [sys.executable, "-m", "minisgl_lit", "serve", "--port", "0", "--num-pages", "256", "--log-interval", "0", *flags]
     return subprocess.Popen(command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-                            env=os.environ | dict(TMPDIR=str(folder)))
+                            env=os.environ | dict(TMPDIR=str(folder)) | env)
 
 def descendants(pid):
     "Process ids of all that a process has started, and they"
@@ -124,3 +127,45 @@ def test_the_server_is_killed(ray, short):
     p.kill()
     p.communicate(timeout=60)
     patient(lambda: not any(map(alive, started)))
+
+def killed(*parts):
+    "Kill all processes whose command lines have these"
+    for line in subprocess.run(["ps", "-A", "-ww", "-o", "pid=,command="], text=True, capture_output=True).stdout.splitlines():
+        pid, command = line.split(None, 1)
+        if all(o in command for o in parts): os.kill(int(pid), signal.SIGKILL)
+
+NO_TOKEN = dict(RAY_AUTH_MODE="disabled")
+
+@pytest.fixture
+def head(ray, short):
+    "The head of a cluster, on 127.0.0.1: its address, and what the command lines of its processes have"
+    with socket.create_server(("127.0.0.1", 0)) as o: port = o.getsockname()[1]
+    subprocess.run([str(Path(sys.executable).parent/"ray"), "start", "--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=2", "--include-dashboard=false",
+                    "--object-store-memory=80000000", f"--temp-dir={short}/r"], env=os.environ | NO_TOKEN, check=True, capture_output=True)
+    try: yield SimpleNamespace(address=f"127.0.0.1:{port}", mark=f"{short}/r/")
+    finally: killed(f"{short}/r/")
+
+def no_error(server, i):
+    "One stream after the other, until one ends with an error or is refused: its events"
+    while True:
+        if not (seen := [*events(server, "/generate", text=f"Hello {i}", **LONG)]) or "error" in seen[-1]: return seen
+
+@pytest.mark.parametrize(("parts", "why"), [(["gcs_server"], "Ray has not answered for 45 s"), (["gcs_server", "raylet/raylet"], "the link to the engine has ended")],
+                         ids=["alone", "with its machine"])
+def test_the_head_dies(head, short, parts, why):
+    "Whoever has asked is told so, nobody waits in vain, and the server ends with a sentence and before Ray ends it"
+    p = program(short, "--replicas", "2", "--threads", "1", "--ray-address", head.address, **NO_TOKEN)
+    s = SimpleNamespace(url=p.stdout.readline().split()[-1])
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(no_error, s, i) for i in range(4)]
+        until(lambda: info(s)["running"] == 4)
+        for o in parts: killed(head.mark, o)
+        ends = [seen[-1] for o in asked if (seen := o.result(90))]
+    assert ends and all(why in o["error"]["message"] for o in ends)
+    assert why in web.get(s.url + "/health").text and post(s, "/generate", text="x").status_code == 503
+    while p.poll() is None:
+        try: assert web.get(s.url + "/health", timeout=5).status_code == 503
+        except (httpx.NetworkError, httpx.RemoteProtocolError): pass   # it listens no more
+        time.sleep(.2)
+    said = p.stderr.read()
+    assert p.returncode == 1 and f"the server failed: {why}" in said and "The program will terminate" not in said, said

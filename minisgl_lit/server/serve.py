@@ -203,13 +203,14 @@ class Server:
         return not self._stopping.is_set()
 
     # %% ../../nbs/56_server.serve.ipynb #68b9ac80
-    def _new_engine(self, replica: int) -> EngineCoreHandle | RayEngine:
+    async def _new_engine(self, replica: int) -> EngineCoreHandle | RayEngine:
         "A process of this machine, or of one that Ray will find"
-        return self._cluster.engine() if self._cluster else EngineCoreHandle(self._config, replica)
+        if self._cluster: return await self._cluster.engine()
+        return EngineCoreHandle(self._config, replica)
 
     async def _load(self, replica: int) -> tuple[EngineCoreHandle | RayEngine, ReadyMsg]:
         "A process that has started, to be closed at the end; raises what kept it from starting"
-        self._processes[replica] = process = self._new_engine(replica)
+        self._processes[replica] = process = await self._new_engine(replica)
         start = asyncio.ensure_future(process.start())
         try:
             while await self._unless_stopped(start, timeout=_LOADING_LINE) and not start.done():
@@ -271,6 +272,21 @@ class Server:
         "How a line about an engine begins: with its name, if there are several"
         return f'replica {replica}: ' if self._router else ''
 
+    # %% ../../nbs/56_server.serve.ipynb #075067ce
+    async def _watch_ray(self, clients: list[AsyncEngineClient],
+                         all_failed: asyncio.Future) -> None:
+        "Until all engines have failed; `RuntimeError` if Ray is gone, which takes all of them with it"
+        if not self._cluster: return
+        watching = asyncio.ensure_future(self._cluster.watch(self._log))
+        try:
+            await asyncio.wait({watching, all_failed}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done(): watching.result()
+        except Exception as e:
+            gone = f'{e}; without its head all engines end. Start this server again once Ray is there'
+            for client in clients: client.fail(gone)
+            raise RuntimeError(gone) from None
+        finally: watching.cancel()
+
     # %% ../../nbs/56_server.serve.ipynb #64013940
     async def _supervise_all(self, clients: list[AsyncEngineClient]) -> None:
         "The same for all; `RuntimeError` when the last has failed for good"
@@ -282,8 +298,13 @@ class Server:
                 await self._processes[replica].close()
                 raise
         tasks = (supervise(i, client) for i, client in enumerate(clients))
-        failures = await asyncio.gather(*tasks, return_exceptions=True)
-        raise RuntimeError('; '.join(dict.fromkeys(map(str, failures))))
+        all_failed = asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await self._watch_ray(clients, all_failed)
+            raise RuntimeError('; '.join(dict.fromkeys(map(str, await all_failed))))
+        finally:
+            all_failed.cancel()
+            await asyncio.wait({all_failed})
 
     # %% ../../nbs/56_server.serve.ipynb #e9aff651
     async def _run_until_stopped(
@@ -335,13 +356,14 @@ class Server:
                 await self._batches.close()   # before its requests end with an error
                 for each in clients: each.fail(each.failed or 'the server was stopped')
                 acceptor.close()
+                self._listener.close()   # to end may take Ray some seconds: nobody shall wait for it
                 limits.cancel()
                 http.should_exit = True
                 await answering
         finally:
             await self._batches.close()
             await asyncio.gather(*(o.close() for o in self._processes.values()))
-            if self._cluster: await asyncio.to_thread(self._cluster.close)
+            if self._cluster: await self._cluster.close()
 
 # %% ../../nbs/56_server.serve.ipynb #17622bb1
 _LOADING_LINE = 10.   # seconds between two lines while a model loads
