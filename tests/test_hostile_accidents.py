@@ -311,7 +311,7 @@ def test_a_replica_that_has_failed_for_good_is_said_and_ended(restart, monkeypat
     assert last == "minisgl_lit: replica 0: " + (said if restart else "the engine process has ended with code 70")
     assert closed == [0]*(1 + 4*restart) and clients[0].failed and not clients[1].failed
 
-def test_without_rays_head_all_engines_have_failed():
+def test_without_rays_head_all_engines_have_failed(capfd):
     "Though they live still; whoever is asked next says why"
     def fail(why): client.failed = why
     async def lives(): await asyncio.Event().wait()
@@ -321,7 +321,7 @@ def test_without_rays_head_all_engines_have_failed():
     server._loop = SimpleNamespace(time=lambda: 0.)
     with pytest.raises(RuntimeError, match="^Ray has not answered for 45 s; without its head all engines end. Start this server again once Ray is there$") as e:
         asyncio.run(server._supervise_all([client]))
-    assert client.failed == str(e.value)
+    assert client.failed == str(e.value) and not capfd.readouterr().err
 
 def test_failures_are_forgotten():
     hours = itertools.count(step=3600)

@@ -304,7 +304,7 @@ class Server:
             raise RuntimeError('; '.join(dict.fromkeys(map(str, await all_failed))))
         finally:
             all_failed.cancel()
-            await asyncio.wait({all_failed})
+            await asyncio.gather(all_failed, return_exceptions=True)   # until all have noticed
 
     # %% ../../nbs/56_server.serve.ipynb #e9aff651
     async def _run_until_stopped(
