@@ -67,6 +67,7 @@ class _OnlyThisKey:
         "Whether this client has the key"
         return key == self._public
 
+# %% ../../nbs/53f_server.engine_link.ipynb #789a9f9e
 class EngineHost:
     """Lets clients elsewhere use an engine. It owns the engine from now on, and a port.
 
