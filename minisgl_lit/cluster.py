@@ -188,8 +188,7 @@ class Ingress:
         link, place = EngineLink(address), self._places[address]
         client = AsyncEngineClient(link, self.router.model, max_open(self.config))
         try:
-            ready = seen_from_here(await link.start(), self.config.model)
-            if not self._ready.done(): self._ready.set_result(ready)
+            self._note(await link.start())
             async with asyncio.TaskGroup() as both:   # it joins by messages that we dispatch
                 both.create_task(client.listen())
                 both.create_task(self.router.join(place, client))
@@ -200,6 +199,12 @@ class Ingress:
             await link.close()
             del self._places[address]
             self._links -= {asyncio.current_task()}
+
+    def _note(self, ready: ReadyMsg) -> None:
+        "What the first engine has said; if its tokenizer is not here, no ingress can be"
+        if self._ready.done(): return
+        try: self._ready.set_result(seen_from_here(ready, self.config.model))
+        except ValueError as e: self._ready.set_exception(e)
 
     def _free_place(self) -> str:
         "The first number that no engine has"
