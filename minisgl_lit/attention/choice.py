@@ -50,6 +50,7 @@ class Measured:
         others += [f'{name} is left out: {why}' for name, why in self.failed.items()]
         return f'{self.best} ({", ".join(others)})' if others else self.best
 
+# %% ../../nbs/33a_attention.choice.ipynb #05394eb7
 def measure(
     candidates: Mapping[str, Callable[[], Sequence[Work]]],  # Prepare work of several shapes
     seconds: Callable[[Work], float],   # How long some work takes
@@ -181,6 +182,17 @@ def unsupported_reason(
     return f'its kernels for {kind} fail: {failed[kind]}' if kind in failed else None
 
 # %% ../../nbs/33a_attention.choice.ipynb #4adc1794
+def _by_flashinfer(named: Mapping[str, str], pool: KVPool, page_table: torch.Tensor,
+                   windows: Sequence[int | None], num_heads: int,
+                   dtype: torch.dtype | None) -> FlashInferAttention:
+    "FlashInfer's attention, with the named kernels in place of the usual ones"
+    library = find_library(pool.buffer.device)
+    assert not isinstance(library, str)   # that would have been a reason
+    kernels = replace(usual_kernels(num_heads // pool.buffer.shape[-2]), **named)
+    return FlashInferAttention(pool, page_table, windows, num_heads=num_heads,
+                               library=library, kernels=kernels, dtype=dtype)
+
+# %% ../../nbs/33a_attention.choice.ipynb #75232432
 def choose_attention(
     name: str,                 # A backend, 'auto', or two of them: 'prefill,decode'
     pool: KVPool,              # Where keys and values lie
@@ -201,15 +213,10 @@ def choose_attention(
         if part != 'auto': raise ValueError(f'attention cannot be {part!r} here: {reason}')
         warn_once(f'Attention in plain torch: {reason}')
         return 'torch'
-    def by_flashinfer() -> AttentionBackend:
-        library = find_library(device)
-        assert not isinstance(library, str)   # that would have been a reason
-        named = {kind: o for kind, o in chosen.items() if o not in backends}
-        return FlashInferAttention(pool, page_table, windows, num_heads=num_heads,
-                                   library=library, kernels=replace(kernels, **named), dtype=dtype)
     def make(part: str) -> AttentionBackend:
         if part in backends: return backends[part](pool, page_table, windows)
-        return by_flashinfer()
+        named = {kind: o for kind, o in chosen.items() if o not in backends}
+        return _by_flashinfer(named, pool, page_table, windows, num_heads, dtype)
     parts = name.split(',')
     chosen = dict(prefill=resolve(parts[0], 'prefill'), decode=resolve(parts[-1], 'decode'))
     prefill, decode = chosen.values()
@@ -306,6 +313,7 @@ def _page_sizes(served: Served, kernel: str, seconds: Callable[[Work], float]) -
     sizes = dict.fromkeys((served.page_size, 16, 64))
     return measure({f'page_size={o}': partial(prepare, o) for o in sizes}, seconds)
 
+# %% ../../nbs/33a_attention.choice.ipynb #30d6ec02
 def measured_attention(
     name: str,        # As for `choose_attention`
     served: Served,   # What will be served, on a GPU

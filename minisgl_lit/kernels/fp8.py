@@ -35,6 +35,7 @@ def plain_to_fp8(
     scales = (wide.abs().amax(-1) / LARGEST).clamp(min=SMALLEST_SCALE)
     return (wide / scales[:, None]).to(FP8), scales
 
+# %% ../../nbs/14f_kernels.fp8.ipynb #60597dd6
 @triton.jit
 def _round_row(codes, scales, x, n, stride, SMALLEST: tl.constexpr, WIDTH: tl.constexpr):
     "One row: its largest number, its scale, its codes"
@@ -65,6 +66,7 @@ def plain_scaled_matmul(
     "The definition of `scaled_matmul`, in torch"
     return (x.float() @ w.float().T * x_scales[:, None] * w_scales).to(dtype)
 
+# %% ../../nbs/14f_kernels.fp8.ipynb #cb350975
 def scaled_matmul(
     x: torch.Tensor, x_scales: torch.Tensor,   # Codes of inputs, [n, n_in], and their scales
     w: torch.Tensor, w_scales: torch.Tensor,   # Codes of weights, [n_out, n_in], and theirs
@@ -74,6 +76,7 @@ def scaled_matmul(
     multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
     return multiply(x, w.T, x_scales[:, None], w_scales[None], out_dtype=dtype)
 
+# %% ../../nbs/14f_kernels.fp8.ipynb #ed377f50
 def _trial(device: torch.device) -> Pairs:
     "A product of 8-bit numbers, and what was rounded for it"
     some = partial(numbers, device=device)
@@ -91,6 +94,7 @@ def can_multiply_fp8(
     if device.type != 'cuda' or torch.cuda.get_device_capability(device) < (8, 9): return False
     return serves('matmuls of fp8', partial(_trial, device))
 
+# %% ../../nbs/14f_kernels.fp8.ipynb #309f20da
 @dataclass(frozen=True, eq=False)
 class Fp8Weight(PackedWeight):
     "A weight matrix of 8-bit floating point, in the order of its outputs."

@@ -93,11 +93,11 @@ def _gate_up(out, x, weights, order, starts, n_experts, k, n_in, n_out, ROWS: tl
         up = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in range(0, n_in, DEPTH):
             depth = start + tl.arange(0, DEPTH)
-            tokens = _block(x, token, mine, depth, n_in)
-            gate = tl.dot(tokens, _block(weights, row, wanted, depth, n_in).T, gate,
-                          input_precision='ieee')
-            up = tl.dot(tokens, _block(weights, row + n_out, wanted, depth, n_in).T, up,
-                        input_precision='ieee')
+            some = _block(x, token, mine, depth, n_in)
+            of_gate = _block(weights, row, wanted, depth, n_in)
+            of_up = _block(weights, row + n_out, wanted, depth, n_in)
+            gate = tl.dot(some, of_gate.T, gate, input_precision='ieee')
+            up = tl.dot(some, of_up.T, up, input_precision='ieee')
         kind = x.dtype.element_ty
         gate = tl.cast(tl.cast(gate, kind), tl.float32)
         silu = tl.cast(tl.cast(gate / (1 + tl.exp(-gate)), kind), tl.float32)
@@ -139,6 +139,7 @@ def tile_rows(
     "Choices in a tile: about as many as an expert has"
     return next((o for o in (16, 32) if n_choices <= o * n_experts), 64)
 
+# %% ../../nbs/14d_kernels.grouped_matmul.ipynb #de148917
 def expert_mlps(
     x: torch.Tensor,        # [n_tokens, hidden_size]
     chosen: torch.Tensor,   # Experts of each token, int64, [n_tokens, k]

@@ -49,6 +49,7 @@ def _pages(indices, table, rows, positions, out_loc, indptr, page_size, stride,
     tl.store(indices + (tl.load(indptr + i) + column), pages, mask=column <= newest)
     tl.store(there, pages, mask=column == newest)
 
+# %% ../../nbs/14e_kernels.page_list.ipynb #a1b80591
 def list_pages(
     indices: torch.Tensor,     # As for `plain_list`, and so the rest
     page_table: torch.Tensor,
