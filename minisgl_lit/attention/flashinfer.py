@@ -294,6 +294,7 @@ class FlashInferAttention:
         self.pool.store_kv(layer, k, v, metadata.out_loc)
         return self.attend(q, k, v, layer, metadata)
 
+    # %% ../../nbs/33_attention.flashinfer.ipynb #7d60ee9b
     def attend(
         self,
         q: torch.Tensor,   # As for `forward`
@@ -432,6 +433,7 @@ class BatchAttention:
         "Attention of a layer"
         return self.backend.attend(q, k, v, layer, self.metadata)
 
+# %% ../../nbs/33_attention.flashinfer.ipynb #da66d089
 def attend_batch(
     backend: AttentionBackend,   # That has prepared the batch
     metadata: object,            # What it returned

@@ -149,6 +149,7 @@ class CudaGraphs:
         if batch.mode is not ForwardMode.DECODE or not self.captured: return False
         return len(batch.sampled) == len(batch.rows) <= self.sizes[-1]
 
+    # %% ../../nbs/42_engine.cuda_graph.ipynb #0f140915
     @torch.inference_mode()
     def run(
         self,
