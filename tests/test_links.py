@@ -1,7 +1,7 @@
 """Links to an engine, and what may happen to them: strangers who say nothing, or too much; a client that speaks another language; a cable that is cut.
 
 The engines are toys, in this process; a link is the real one, over TCP."""
-import asyncio, socket, struct
+import asyncio, socket, struct, time
 from contextlib import ExitStack, asynccontextmanager, suppress
 
 import msgspec
@@ -10,6 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from minisgl_lit.core.outputs import EngineCoreOutputs
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.server import engine_link
 from minisgl_lit.server.engine_client import AsyncEngineClient
@@ -135,6 +136,24 @@ def test_what_came_before_the_end_is_read():
             assert output.finish_reason == "length" and output.error is None
             await until(lambda: client.failed)
             assert "-9" in client.failed
+    run(main)
+
+def test_who_reads_late_misses_nothing():
+    "The last output and the end of the connection come while the client's process is busy"
+    async def main():
+        async with hosting() as host, linking(host.address) as client:
+            tell = host._tell
+            def tell_and_end(link, message):
+                tell(link, message)
+                if host._owners or not isinstance(message, EngineCoreOutputs) or host._socket.closed: return
+                host._socket.close()
+                host._door.stop()
+                host._context.term()
+                time.sleep(.1)   # so that the client, in the same loop, has not read yet
+            host._tell = tell_and_end
+            assert await is_whole(client, "a", 2)
+            await until(lambda: client.failed)
+            assert client.failed == "the link to the engine has ended"
     run(main)
 
 def test_the_engine_dies_while_it_drains():

@@ -262,7 +262,7 @@ class EngineLink:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         set_options(self._socket, address)
-        self._socket.curve_serverkey, self._socket.reconnect_ivl = address.public, -1
+        self._socket.curve_serverkey, self._socket.reconnect_ivl = address.public, _NEVER_MS
         self._socket.sndhwm = 0   # messages; 0: no bound
         self._monitor = self._socket.get_monitor_socket(_ENDS)
         self._ended = asyncio.ensure_future(self._monitor.recv_multipart())
@@ -323,11 +323,12 @@ class EngineLink:
     async def close(self) -> None:
         "End the link, not the engine; to call it again does nothing"
         if self._socket.closed: return
+        linger = 0 if self._ended.done() else _GOODBYE_MS
         self.send(encode(StopMsg()))
         self._ended.cancel()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close()
+        self._socket.close(linger)
         self._context.term()
 
 _ENDS = (zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -336,3 +337,4 @@ _CUT = 'the link to the engine has ended'
 _TROUBLE_SECONDS = 3.   # without an `AliveMsg`, until nothing new is sent
 _LOST_SECONDS = 15.     # until the link has ended
 _HELLO_SECONDS = 10.    # for the first answer
+_NEVER_MS = 1 << 29     # until ZMQ connects again: with -1, never, it drops what is unread
