@@ -51,7 +51,7 @@ GPT_OSS = ToolFormat(
     'gpt_oss', (*_gpt_oss(''), *_gpt_oss('<|start|>assistant')), ignored='<|call|><|end|>')
 
 # %% ../../nbs/46c_text.tool_formats.ipynb #4f838890
-_NUMBER = regex.compile(r'-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?')
+_NUMBER = regex.compile(r'-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?')
 _CONSTANTS = dict(True_='true', False_='false', None_='null',
                   true_='true', false_='false', null_='null')
 
@@ -79,71 +79,106 @@ def _inside(text: str) -> str:
     return as_json(text)[1:-1]
 
 # %% ../../nbs/46c_text.tool_formats.ipynb #70de0c68
-_HEX = '[0-9a-fA-F]'
-_END_OF_STRING = (rf'(?P<quote>%s)|\\(?P<escape>x{_HEX}{{2}}|u{_HEX}{{4}}|'
-                  rf'U{_HEX}{{8}}|[^xuU])')
+_HEX = '0-9a-fA-F'
+_ESCAPE = r'\\(?P<escape>[^xuU]|' + '|'.join(
+    f'{code}(?:[{_HEX}]{{{n}}}|(?=[{_HEX}]{{0,{n - 1}}}[^{_HEX}]))'
+    for code, n in (('x', 2), ('u', 4), ('U', 8))) + ')'
+
+def _in_quotes(quote: str) -> regex.Pattern:
+    "What may come in a text: its end, an escape, or all else"
+    char = quote[0]
+    fewer = rf'|{char}{{1,2}}(?=[^{char}])' if len(quote) > 1 else ''
+    return regex.compile(rf'(?P<unquote>{quote})|{_ESCAPE}|(?P<text>[^{char}\\]+{fewer})')
+
+# %% ../../nbs/46c_text.tool_formats.ipynb #0615f480
+_TOKENS = dict(
+    key=r'(?P<key>[^\W\d]\w{0,63})\s{0,99}=', open=r'(?P<open>[\[({])',
+    close=r'(?P<close>[\])}])', comma='(?P<comma>,)',
+    word=r'(?P<word>[\w.+-]{1,9999})(?=\s{0,99}[,)\]}])',
+    quote=r"""(?P<quote>\"{3}|'{3}|"(?="?[^"])|'(?='?[^']))""",
+    entry=r"""(?P<entry>"(?:[^"\\]|\\.){0,999}"|'(?:[^'\\]|\\.){0,999}'|[\w.+-]{1,99})\s{0,99}:""")
+
+def _tokens(*kinds: str) -> regex.Pattern:
+    "What may come in a state: a token of these kinds, or whitespace"
+    return regex.compile('|'.join([r'\s{1,99}', *map(_TOKENS.__getitem__, kinds)]), regex.S)
+
+# %% ../../nbs/46c_text.tool_formats.ipynb #892d2230
+_CALL = ')', '}', 'keyword'
+_BRACKETS = {'(': (')', ']', 'item'), '[': (']', ']', 'item'), '{': ('}', '}', 'entry')}
 
 class PythonReader:
-    "Keyword arguments of a Python call, up to its bracket."
+    "Keyword arguments of a Python call, up to its bracket. What cannot be read ends them."
     begins = r'\)|[^\W\d]\w{0,63}\s{0,99}='
-    _tokens = {   # by state: what may come
-        'key': regex.compile(r'\s{0,99}(?:(?P<key>[^\W\d]\w{0,63})\s{0,99}=|(?P<end>\)))'),
-        'value': regex.compile(
-            r'\s{1,99}|(?P<quote>["\'])|(?P<open>[\[({])|(?P<close>[\])}])|(?P<comma>,)|'
-            r'(?P<colon>:)|(?P<word>[\w.+-]{1,9999})(?=[^\w.+-])'),
-        **{q: regex.compile(_END_OF_STRING % q + rf'|(?P<text>[^{q}\\]+)') for q in '"\''}}
+    _states = {
+        'keyword': _tokens('key', 'close'), 'value': _tokens('quote', 'open', 'word'),
+        'item': _tokens('quote', 'open', 'word', 'close'), 'entry': _tokens('entry', 'close'),
+        'after': _tokens('comma', 'close'), 'text': _tokens('quote', 'comma', 'close'),
+        **{quote: _in_quotes(quote) for quote in ('"', "'", '"""', "'''")}}
 
     def __init__(self, schema: Schema):
-        self._held, self._state = '', 'key'
-        self._open: list[str] = []   # brackets that are not closed
-        self._comma = '{'            # to be written before what comes next
-
-    # %% ../../nbs/46c_text.tool_formats.ipynb #0615f480
-    def read(self, text: str) -> tuple[str, str | None]:
-        "Translate the tokens of a piece"
-        self._held, out = self._held + text, ''
-        while match := self._tokens[self._state].match(self._held, partial=True):
-            if match.partial: return out, None
-            if (kind := match.lastgroup) == 'end' or kind == 'close' and not self._open: break
-            self._held = self._held[match.end():]
-            if kind: out += getattr(self, f'_on_{kind}')(match[kind])
-        return out + ('{}' if self._comma == '{' else '}'), self._held
-
-    def _take_comma(self) -> str:
-        comma, self._comma = self._comma, ''
-        return comma
-
-    # %% ../../nbs/46c_text.tool_formats.ipynb #892d2230
-    def _on_key(self, name: str) -> str:
-        self._state = 'value'
-        return f'{self._take_comma()}"{name}": '
-
-    def _on_quote(self, quote: str) -> str:
-        begins = self._state == 'value'
-        self._state = quote if begins else 'value'
-        return (self._take_comma() if begins else '') + '"'
-
-    def _on_text(self, text: str) -> str: return _inside(text)
-
-    def _on_escape(self, code: str) -> str: return _escaped(code)
-
-    def _on_word(self, word: str) -> str: return self._take_comma() + _literal(word)
+        self._held, self._state = '', 'keyword'
+        self._open: list[tuple[str, str, str]] = [_CALL]   # as in `_BRACKETS`
+        self._json = '{'    # not returned yet
+        self._before = ''   # JSON that comes before the next value, if one comes
 
     # %% ../../nbs/46c_text.tool_formats.ipynb #736bcbd2
-    def _on_colon(self, colon: str) -> str: return ': '
+    def read(self, text: str) -> tuple[str, str | None]:
+        "Translate the tokens of a piece"
+        self._held += text
+        while self._open and (match := self._states[self._state].match(self._held, partial=True)):
+            if match.partial: return self._take_json(), None
+            kind = match.lastgroup
+            if kind == 'close' and match[kind] != self._open[-1][0]: break
+            self._held = self._held[match.end():]
+            if kind: getattr(self, f'_on_{kind}')(match[kind])
+        while self._open: self._on_close('')
+        return self._take_json(), self._held
 
-    def _on_comma(self, comma: str) -> str:
-        self._comma = ', '
-        if not self._open: self._state = 'key'
-        return ''
+    def _take_json(self) -> str:
+        ready, self._json = self._json, ''
+        return ready
 
-    def _on_open(self, bracket: str) -> str:
-        self._open.append('}' if bracket == '{' else ']')
-        return self._take_comma() + ('{' if bracket == '{' else '[')
+    # %% ../../nbs/46c_text.tool_formats.ipynb #d5e7d87d
+    def _on_key(self, name: str) -> None:
+        self._before, self._state = f'{self._before}"{name}": ', 'value'
 
-    def _on_close(self, bracket: str) -> str:
-        self._comma = ''   # a last comma means nothing
-        return self._open.pop()
+    def _on_entry(self, key: str) -> None:
+        found, _ = PythonReader({}).read(f'key={key})')
+        text = found.removeprefix('{"key": ').removesuffix('}')
+        self._before += (text if text[0] == '"' else f'"{text}"') + ': '
+        self._state = 'value'
+
+    # %% ../../nbs/46c_text.tool_formats.ipynb #1a94adf9
+    def _begin(self, json: str, state: str) -> None:
+        self._json, self._before, self._state = self._json + self._before + json, '', state
+
+    def _on_word(self, word: str) -> None: self._begin(_literal(word), 'after')
+
+    def _on_quote(self, quote: str) -> None:
+        self._begin('' if self._state == 'text' else '"', quote)
+
+    def _on_open(self, bracket: str) -> None:
+        self._open.append(_BRACKETS[bracket])
+        self._begin('{' if bracket == '{' else '[', self._open[-1][2])
+
+    # %% ../../nbs/46c_text.tool_formats.ipynb #429e1e5b
+    def _on_text(self, text: str) -> None: self._json += _inside(text)
+
+    def _on_escape(self, code: str) -> None: self._json += _escaped(code)
+
+    def _on_unquote(self, quote: str) -> None: self._state = 'text'
+
+    def _end_text(self) -> None:
+        if self._state == 'text': self._json += '"'
+
+    def _on_comma(self, comma: str) -> None:
+        self._end_text()
+        self._before, self._state = ', ', self._open[-1][2]
+
+    def _on_close(self, bracket: str) -> None:
+        self._end_text()
+        self._json += self._open.pop()[1]
+        self._before, self._state = '', 'after'
 
 # %% ../../nbs/46c_text.tool_formats.ipynb #b715c439
 PYTHONIC = ToolFormat(

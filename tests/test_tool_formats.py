@@ -1,0 +1,88 @@
+"Calls as models write them, well and badly: whatever comes, in whatever pieces, the arguments of a call that has ended are JSON, and none of the text is lost."
+import ast, json
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from minisgl_lit.text.tool_calls import ToolCall, ToolParser, join_calls
+from minisgl_lit.text.tool_formats import PYTHONIC, PythonReader
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+
+
+def cut(text, sizes):
+    "A text in pieces of these sizes, again and again"
+    pieces, at = [], 0
+    while at < len(text):
+        pieces.append(text[at:at + sizes[len(pieces) % len(sizes)]])
+        at += len(pieces[-1])
+    return pieces
+
+def read(*pieces):
+    "JSON of arguments, and the text behind them; `None` if they have not ended"
+    reader, out = PythonReader({}), ""
+    for i, piece in enumerate(pieces, 1):
+        more, rest = reader.read(piece)
+        out += more
+        if rest is not None: return out, rest + "".join(pieces[i:])
+    return out, None
+
+def said(*pieces, tools=("time", "weather")):
+    parser = ToolParser(tools, formats=[PYTHONIC])
+    return join_calls([part for o in pieces for part in parser.push(o)] + parser.finish())
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+literals = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.lists(inner, min_size=2).map(tuple), max_leaves=9)
+
+def as_lists(value):
+    "As JSON has it: no tuples, and keys are texts"
+    if isinstance(value, dict): return {str(k): as_lists(v) for k, v in value.items()}
+    return [*map(as_lists, value)] if isinstance(value, (list, tuple)) else value
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(["city", "days", "ö"]), literals), SIZES)
+def test_what_python_writes_is_read(arguments, sizes):
+    text = ", ".join(f"{k} = {v!r}" for k, v in arguments.items()) + "), so"
+    found, rest = read(text)
+    assert (json.loads(found), rest) == (as_lists(arguments), ", so")
+    assert read(*cut(text, sizes)) == (found, rest)
+
+@pytest.mark.parametrize("value", ["'a' \"b\"", "'a'\n 'b'   'c'", '"""a"""', "'''a \"b\" 'c' '''", '"""\n"a" \'\'b\'\' \\""""', '""""a"""', '""', "''", '""""""', "'' ''", "'\\x41\\u20ac\\U0001F600'", "[1, 2,]", "{'a': {},}",
+                                   "(1, (2, 3),)", "{5: 'a', 'b': None}", "{'a\\n\"': 1}", "1_000", "-0x1F", ".5", "1.", "-1e-3", "+7", "[ ( ) , [ ] ]", "[\n    1,\n    2,\n]"])
+def test_a_value_is_what_python_says(value):
+    found, rest = read(f"at={value}, to=5) so")
+    assert (json.loads(found), rest) == ({"at": as_lists(ast.literal_eval(f"({value})")), "to": 5}, " so")
+    assert read(*f"at={value}, to=5) so") == (found, rest)
+
+@pytest.mark.parametrize("value", [r'"C:\users\x"', r'"\u12"', r"'\xg'", r'"\U0001F60"'])
+def test_a_backslash_that_begins_no_escape_stays(value):
+    with pytest.raises(SyntaxError): ast.literal_eval(value)
+    assert json.loads(read(*f"at={value})")[0]) == {"at": value[1:-1]}
+
+WORDS = ["at=", "to=", ")", "(", "[", "]", "{", "}", ",", ":", "=", '"', "'", '"""', "'''", '"a"', "5", "-", "None", "Rome", " ", "\n", "\\", "\\x4", "\\u12", "\\n", '{"k": ', "[1, ", "٣", "\ud800", "#", "*", "é", "x" * 40]
+
+@settings(max_examples=2000, deadline=None)
+@given(st.lists(st.sampled_from(WORDS), max_size=20).map("".join) | st.text(), SIZES)
+def test_any_arguments_that_end_are_json(text, sizes):
+    text = "at=" + text
+    found, rest = read(text)
+    assert read(*cut(text, sizes)) == read(*text) == (found, rest)
+    if rest is None: assert read(text + "'\"" * 3)[0].startswith(found)   # the beginning of what they would be
+    else:
+        assert isinstance(json.loads(found), dict) and text.endswith(rest)
+        found.encode()
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.sampled_from([*WORDS, "time(", "weather(", "time(at=5)", "<|python_start|>[", "<|python_end|>"]), max_size=12).map("".join), SIZES)
+def test_any_answer_is_read_alike_in_any_pieces(text, sizes):
+    whole = said(text)
+    assert said(*cut(text, sizes)) == whole
+    if not any(isinstance(o, ToolCall) for o in whole): assert "".join(whole) == text
+    for call in whole[:-1]:   # the last may not have ended
+        if isinstance(call, ToolCall): json.loads(call.arguments)
+
+def test_a_call_that_breaks_off_is_not_whole():
+    "A client that reads only JSON does not run half a call"
+    [call] = said('[time(at="Ro')
+    assert call == ToolCall("time", '{"at": "Ro')
