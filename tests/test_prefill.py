@@ -13,7 +13,7 @@ import pytest
 from minisgl_lit import cluster, serve
 from minisgl_lit.config import ServerConfig
 from minisgl_lit.core.request import FinishReason, PendingReq
-from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
+from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.device import ManualStream
 from minisgl_lit.kv_cache.handoff import Handoffs
 from minisgl_lit.kv_cache.page_file import PageFile
@@ -24,6 +24,7 @@ from minisgl_lit.server.messages import UserMsg
 from minisgl_lit.server.prefill_router import PrefillRouter, handoff_folder
 from minisgl_lit.testing.toy_core import ToyEngineCore
 from minisgl_lit.testing.toy_engine import expected_output
+from test_router import read, read_some
 from test_scheduler import SecondTier
 
 SMALL = dict(device='cpu', port=0, dtype='float32', num_pages=400, max_running_req=8, log_interval=0, threads=1)
@@ -154,14 +155,7 @@ class Engines:
 
     def handoffs(self, name): return self.cores[name].scheduler.cache.handoffs
 
-    async def read(self, *requests):
-        "Tokens and end of each"
-        told, ends = {r.rid: [] for r in requests}, {}
-        async for o in self.router.stream([*requests]):
-            assert o.rid not in ends, 'something after the end'
-            told[o.rid] += o.token_ids
-            if o.finish_reason: ends[o.rid] = o
-        return [(told[r.rid], ends[r.rid]) for r in requests]
+    async def read(self, *requests): return await read(self.router, *requests)
 
     async def ask(self, rid, prompt=PROMPT, n=6, **params):
         "Whether it is answered rightly"
@@ -502,21 +496,7 @@ def test_whatever_happens_on_the_way(seed, impatient, monkeypatch):
                 await asyncio.sleep(rng.random()*.1)
                 prompt = [rng.randrange(3)]*rng.randrange(1, 9) + [*range(n, n + rng.randrange(30))]
                 requests = [request(f'{n}-{i}', prompt, rng.randrange(8)) for i in range(rng.choice([1, 1, 2]))]
-                stream, told, ends = e.router.stream(requests), {r.rid: [] for r in requests}, {}
-                try:
-                    async for o in stream:
-                        assert o.rid not in ends
-                        told[o.rid] += o.token_ids
-                        if o.finish_reason: ends[o.rid] = o
-                        if rng.random() < .03: break
-                    else: assert ends.keys() == told.keys()
-                except QueueFull: assert deaths
-                finally: await stream.aclose()
-                for r in requests:
-                    right, end = expected_output(prompt, r.params.max_tokens, 1000), ends.get(r.rid)
-                    assert told[r.rid] == right[:len(told[r.rid])], 'another answer'
-                    if end and end.finish_reason is FinishReason.ERROR: assert deaths and 'has ended' in end.error
-                    elif end and end.finish_reason is FinishReason.LENGTH: assert told[r.rid] == right
+                await read_some(e.router, requests, lambda: rng.random() < .03, lambda: deaths)
             async def trouble():
                 nonlocal deaths
                 for _ in range(25):
