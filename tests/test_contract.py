@@ -27,7 +27,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 
 class Scripted:
     "An engine that says what it is told to: the text after the last `SAY:` of the prompt, one token at a time."
-    model, alive, pace = "scripted", True, 0.
+    model, alive, trouble, pace = "scripted", True, "", 0.
 
     def __init__(self, tokenizer): self.tokenizer, self.seen, self.orders, self.left = tokenizer, [], [], []
 

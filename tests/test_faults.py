@@ -243,6 +243,24 @@ def test_sigterm_drains(tmp_path):
         assert len([o for o in lines if o.get('path') == '/generate' and o['status'] == 200]) == 6
 
 
+def test_a_drain_hears_operators():
+    "What is paused can be let go on, aborted and counted while a server drains; then it ends before its time"
+    with serve(**SMALL | dict(log_interval=0, drain_seconds=600)) as s, ThreadPoolExecutor(2) as pool:
+        assert post(s, '/pause_generation', mode='in_place').status_code == 200
+        ask = dict(text='The page', sampling_params=dict(max_tokens=20, ignore_eos=True))
+        goes_on, aborted = (pool.submit(post, s, '/generate', rid=rid, **ask) for rid in 'ab')
+        until(lambda: info(s)['waiting'] == 2)
+        s.drain()
+        until(lambda: health(s.url) == 503)
+        assert post(s, '/generate', **ask).status_code == web.get(s.url + '/health_generate').status_code == 503
+        assert post(s, '/abort_request', rid='b').status_code == 200
+        assert aborted.result().json()['meta_info']['finish_reason']['type'] == 'abort'
+        assert info(s)['waiting'] == 1 and web.get(s.url + '/metrics').status_code == 200
+        assert post(s, '/continue_generation').status_code == 200
+        assert len(goes_on.result().json()['output_ids']) == 20
+        s.wait()
+
+
 def test_sigterm_twice(tmp_path):
     "The second does not wait: open requests are told, and all is over"
     with program(tmp_path) as (p, url, *_):

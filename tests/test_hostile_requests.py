@@ -65,7 +65,7 @@ def tokenizer(checkpoint):
 
 class InProcess:
     "An engine client whose scheduler runs in the event loop, on the toy engine; `held`: it does nothing"
-    model, alive, held = "toy", True, False
+    model, alive, trouble, held = "toy", True, "", False
 
     def __init__(self, tokenizer, **settings):
         table = TableManager(8, MAX_LEN, page_size=4, dummy_page=600)

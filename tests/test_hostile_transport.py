@@ -236,7 +236,7 @@ def test_uvicorn_is_within_bounds():
 # -- HTTP -------------------------------------------------------------------------------------------
 
 class Engine:
-    model, alive, why = 'x', True, ''
+    model, alive, why, trouble = 'x', True, '', ''
 
 def ask(app, method, path, **kw):
     async def life():

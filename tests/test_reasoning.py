@@ -30,7 +30,7 @@ N_THOUGHT = dict(qwen=2, deepseek=1, gpt=0)   # line feeds beside the marks; tha
 
 class Says:
     "An engine that says one text, in tokens of a byte each but for the marks"
-    model, alive = "says", True
+    model, alive, trouble = "says", True, ""
     def __init__(self, tokenizer): self.tokenizer, self.say, self.prompts, self.params = tokenizer, "", [], []
     async def stream(self, requests):
         self.prompts = [self.tokenizer.decode(r.input_ids.tolist(), False) for r in requests]

@@ -216,7 +216,7 @@ class Api:
         *args: str,                                           # What it is called with
     ) -> dict[str, object]:
         "What the engine answers; `ApiError` 503 if it has failed"
-        self.check_alive()
+        if self.client.trouble: raise ApiError(self.client.trouble, 503)
         try: return await method(*args)
         except RuntimeError as e: raise ApiError(str(e), 503) from None
 
@@ -321,6 +321,7 @@ class Api:
 
     async def health_generate(self) -> dict[str, object]:
         "Whether the engine can generate a token, within `_HEALTH_SECONDS`"
+        self.check_alive()
         if self._probe is None or self._probe.done():
             step = self.ask(self.client.control, 'health')
             self._probe = asyncio.ensure_future(asyncio.wait_for(step, _HEALTH_SECONDS))
@@ -345,7 +346,6 @@ class Api:
     # %% ../../nbs/55_server.api_server.ipynb #76b666b1
     async def live_events(self, request: Request) -> Response:
         "The state of the scheduler, as server-sent events"
-        self.check_alive()
         return EventStream(await unless_disconnected(request, self.live.now()), self.live.events())
 
     # %% ../../nbs/55_server.api_server.ipynb #94267fbf

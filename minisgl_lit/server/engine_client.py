@@ -48,6 +48,11 @@ class EngineClient(Protocol):
         "If not, the reason, in one sentence"
         ...
 
+    @property
+    def trouble(self) -> str:
+        "Why control requests are not answered, either; empty if they are"
+        ...
+
     def stream(
         self,
         requests: list[UserMsg],  # Requests that belong together
@@ -260,9 +265,14 @@ class AsyncEngineClient:
         self._control_replies: dict[int, asyncio.Future[ControlReply]] = {}   # by id
 
     @property
+    def trouble(self) -> str:
+        "Why the engine may not answer; empty if all is well"
+        return self.failed or self.process.trouble
+
+    @property
     def why(self) -> str:
         "Why new requests are refused; empty if all is well"
-        return self.failed or self.closed or self.process.trouble
+        return self.trouble or self.closed
 
     @property
     def alive(self) -> bool:

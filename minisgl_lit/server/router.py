@@ -140,11 +140,16 @@ class Router:
         self._rids: set[str] = set()
 
     @property
-    def why(self) -> str:
-        "Why new requests are refused; empty if all is well"
-        if self.closed or any(o.available for o in self.replicas.values()): return self.closed
+    def trouble(self) -> str:
+        "Why no engine may answer; empty if all is well"
+        if any(o.available for o in self.replicas.values()): return ''
         reasons = {o.client.why or 'a replica has left' for o in self.replicas.values()}
         return '; '.join(sorted(reasons)) or 'no replica has joined'
+
+    @property
+    def why(self) -> str:
+        "Why new requests are refused; empty if all is well"
+        return self.closed or self.trouble
 
     @property
     def alive(self) -> bool:
