@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -372,6 +372,15 @@ async def _received(
         folder.n_bytes -= size
         to.unlink(missing_ok=True)
 
+# %% ../../nbs/54l_server.files.ipynb #d22ea1a3
+_R = TypeVar('_R')
+
+async def _in_thread(function: Callable[[], _R]) -> _R:
+    "What a function returns; this ends after it, even if it is cancelled"
+    work = asyncio.ensure_future(asyncio.to_thread(function))
+    try: return await asyncio.shield(work)
+    finally: await asyncio.wait({work})
+
 # %% ../../nbs/54l_server.files.ipynb #79787f8a
 class FileRoutes:
     "The routes of files."
@@ -389,7 +398,7 @@ class FileRoutes:
         content, form = folder.content(id), folder.path/f'{id}.form'
         try:
             async with _received(request.stream(), form, folder):
-                filename, size = await asyncio.to_thread(_store, form, boundary, content)
+                filename, size = await _in_thread(lambda: _store(form, boundary, content))
                 folder.check_room()
                 folder.save(kept := FileObject(id, size, int(time.time()), filename))
                 folder.n_bytes += size
