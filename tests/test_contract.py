@@ -170,6 +170,17 @@ def test_tools(client, engine, text, talk):
     assert [c.function.parsed_arguments or json.loads(c.function.arguments) for c in last.tool_calls] == [{"city": "Rome"}]*len(calls)
     assert (said, list(calls), reasons[-1]) == (talk or "", [*range(max(1, text.count("<tool_call>")))], "tool_calls")
 
+@pytest.mark.parametrize("arguments, read", [('{"city": NaN}', {}), ('{"city": [1e999]}', {}), (r'{"city": "\ud800"}', {"city": "?"}), ('{"city": ' + "["*1000 + "]"*1000 + "}", {}), ('{"city": "a\nb"}', {"city": "a\nb"})])
+def test_arguments_that_no_object_can_have(url, arguments, read):
+    "Where a protocol has them as an object, the answer does not fail for them"
+    text, tool = '<tool_call>{"name": "weather", "arguments": ' + arguments + "}</tool_call>", WEATHER["function"]
+    whole = post(url, "/v1/messages", model="scripted", max_tokens=1500, messages=say(text), tools=[dict(name="weather", input_schema=tool["parameters"])])
+    assert [o["input"] for o in whole.json()["content"]] == [read]
+    for stream in (False, True):
+        r = post(url, "/api/chat", model="scripted", messages=say(text), tools=[WEATHER], stream=stream, options={"num_predict": 1500})
+        messages = [json.loads(o)["message"] for o in r.text.splitlines()]
+        assert [c["function"]["arguments"] for o in messages for c in o.get("tool_calls", [])] == [read]
+
 def test_tools_are_a_matter_of_choice(client, engine):
     for more in (dict(tools=[WEATHER], tool_choice="none"), {}):
         whole = client.chat.completions.create(model="scripted", messages=say(CALL), **more).choices[0]

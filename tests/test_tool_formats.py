@@ -4,8 +4,9 @@ import ast, json
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from minisgl_lit.text.tool_calls import ToolCall, ToolParser, join_calls
-from minisgl_lit.text.tool_formats import PYTHONIC, PythonReader
+from minisgl_lit.text import tool_formats
+from minisgl_lit.text.tool_calls import ToolCall, ToolParser, as_json, join_calls, parse_json
+from minisgl_lit.text.tool_formats import FORMATS, PYTHONIC, PythonReader, XmlReader
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
@@ -86,3 +87,53 @@ def test_a_call_that_breaks_off_is_not_whole():
     "A client that reads only JSON does not run half a call"
     [call] = said('[time(at="Ro')
     assert call == ToolCall("time", '{"at": "Ro')
+
+
+# -- all formats: what a model may write that no one expects ------------------------------------------
+
+def parsed(text, sizes, form, **options):
+    parser = ToolParser(("time", "weather"), formats=form, **options)
+    return join_calls([part for o in cut(text, sizes) for part in parser.push(o)] + parser.finish())
+
+SPACES = ["\n" * 150, " " * 99, "\t"]
+ODD = [o for form in FORMATS.values() for call in form.calls for o in call.replace("NAME", "time").split("ARGUMENTS")]
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(st.sampled_from([*ODD, *ODD, *SPACES, *WORDS, "{}", '{"a": 5}', "<parameter=a>", "</parameter>", "so"]), max_size=9).map("".join), SIZES,
+       st.sampled_from([(o,) for o in FORMATS.values()] + [tuple(FORMATS.values())]))
+def test_any_text_of_any_format_is_read_alike_in_any_pieces(text, sizes, form):
+    whole = parsed(text, [10**9], form)
+    assert parsed(text, sizes, form) == parsed(text, [1], form) == whole
+    if not any(isinstance(o, ToolCall) for o in whole): assert "".join(whole) == text
+
+def test_a_model_that_writes_line_feeds_for_ever_costs_nothing(monkeypatch):
+    "Each piece is looked at with a hundred characters before it, not with all"
+    parser, most = ToolParser(("time",), formats=tuple(FORMATS.values())), 0
+    for _ in range(3000):
+        parser.push("\n\n" if parser._fresh is False else "a")
+        most = max(most, len(parser._held))
+    assert most <= 99
+    parser = ToolParser(("time",))
+    parser.push('<tool_call>{"name": "time", "arguments": {}}</tool_call>,')
+    for _ in range(300): parser.push(" ")
+    assert len(parser._held) <= 99 + 1
+
+def test_a_long_value_in_xml_is_searched_once(monkeypatch):
+    searched, close = 0, tool_formats._CLOSE
+    class Counted:
+        def search(self, text, begin=0, **how):
+            nonlocal searched
+            searched += len(text) - begin
+            return close.search(text, begin, **how)
+    monkeypatch.setattr(tool_formats, "_CLOSE", Counted())
+    reader = XmlReader({"properties": {"a": {"type": "array"}}})
+    pieces = ["<parameter=a>", "[1", *[", 2, 3"] * 2000, "]", *"</parameter>", "</function>"]
+    assert "".join(reader.read(o)[0] for o in pieces) == '{"a": ' + as_json([1] + [2, 3] * 2000) + "}"
+    assert searched < 20 * 2000 + 2000
+
+def test_what_can_be_read_can_be_written():
+    "However deep it is"
+    depth = 1
+    try:
+        while True: as_json(parse_json("[" * depth + "]" * depth)); depth += 1
+    except ValueError as e: assert depth > 100 and "too deeply" in str(e)

@@ -6,6 +6,7 @@
 __all__ = ['Kind', 'Route', 'ConversationRequest', 'Block', 'BlockWriter', 'ChatServer']
 
 # %% ../../nbs/54c_server.blocks.ipynb #47481da3
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -22,7 +23,7 @@ from .fields import explain
 from .protocol import ApiError, SamplingRequest
 from ..text.reasoning import AnswerPart, ReasoningDelta
 from ..text.tokenizer import Piece, RequestOutput
-from ..text.tool_calls import ArgumentsDelta, ToolCall
+from ..text.tool_calls import ArgumentsDelta, ToolCall, as_json, parse_json
 
 # %% ../../nbs/54c_server.blocks.ipynb #7bd95ee8
 _MAX_MESSAGES = 10_000   # as on the other routes
@@ -65,6 +66,12 @@ class Block:
     def text(self) -> str:
         "What has come so far; the arguments of a call, as JSON"
         return ''.join(self.pieces)
+
+    @property
+    def arguments(self) -> object:
+        "The arguments of a call as an object; an empty one if they are no JSON, or cut off"
+        try: return json.loads(as_json(parse_json(self.text)))
+        except ValueError: return {}
 
     @property
     def function(self) -> ToolCall:

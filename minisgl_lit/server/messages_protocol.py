@@ -200,12 +200,7 @@ def _content(block: Block) -> _Json:
         case 'thinking':
             return {'type': 'thinking', 'thinking': block.text, 'signature': block.id}
     call = block.function
-    return {'type': 'tool_use', 'id': call.id, 'name': call.name, 'input': _arguments(block)}
-
-def _arguments(block: Block) -> object:
-    "The arguments of a call, as an object; an empty one if they were cut off"
-    try: return json.loads(block.text)
-    except ValueError: return {}
+    return {'type': 'tool_use', 'id': call.id, 'name': call.name, 'input': block.arguments}
 
 # %% ../../nbs/54g_server.messages_protocol.ipynb #e2a15ac4
 _DELTAS = {'text': ('text_delta', 'text'), 'thinking': ('thinking_delta', 'thinking'),

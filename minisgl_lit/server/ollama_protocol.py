@@ -229,10 +229,8 @@ class OllamaTextWriter(OllamaChatWriter):
 # %% ../../nbs/54h_server.ollama_protocol.ipynb #18ce955b
 def _call(block: Block) -> _Json:
     "A call; its arguments are an object, which is empty if they were cut off"
-    try: arguments = json.loads(block.text)
-    except ValueError: arguments = {}
     call = block.function
-    return {'id': call.id, 'function': {'name': call.name, 'arguments': arguments}}
+    return {'id': call.id, 'function': {'name': call.name, 'arguments': block.arguments}}
 
 def _ending(output: RequestOutput) -> _Json:
     "Why and when an answer has ended; durations in nanoseconds"

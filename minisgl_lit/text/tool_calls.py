@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ParsedPart', 'Schema', 'CALL_OBJECTS', 'HERMES', 'ToolCall', 'ArgumentsDelta', 'join_calls', 'ArgumentsReader',
-           'JsonReader', 'ToolFormat', 'as_json', 'read_call', 'in_pieces', 'ToolParser']
+           'JsonReader', 'ToolFormat', 'parse_json', 'as_json', 'read_call', 'in_pieces', 'ToolParser']
 
 # %% ../../nbs/46a_text.tool_calls.ipynb #c94db410
 import json
@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import isfinite
 from typing import NoReturn, Protocol
 
 import regex
@@ -67,21 +68,23 @@ class ArgumentsReader(Protocol):
 
 # %% ../../nbs/46a_text.tool_calls.ipynb #9c7771c6
 class JsonReader:
-    "Arguments that are a JSON object: passed on as they are."
+    "Arguments that are a JSON object: passed on as they are, but for control characters."
     begins = r'\{'
     def __init__(self, schema: Schema):
         self._depth, self._quoted, self._escaped = 0, False, False
 
     def read(self, text: str) -> tuple[str, str | None]:
         "Count the braces of a piece"
+        out: list[str] = []
         for i, char in enumerate(text, 1):
+            out.append(json.dumps(char)[1:-1] if self._quoted and char < ' ' else char)
             if self._escaped: self._escaped = False
             elif self._quoted: self._escaped, self._quoted = char == '\\', char != '"'
             elif char == '"': self._quoted = True
             elif char in '{}':
                 self._depth += 1 if char == '{' else -1
-                if not self._depth: return text[:i], text[i:]
-        return text, None
+                if not self._depth: return ''.join(out), text[i:]
+        return ''.join(out), None
 
 # %% ../../nbs/46a_text.tool_calls.ipynb #be5388da
 _WORD = regex.compile(r'NAME|ID|ARGUMENTS|<[^<>=]+>|\[[A-Z_]+\]|"(?!NAME)\w+"|\w+|\S')
@@ -135,7 +138,8 @@ class ToolFormat:
         "Matches one word of what may follow the arguments of a call"
         rest = ' '.join([o.split('ARGUMENTS')[1] for o in self.calls] + [self.between, self.after])
         words = [regex.escape(o) for o in _WORD.findall(f'{rest} {self.ignored}') if o not in ',;']
-        more = r'[;,](?=\s*[^\s"])', r',\s*"\w{1,64}"\s*:\s*(?:"[^"\\]{0,99}"|\w{1,20}(?=\W))'
+        entry = [',', r'"\w{1,64}"', ':', r'(?:"[^"\\]{0,99}"|\w{1,20}(?=\W))']
+        more = rf'[;,](?={_SPACE}[^\s"])', _SPACE.join(entry)
         return regex.compile(f'{_SPACE}(?:{_any([*words, *more])})')
 
 # %% ../../nbs/46a_text.tool_calls.ipynb #f80cef6b
@@ -148,6 +152,17 @@ HERMES = ToolFormat('hermes', tuple(f'<tool_call>\n{o}\n</tool_call>' for o in C
 # %% ../../nbs/46a_text.tool_calls.ipynb #910e3938
 def _reject(constant: str) -> NoReturn: raise ValueError(constant)
 
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if isfinite(value) else _reject(number)
+
+def parse_json(
+    text: str,   # As a model wrote it; texts in it may have line feeds
+) -> object:
+    "What a JSON text says; `ValueError` if it is none, or not every client could read it"
+    try: return json.loads(text, strict=False, parse_constant=_reject, parse_float=_finite)
+    except RecursionError: raise ValueError('it is nested too deeply') from None
+
 def as_json(value: object) -> str:
     "A value as JSON that can be encoded as UTF-8"
     return json.dumps(value, ensure_ascii=False).encode(errors='replace').decode()
@@ -157,8 +172,9 @@ def read_call(
     names: Collection[str], # Tools that were offered
 ) -> ToolCall | None:       # `None` if it is not
     "The call that an object is"
-    try: found = json.loads(text, parse_constant=_reject)
-    except (ValueError, RecursionError): return None
+    try: found = parse_json(text)
+    except ValueError: return None
+    if not isinstance(found, dict): return None
     inner = found.get('function', found)   # some models wrap it
     found = inner if isinstance(inner, dict) else found
     arguments, name = found.get('arguments', found.get('parameters', {})), found.get('name')
@@ -220,9 +236,9 @@ class ToolParser:
         "Emit held text up to `end`; with `hold`, whitespace at its end stays"
         shown, rest = self._held[:end], self._held[end:]
         if self._fresh and self.n_calls: shown = shown.lstrip()
-        text = shown.rstrip() if hold else shown
+        text = shown[:-_MAX_GAP] + shown[-_MAX_GAP:].rstrip() if hold else shown
         self._held = shown[len(text):] + rest
-        if text: self._fresh = False
+        if text.strip(): self._fresh = False
         if text := self._hidden.sub('', text): out.append(text)
 
     def _emit(self, out: list[ParsedPart], part: ParsedPart) -> None:
@@ -287,8 +303,8 @@ class ToolParser:
     # %% ../../nbs/46a_text.tool_calls.ipynb #5566c236
     def _read_object(self, out: list[ParsedPart], last: bool) -> bool:
         "In an object that may be a call: emit it whole when it has ended"
-        piece, rest = self._reader.read(self._held)
-        self._object.append(piece)
+        _, rest = self._reader.read(self._held)
+        self._object.append(self._held[:len(self._held) - len(rest or '')])
         self._held = rest or ''
         if rest is None and not last: return False
         call = read_call(''.join(self._object[1:]), self._schemas)
@@ -299,3 +315,6 @@ class ToolParser:
             self._held = text + self._held
             self._show(out, len(text), hold=False)
         return True
+
+# %% ../../nbs/46a_text.tool_calls.ipynb #6da869cb
+_MAX_GAP = 99   # whitespace that may stand beside a call

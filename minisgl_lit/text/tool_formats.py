@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import regex
 
 from .tool_calls import (
-    CALL_OBJECTS, HERMES, Schema, ToolFormat, as_json)
+    CALL_OBJECTS, HERMES, Schema, ToolFormat, as_json, parse_json)
 
 # %% ../../nbs/46c_text.tool_formats.ipynb #93fe8d97
 LLAMA = ToolFormat(
@@ -228,10 +228,8 @@ def typed_value(
     types: set[str],  # That it may have
 ) -> object:
     "A text as one of these types; a text, if it is none of the others"
-    try: value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = {'True': True, 'False': False, 'None': None}.get(text.strip(), text)
-    if isinstance(value, float) and not math.isfinite(value): return text   # no JSON
+    try: value = parse_json(text)
+    except ValueError: value = {'True': True, 'False': False, 'None': None}.get(text.strip(), text)
     kind = _TYPES[type(value)]
     fits = kind in types or kind == 'integer' and 'number' in types
     return value if kind != 'string' and (fits or 'string' not in types) else text
@@ -246,6 +244,7 @@ class XmlReader:
     def __init__(self, schema: Schema):
         self._schema, self._held, self._comma = schema, '', '{'
         self._types: set[str] | None = None   # of the value that is read; between values: `None`
+        self._searched = 0   # of what is held: no closing tag begins there
 
     def read(self, text: str) -> tuple[str, str | None]:
         "Translate the tags and values of a piece"
@@ -272,9 +271,10 @@ class XmlReader:
 
     def _value(self, types: set[str]) -> tuple[str, bool]:
         "JSON of what has come of a value, and whether it has ended"
-        match, is_text = _CLOSE.search(self._held, partial=True), types <= {'string'}
-        end = match.start() if match else len(self._held)
+        match = _CLOSE.search(self._held, self._searched, partial=True)
+        end, is_text = match.start() if match else len(self._held), types <= {'string'}
         ended = match is not None and not match.partial
+        self._searched = 0 if ended or is_text else end
         if not ended and not is_text: return '', False
         text, self._held = self._held[:end], self._held[match.end() if match and ended else end:]
         if ended: self._types = None
