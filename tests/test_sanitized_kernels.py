@@ -13,6 +13,7 @@ import torch
 
 from minisgl_lit.attention.cpu import NO_WINDOW, CpuAttention, stored_as
 from minisgl_lit.attention.cpu import tasks_c
+from minisgl_lit.engine.recorded_steps import tokens_c
 from minisgl_lit.engine.sampler import largest_c
 from minisgl_lit.kernels.compiler import LEVELS, find_compiler, flags, run_compiler
 from minisgl_lit.kernels.linear import linear_c
@@ -23,7 +24,7 @@ from minisgl_lit.models.layers import layers_c
 from test_attention_cpu import make as make_world
 
 # all kernels in one text: each begins with those before it, which may stand there once
-ALL_C = tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '').replace(bytes_c, '') + largest_c.removeprefix(team_c)
+ALL_C = tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '').replace(bytes_c, '') + largest_c.removeprefix(team_c) + tokens_c.removeprefix(team_c)
 NAMES = [*parameters(ALL_C)]
 DRIVER_C = ALL_C + entries(ALL_C) + r"""
 #include <stdio.h>
@@ -50,7 +51,7 @@ int main(int argc, char **argv) {
         }
         i += 2 + args;
     }
-    run(plan, words, atoi(argv[3]));
+    run(plan, words, atoi(argv[3]), NULL);
     for (i64 i = 0; i < n; i++) {
         need(!sizes[i] || fwrite(buffers[i], 1, sizes[i], out) == sizes[i], "a result cannot be written");
         free(buffers[i]);
@@ -116,7 +117,7 @@ class Calls:
 
     def run_here(self):
         "By the kernels as they are compiled for use"
-        libs = [load_kernels(o) for o in (layers_c, tasks_c, largest_c)]
+        libs = [load_kernels(o) for o in (layers_c, tasks_c, largest_c, tokens_c)]
         for name, args in self.ops: next(getattr(o, name) for o in libs if hasattr(o, name))(*args)
 
     def run_there(self, program, folder, threads, under):
@@ -240,6 +241,11 @@ def calls(panel: int) -> Calls:
             x, ids, finite = c.some(rows, n), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool)
             if rows > 5: x[0, n // 2], x[1], x[2, -1], x[3] = torch.nan, -torch.inf, torch.inf, 1.
             c.call('largest', ids, finite, x, rows, n, out=[ids, finite])
+        pool, ids = torch.arange(9 * 7, dtype=torch.int32).view(9, 7), torch.zeros(rows, dtype=torch.int32)
+        places = torch.randperm(9, generator=c.g)[:rows % 9]
+        lens, next_ids = torch.arange(1, len(places) + 1).clamp(max=7), torch.arange(100, 100 + len(places))
+        c.call('read_tokens', ids, pool, 7, places, lens, len(places), out=[ids])
+        c.call('write_tokens', pool, 7, places, lens, next_ids, len(places), out=[pool])
         x, y = c.some(rows, 13, bf16=True), c.some(rows, 13)
         c.call('widen', y, x, rows, 13, out=[y])
     assert {name for name, _ in c.ops} == {*NAMES}
@@ -247,7 +253,7 @@ def calls(panel: int) -> Calls:
 
 def test_all_kernels_are_in_one_text():
     "Each kernel stands in it once, so that the driver has all that chapters compile"
-    assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(tasks_c), *parameters(largest_c)})
+    assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(tasks_c), *parameters(largest_c), *parameters(tokens_c)})
     assert ALL_C.count(team_c) == ALL_C.count(linear_c) == ALL_C.count(exp_c) == ALL_C.count(bytes_c) == 1
 
 @pytest.fixture(scope='module')
@@ -295,6 +301,6 @@ def test_the_driver_notices(sanitizers, tmp_path):
     "A kernel that writes one number too many, and one that shifts too far, end it"
     for fault, said in (('y[n] = 1;', 'heap-buffer-overflow'), ('y[0] = 1 << (n + 40);', 'shift exponent')):
         source = team_c + f'void wrong(float *y, i64 n, team *t) {{ {fault} }}\n'
-        source += entries(source) + 'int main() { float *y = malloc(12); i64 plan[] = { (i64)wrong_entry, 2, (i64)y, 3 }; run(plan, 4, 1); free(y); return 0; }'
+        source += entries(source) + 'int main() { float *y = malloc(12); i64 plan[] = { (i64)wrong_entry, 2, (i64)y, 3 }; run(plan, 4, 1, NULL); free(y); return 0; }'
         program = compile_driver(source, tmp_path)
         with pytest.raises(AssertionError, match=said): drive(program)

@@ -108,6 +108,7 @@ class RecordedMetadata(CpuMetadata):
     table_rows: torch.Tensor   # Row of each request, [most]
     tokens: torch.Tensor       # Where each stands in the batch: 0, 1, …, [most]
     lens: torch.Tensor         # Tokens of each after the step, [most]
+    changing: np.ndarray       # The memory of `out_loc`, `table_rows` and `lens`, [3, most]
 
 def dense_heads(
     x: torch.Tensor,  # [n_tokens, n_heads, head_dim]
@@ -173,10 +174,12 @@ class CpuAttention:
         "Metadata of decode steps, in tensors that never move"
         threads = torch.get_num_threads()
         n_parts = most + PARTS_PER_THREAD * threads
-        shapes = (most,), (n_parts, 8), (most, 3), (3,), (most,), (most,)
-        loc, tasks, merges, counts, rows, lens = (torch.zeros(o, dtype=torch.int64) for o in shapes)
+        changing = np.zeros((3, most), dtype=np.int64)
+        loc, rows, lens = torch.from_numpy(changing)
+        shapes = (n_parts, 8), (most, 3), (3,)
+        tasks, merges, counts = (torch.zeros(o, dtype=torch.int64) for o in shapes)
         return RecordedMetadata(loc, tasks, merges, counts, n_parts, threads,
-                                rows, torch.arange(most), lens)
+                                rows, torch.arange(most), lens, changing)
 
     def update(
         self,
@@ -184,9 +187,8 @@ class CpuAttention:
         batch: Batch,                # A decode step
     ) -> None:
         "Say which requests decode, and how long they are"
-        n, m = len(batch.rows), metadata
-        changed = (m.out_loc, batch.out_loc), (m.table_rows, batch.rows), (m.lens, batch.device_lens)
-        for to, array in changed: to.numpy()[:n] = array
+        changed = batch.out_loc, batch.rows, batch.device_lens
+        metadata.changing[:, :len(batch.rows)] = changed
 
     def cut(
         self,

@@ -432,6 +432,12 @@ class Batch:
         return [self.reqs[i] for i in self.sampled.tolist()]
 
     @property
+    def only_likeliest(self) -> bool:
+        "Whether it asks for the likeliest tokens and no more"
+        return not (self.sampling or self.logit_edits or self.logprob_requests
+                    or self.pooling_requests)
+
+    @property
     def last_tokens(self) -> np.ndarray:
         "Where in the batch each sampled request's last token stands, [n_sampled]"
         return self.extend_lens.cumsum()[self.sampled] - 1

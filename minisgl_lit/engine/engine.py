@@ -31,6 +31,8 @@ class Launched:
     "What `forward` leaves for `sample`, filled on the stream."
     logits: torch.Tensor | None = None   # Of the sampled, [n_sampled, vocab_size]
     largest: tuple[torch.Tensor, torch.Tensor] | None = None   # Of `logits`, if computed already
+    # `largest` on the host, if its tokens are in `token_pool` already
+    written: tuple[np.ndarray, np.ndarray] | None = None
     places: torch.Tensor | None = None   # Row and position of the next tokens, if there already
     sampling: tuple[SamplingPlan, torch.Tensor] | None = None   # Plan and settings, if there
     prompts: list[torch.Tensor] = field(default_factory=list)   # `logprobs` of the prompts
@@ -79,6 +81,9 @@ class Engine:
     ) -> ForwardOutput:
         "Enqueue the sampling of next tokens and their copy to the host"
         assert isinstance(launched, Launched), 'from this `forward`'
+        if launched.written and mask is None and batch.only_likeliest:
+            tokens, finite = launched.written
+            return ForwardOutput(tokens.copy(), finite.copy(), self.stream.record())
         on_host, results = self._host_arrays(batch), []
         self.stream.submit(partial(self._sample, batch, launched, mask, results))
         copy_done = self.stream.fetch(lambda: zip(on_host, results))   # called on the stream

@@ -76,16 +76,26 @@ static void barrier(team *t) {
 
 # %% ../../nbs/04a_kernels.plan.ipynb #925e74c0
 team_c += r"""
+#include <time.h>
+static i64 now(void) {      // nanoseconds
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
 int omp_get_thread_num(void), omp_get_num_threads(void);
 typedef void (*entry)(const i64 *args, team *t);
-void run(const i64 *plan, i64 words, i64 threads) {
+void run(const i64 *plan, i64 words, i64 threads, i64 *times) {
     meeting at = {0};
     #pragma omp parallel num_threads(threads) if(threads > 1)
     {
         team t = { omp_get_thread_num(), omp_get_num_threads(), &at };
+        i64 *noted = t.id ? NULL : times;
+        if (times) barrier(&t);      // all are awake
+        if (noted) *noted++ = now();
         for (i64 i = 0; i < words; i += 2 + plan[i + 1]) {
             ((entry)plan[i])(plan + i + 2, &t);
             barrier(&t);
+            if (noted) *noted++ = now();
         }
     }
 }
@@ -149,7 +159,7 @@ class Kernel:
             raise TypeError(f'{self.name} takes {len(self.params)} arguments, not {len(args)}')
         words = [self.entry, len(args), *map(to_word, args, self.params)]
         if recorder := _recorder.get(): recorder.add(self, words, args)
-        else: self.run((ctypes.c_int64 * len(words))(*words), len(words), threads)
+        else: self.run((ctypes.c_int64 * len(words))(*words), len(words), threads, None)
 
 def team_size(
     work: int,            # Numbers to compute, about
@@ -167,7 +177,7 @@ def load_kernels(
     lib = load(source + entries(source))
     if lib is None: return None
     run = lib.run
-    run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     def kernel(name: str, params: list[Param]) -> Kernel:
         entry = ctypes.cast(getattr(lib, f'{name}_entry'), ctypes.c_void_p).value
         return Kernel(name, params, entry or 0, run)
@@ -277,8 +287,8 @@ class Plan:
     ):
         self.ops, self._kept, self._arena = recorder.ops, recorder.kept, recorder.arena
         self.words = np.array([o for op in self.ops for o in op.words], dtype=np.int64)
-        self.run = self.ops[0].kernel.run   # C's; a measurement may put another in its place
-        self._address = self.words.ctypes.data
+        self._run, self._address = self.ops[0].kernel.run, self.words.ctypes.data
+        self._times_at: int | None = None   # where replays note times, see `time_kernels`
         starts = np.cumsum([2, *(len(o.words) for o in self.ops)])
         self._rows_at = np.array([
             start + i for start, op in zip(starts, self.ops)
@@ -296,4 +306,10 @@ class Plan:
     ) -> None:
         "Compute it, in one call"
         self.words[self._rows_at] = rows
-        self.run(self._address, len(self.words), threads)
+        self._run(self._address, len(self.words), threads, self._times_at)
+
+    def time_kernels(self) -> np.ndarray:
+        "When a replay began and each kernel had ended, ns, int64; every replay writes them anew"
+        self._times = np.zeros(len(self.ops) + 1, dtype=np.int64)
+        self._times_at = self._times.ctypes.data
+        return self._times

@@ -169,10 +169,12 @@ class Scheduler(Lifecycle):
         self.launched = batch.step
         lengths = self.table.lengths
         lengths.launched[batch.rows] = batch.step
-        lengths.cached_len[batch.rows] = batch.device_lens
-        lengths.advance(batch.rows[batch.sampled])
-        if batch.mode is ForwardMode.DECODE: self.decode.filter_reqs()
+        if batch.mode is ForwardMode.DECODE:
+            lengths.advance(batch.rows)
+            self.decode.filter_reqs()
         else:
+            lengths.cached_len[batch.rows] = batch.device_lens
+            lengths.advance(batch.rows[batch.sampled])
             running = self.decode.running
             self._to_cache = [o.pending for o in batch.reqs if o.rid not in running]
             self.decode.filter_reqs(batch.reqs)

@@ -45,9 +45,9 @@ from ..text.tokenizer import RequestOutput
 from .load_generator import base, call, own_server
 from .roofline import (
     Measurement, ModelCosts, Report, Roofline, StepReport, Workload, WorkloadShape)
-from .roofline import (
-    lower_bound, machine_rates, measure_roofline, memory_bandwidth, percentiles, ridge_point,
-    step_parts, time_kernels, workloads)
+from .roofline import lower_bound, machine_rates, measure_roofline
+from .roofline import memory_bandwidth, percentiles, ridge_point, step_parts
+from .roofline import workloads
 from .scheduler_cost import (
     admission_times, eviction_time, grouping_time, loaded)
 from .scheduler_cost import order_time, overlap_share, parts, step_times
@@ -350,7 +350,7 @@ def limits(
 # %% ../../nbs/61_tools.bench.ipynb #adb7c7e9
 def _timed_steps(
     scheduler: Scheduler,    # Of a target
-    ends: np.ndarray,        # From `time_kernels`
+    ends: np.ndarray,        # From `Plan.time_kernels`
     work: Workload,          # Requests
 ) -> Iterator[tuple[float, np.ndarray]]:
     "Of each step in which all requests decode: its seconds, and those of its kernels"
@@ -385,7 +385,7 @@ def cpu(
     _check_sizes(batch=batch, context=context, steps=steps)
     with BenchmarkTarget(replace(config, device='cpu', overlap=False)) as target:
         recorded = _recorded_steps(target.llm.runtime.engine, batch)
-        plan, decoder, ends = recorded.plan, recorded.model, time_kernels(recorded.plan)
+        plan, decoder, ends = recorded.plan, recorded.model, recorded.plan.time_kernels()
         work = _uniform_shape(batch, context, steps + 1).draw(target.model.vocab_size)
         target.llm.runtime.control.flush_cache()
         found = list(_timed_steps(target.llm.runtime.scheduler, ends, work))

@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['Counts', 'MAX_PROMPT_TOKENS', 'workloads', 'ModelCosts', 'best_time', 'memory_bandwidth', 'matmul_rate',
            'peak_matmul_rate', 'LowerBound', 'Roofline', 'Workload', 'WorkloadShape', 'lower_bound', 'measure_roofline',
-           'ridge_point', 'Measurement', 'Report', 'percentiles', 'machine_rates', 'time_kernels', 'weight_bytes',
-           'part_of', 'Part', 'StepReport', 'step_parts']
+           'ridge_point', 'Measurement', 'Report', 'percentiles', 'machine_rates', 'weight_bytes', 'part_of', 'Part',
+           'StepReport', 'step_parts']
 
 # %% ../../nbs/57_tools.roofline.ipynb #54fe631f
-import ctypes
 import json
 import random
 import time
@@ -22,9 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..kernels.compiler import load
 from ..kernels.linear import PackedWeight, linear, pack_weight
-from ..kernels.plan import Op, Plan, team_c
+from ..kernels.plan import Op, Plan
 from ..models.decoder import Decoder, ModelConfig, layer_shapes
 from ..models.moe import MoeMlp
 
@@ -368,43 +366,6 @@ def machine_rates(
     "Memory bandwidth and peak FLOP/s"
     return [Measurement('memory read', roofline.bandwidth / 1e9, 'GB/s'),
             Measurement('matrix product', roofline.peak_flops / 1e9, 'GFLOP/s')]
-
-# %% ../../nbs/57_tools.roofline.ipynb #5a02597b
-_timed_c = team_c + r"""
-#include <time.h>
-static i64 now(void) {      // nanoseconds
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
-void run_timed(const i64 *plan, i64 words, i64 threads, i64 *ends) {      // `run`, with a clock
-    meeting at = {0};
-    #pragma omp parallel num_threads(threads) if(threads > 1)
-    {
-        team t = { omp_get_thread_num(), omp_get_num_threads(), &at };
-        i64 n = 0;
-        barrier(&t);      // all are awake
-        if (t.id == 0) ends[0] = now();
-        for (i64 i = 0; i < words; i += 2 + plan[i + 1]) {
-            ((entry)plan[i])(plan + i + 2, &t);
-            barrier(&t);
-            if (t.id == 0) ends[++n] = now();
-        }
-    }
-}
-"""
-
-def time_kernels(
-    plan: Plan,      # Its next replays note the time
-) -> np.ndarray:     # Nanoseconds: when the first kernel begins, when each has ended; int64
-    "Let a plan run with a clock; the result is written anew by each replay"
-    lib, ends = load(_timed_c), np.zeros(len(plan.ops) + 1, dtype=np.int64)
-    assert lib, 'that has compiled the plan'
-    run = lib.run_timed
-    run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-    def timed(words: int, n: int, threads: int) -> None: run(words, n, threads, ends.ctypes.data)
-    plan.run = timed
-    return ends
 
 # %% ../../nbs/57_tools.roofline.ipynb #8500a183
 def weight_bytes(
