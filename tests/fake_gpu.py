@@ -383,7 +383,7 @@ def run(case: Case) -> dict:
                     **device.counts, **device.kernels)
 
 TEMPERATURES = dict(greedy=0., random=.6)
-LAYERS = dict(layer=Case(), experts_layer=Case(EXPERTS), fp8_layer=Case(settings=dict(quantization='fp8')))
+LAYERS = dict(layer=Case(), kv_fp8_layer=Case(settings=dict(kv_dtype='fp8')), experts_layer=Case(EXPERTS), fp8_layer=Case(settings=dict(quantization='fp8')))
 
 def step_counts(temperature: float, steps: int = 16) -> dict:
     "What one decode step of four requests launches outside its graph, on average; how many they are does not matter"

@@ -186,9 +186,11 @@ def triton_trials() -> dict:
     from functools import partial
     import torch
     from minisgl_lit.kernels import fused_heads, grouped_matmul, page_list, sampling
+    from minisgl_lit.kv_cache.pool import FP8
     from minisgl_lit.models import stored_heads
     device = torch.device('cuda', 0)
-    return dict(pages=partial(page_list._trial, device), heads=partial(stored_heads._trial, fused_heads.norm_rope_store, device), sampling=partial(sampling._trial, device),
+    heads = partial(stored_heads._trial, fused_heads.norm_rope_store, device)   # for a cache of some dtype
+    return dict(pages=partial(page_list._trial, device), heads=partial(heads, torch.bfloat16), heads_fp8=partial(heads, FP8), sampling=partial(sampling._trial, device),
                 experts=partial(grouped_matmul._trial, device, torch.bfloat16))
 
 def heads_us(n: int, times: int = 20) -> dict:

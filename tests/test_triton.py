@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from minisgl_lit.engine.sampler import largest, sample_random
 from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
-from minisgl_lit.kernels.triton_reference import TritonKernel
-from minisgl_lit.kv_cache.pool import KVPool, layouts
+from minisgl_lit.kernels.triton_reference import BlockPointer, Language, TritonKernel
+from minisgl_lit.kv_cache.pool import FP8, KVPool, layouts
 from minisgl_lit.models.layers import _plain_apply_rope, _plain_norm, rope_angles
 from minisgl_lit.models.stored_heads import _trial as heads_trial
 from minisgl_lit.kernels.flashinfer_reference import TOLERANCE, largest_error
@@ -28,10 +28,10 @@ def heads(draw):
                 more=draw(st.integers(0, 7)), page_size=draw(st.sampled_from([1, 3, 16])), layout=draw(st.sampled_from(list(layouts))),
                 dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])), normed=draw(st.booleans()), seed=draw(st.integers(0, 99)))
 
-def step(n, n_q, n_kv, half, more, page_size, layout, dtype, normed, seed):
+def step(n, n_q, n_kv, half, more, page_size, layout, dtype, normed, seed, stored=None):
     g, dim = torch.Generator().manual_seed(seed), 2 * half
     def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
-    pool = KVPool(3, 4 + n, page_size, n_kv, dim, dtype, layout=layout)
+    pool = KVPool(3, 4 + n, page_size, n_kv, dim, stored or dtype, layout=layout)
     pool.buffer.copy_(some(*pool.buffer.shape))
     wide = some(n, (n_q + 2 * n_kv) * dim + more)
     qkv = wide[:, :(n_q + 2 * n_kv) * dim].view(n, n_q + 2 * n_kv, dim)
@@ -64,7 +64,26 @@ def test_heads_are_stored_as_step_by_step(world):
     width = qkv.shape[1] * qkv.shape[2]
     assert torch.equal(wide[:, width:], before[1][:, width:]) and torch.equal(qkv[:, -world['n_kv']:], before[2][:, -world['n_kv']:])
 
-def test_the_trial_of_heads_passes(): assert largest_error(heads_trial(fused_heads.norm_rope_store, torch.device('cpu'))) <= TOLERANCE
+@examples
+@given(heads(), st.sampled_from([1, 300, 1e4]))
+def test_a_cache_of_fp8_gets_the_codes_of_what_is_in_place(world, size):
+    "To the bit, large and tiny numbers, infinities and NaN, too; queries and keys are those of a cache of 16 bits, and no other slot has changed"
+    (pool, _, qkv, norms, angles, out_loc), other = step(**world, stored=FP8), step(**world)
+    for o in qkv, other[2]:
+        o[:, -1:] *= size
+        o[:1, -1, :1] = torch.nan
+        o[1:2, -1, :1] = -torch.inf
+        o[2:3, -1, :1] *= 1e-4 / size
+    expected = step(**world, stored=FP8)[0]
+    fused_heads.norm_rope_store(qkv, norms, 1e-6, angles.cos_sin, pool.k(1), pool.v(1), out_loc)
+    fused_heads.norm_rope_store(other[2], norms, 1e-6, angles.cos_sin, other[0].k(1), other[0].v(1), out_loc)
+    assert torch.equal(qkv.nan_to_num(7), other[2].nan_to_num(7))
+    expected.store_kv(1, *qkv[:, -2 * world['n_kv']:].split(world['n_kv'], dim=1), out_loc)
+    def codes(o): return o.buffer.view(torch.uint8).masked_fill(o.buffer.float().isnan(), 127)   # a NaN's sign says nothing
+    assert torch.equal(codes(pool), codes(expected))
+
+def test_the_trial_of_heads_passes():
+    for stored in torch.bfloat16, FP8: assert largest_error(heads_trial(fused_heads.norm_rope_store, torch.device('cpu'), stored)) <= TOLERANCE
 
 @st.composite
 def decoding(draw):
@@ -167,7 +186,8 @@ def mixture(n, k, n_experts, hidden, width, dtype, alike, padding, seed):
     def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
     liked = torch.randn(n + padding, n_experts, generator=g)
     shares, chosen = (liked[:1].expand_as(liked) if alike and n else liked).softmax(-1).topk(k)
-    return some(n + padding, 2 * hidden)[:, ::2], chosen, shares.to(dtype), some(n_experts, 2 * width, hidden), some(n_experts, hidden, width)
+    wide = shares.to(dtype).repeat_interleave(2, dim=1)   # neither tokens nor shares lie close together
+    return some(n + padding, 2 * hidden)[:, ::2], chosen, wide[:, ::2], some(n_experts, 2 * width, hidden), some(n_experts, hidden, width)
 
 @examples
 @given(mixtures())
@@ -198,6 +218,60 @@ def test_rows_are_rounded_to_fp8_as_defined(n, width, more, dtype, seed):
     if interpreted: return   # its interpreter cuts numbers off where a GPU rounds, and small ones wrongly
     assert codes.shape == x.shape and ((codes.float() - right.float()).abs() <= right.float().abs() / 8 + 2**-9).all()
     assert ((codes.float() * scales[:, None] - x.float()).abs() <= x.float().abs() / 15 + scales[:, None] * 2**-9).all()
+
+class Far(Language):
+    "Memory without an end: notes the farthest number of each tensor that is touched, and reads zeros where there is no tensor"
+    def __init__(self):
+        super().__init__()
+        self.reached = {}
+
+    def arange(self, start, end): return super().arange(start, end).long()   # torch would narrow a block plus one number of 64 bits
+
+    def note(self, pointer, mask):
+        at, inside = torch.broadcast_tensors(pointer.offset, torch.ones((), dtype=torch.bool) if mask is None else mask)
+        key, touched = pointer.memory.data_ptr(), at[inside].tolist()
+        assert all(o >= 0 for o in touched), 'a number of more than 32 bits has overflowed'
+        self.reached[key] = max([self.reached.get(key, 0), *touched])
+
+    def load(self, pointer, mask=None, other=0):
+        self.note(pointer, mask)
+        there = BlockPointer(pointer.memory, pointer.offset.clamp(max=len(pointer.memory) - 1))
+        return super().load(there, mask, other)
+
+    def store(self, pointer, value, mask=None): self.note(pointer, mask)
+
+@pytest.mark.skipif(interpreted, reason='its memory ends')
+def test_numbers_of_rows_have_64_bits(monkeypatch):
+    "Caches, logits and experts of more than 2**31 numbers; nothing of that size is allocated"
+    far, big = Far(), 2**31
+    def launch(module, name, grid, *args, **constants):
+        monkeypatch.setattr(module, 'tl', far)
+        TritonKernel(getattr(module, name).run, far)[grid](*args, **constants)
+    def some(*shape, dtype=torch.float32): return torch.ones(*shape, dtype=dtype)
+    def reached(x): return far.reached[x.data_ptr()]
+    qkv, keys, values, cos_sin, one = some(4), some(4), some(4), some(4), some(2, dtype=torch.int64)
+    launch(fused_heads, '_heads', (2, 3), qkv, qkv, qkv, cos_sin, keys, values, one, 1, 1, 2, 1e-6, big, big, big, 2, HAS_NORM=False, FP8=False, HALF=1)
+    assert reached(qkv) == big + 5 and reached(cos_sin) == reached(keys) == reached(values) == big + 1
+    logits, first, given_, keys, sums = some(8, dtype=torch.bfloat16), some(2, dtype=torch.int64), some(6, 2, dtype=torch.float64), some(2, dtype=torch.int32), some(4, dtype=torch.int64)
+    for name, grid, to, more in (('_cut', (2,), (keys,), {}), ('_weigh', (2, 2), (sums, keys), {}), ('_pick', (2,), (first, sums, keys), dict(CHUNKS=2))):
+        far.reached.clear()
+        sizes = dict(BLOCK=4) if name == '_cut' else dict(CHUNK=4, **more)
+        launch(sampling, name, grid, *to, logits, first, given_, 2, 8, big, *([] if name == '_cut' else [2]), **sizes)
+        assert reached(logits) >= big
+    x, codes, scales = some(4), torch.zeros(4).to(fp8.FP8), some(2)
+    launch(fp8, '_round_row', (2,), codes, scales, x, 4, big, SMALLEST=1e-30, WIDTH=4)
+    assert reached(x) == big + 3
+    table, rows = some(4, dtype=torch.int32), some(2, dtype=torch.int64)
+    launch(page_list, '_pages', (2, 1), some(4, dtype=torch.int32), table, rows, rows, rows, some(3, dtype=torch.int32), 1, big, BLOCK=2)
+    assert reached(table) == big + 1
+    order, starts, wide = torch.arange(2), torch.tensor([0, 0, 2]), 2**15   # both choices are of the second expert
+    x, out, weights = some(4), some(4), some(4)
+    sizes = dict(ROWS=1, COLUMNS=1, DEPTH=wide, EXPERTS=2)
+    launch(grouped_matmul, '_gate_up', (2, 1), out, x, weights, order, starts, 2, 1, wide, 2 * wide, **sizes)
+    assert reached(weights) == (3 * 2 * wide + 1) * wide - 1
+    far.reached.clear()
+    launch(grouped_matmul, '_down', (2, 1), out, x, weights, order, starts, some(2), 2, wide, 2 * wide, **sizes)
+    assert reached(weights) == (2 * wide + 1) * wide - 1
 
 def test_which_triton_this_is():
     "Else the process for the interpreter would test the reference again"
@@ -240,8 +314,11 @@ for arch in (80, 89, 90):
         build(sampling._cut, ['*i32', *given], arch, 16, BLOCK=1024)
         build(sampling._weigh, ['*i64', '*i32', *given, 'i32'], arch, 4, CHUNK=1024)
         build(sampling._pick, ['*i64', '*i64', '*i32', *given, 'i32'], arch, 4, CHUNK=1024, CHUNKS=256)
-        heads = [x, x, x, '*fp32', x, x, '*i64', *['i32'] * 3, 'fp32', *['i32'] * 4]
-        for normed in (True, False): build(fused_heads._heads, heads, arch, 1, HAS_NORM=normed, HALF=64)
+        for normed in (True, False):
+            for fp8_ in (True, False):   # older GPUs have no such numbers, and make them all the same
+                kept = '*u8' if fp8_ else x
+                heads = [x, x, x, '*fp32', kept, kept, '*i64', *['i32'] * 3, 'fp32', *['i32'] * 4]
+                build(fused_heads._heads, heads, arch, 1, HAS_NORM=normed, FP8=fp8_, HALF=64)
         for rows in (16, 32, 64):
             sizes = dict(ROWS=rows, COLUMNS=grouped_matmul.COLUMNS, DEPTH=grouped_matmul.DEPTH, EXPERTS=128)
             build(grouped_matmul._gate_up, [x, x, x, '*i64', '*i64', *['i32'] * 4], arch, 4, **sizes)
@@ -252,4 +329,4 @@ for arch in (80, 89, 90):
 @marked
 def test_each_kernel_compiles_for_gpus():
     "Down to machine code, which needs no GPU; what it computes there is not shown"
-    assert len(run_long('-c', COMPILE).splitlines()) == 3 * (2 * (5 + 3 * 2) + 1) + 2 * 2
+    assert len(run_long('-c', COMPILE).splitlines()) == 3 * (2 * (7 + 3 * 2) + 1) + 2 * 2

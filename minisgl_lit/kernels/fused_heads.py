@@ -25,11 +25,32 @@ def _norm(a, b, weight, at, inside, dim, eps):
     b = tl.cast(tl.cast(b * scale, kind), tl.float32) * wb
     return tl.cast(tl.cast(a, kind), tl.float32), tl.cast(tl.cast(b, kind), tl.float32)
 
+# %% ../../nbs/14b_kernels.fused_heads.ipynb #6a16daac
+@triton.jit
+def _codes(x):
+    "Float32 as bytes of E4M3: rounded to the nearest, ties to even; cut at 448; NaN stays NaN"
+    sign = (tl.cast(x, tl.int32, bitcast=True) >> 24) & 128
+    size = tl.abs(x)
+    bits = tl.cast(size, tl.int32, bitcast=True)
+    usual = ((bits + (0x7ffff + ((bits >> 20) & 1))) >> 20) - 960
+    small = tl.cast(size + 16384.0, tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0.015625, small, usual)
+    code = tl.where(size > 448.0, 126, code)
+    return tl.cast(sign | tl.where(x == x, code, 127), tl.uint8)
+
+@triton.jit
+def _keep(there, a, b, qkv, dim, inside, FP8: tl.constexpr):
+    "Both halves of a head into its slot"
+    a, b = tl.cast(a, qkv.dtype.element_ty), tl.cast(b, qkv.dtype.element_ty)
+    if FP8: a, b = _codes(tl.cast(a, tl.float32)), _codes(tl.cast(b, tl.float32))
+    tl.store(there, a, mask=inside)
+    tl.store(there + dim // 2, b, mask=inside)
+
 # %% ../../nbs/14b_kernels.fused_heads.ipynb #9e0cd3aa
 @triton.jit
 def _heads(qkv, q_norm, k_norm, cos_sin, keys, values, out_loc, n_q, n_kv, dim, eps,
            row_stride, angle_stride, slot_stride, head_stride,
-           HAS_NORM: tl.constexpr, HALF: tl.constexpr):
+           HAS_NORM: tl.constexpr, FP8: tl.constexpr, HALF: tl.constexpr):
     "One head of one token"
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, HALF)
@@ -51,8 +72,7 @@ def _heads(qkv, q_norm, k_norm, cos_sin, keys, values, out_loc, n_q, n_kv, dim, 
         slot = tl.load(out_loc + token) * slot_stride
         if head < n_q + n_kv: there = keys + (slot + (head - n_q) * head_stride) + at
         else: there = values + (slot + (head - n_q - n_kv) * head_stride) + at
-        tl.store(there, tl.cast(a, kind), mask=inside)
-        tl.store(there + dim // 2, tl.cast(b, kind), mask=inside)
+        _keep(there, a, b, qkv, dim, inside, FP8)
 
 # %% ../../nbs/14b_kernels.fused_heads.ipynb #efd5f311
 def norm_rope_store(
@@ -61,15 +81,16 @@ def norm_rope_store(
     eps: float,             # Keeps the norm from dividing by zero
     cos_sin: torch.Tensor,  # Cosines, then sines, float32, [n_tokens, head_dim]
     keys: torch.Tensor,     # The layer's cache, [n_slots, n_kv, head_dim]; is written
-    values: torch.Tensor,   # The same, with the same strides
+    values: torch.Tensor,   # The same, with the same strides and dtype: that of `qkv`, or FP8
     out_loc: torch.Tensor,  # Slot of each token, int64, [n_tokens]
 ) -> None:
     "Norm and rotation of queries and keys, in place; keys and values into the cache"
     (n, heads, dim), (_, n_kv, _) = qkv.shape, keys.shape
     if not n: return
     q_norm, k_norm = norms or (qkv, qkv)   # not read
-    half = 1 << (dim // 2 - 1).bit_length()
+    half, fp8 = 1 << (dim // 2 - 1).bit_length(), keys.dtype == torch.float8_e4m3fn
+    if fp8: keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     _heads[(n, heads)](
         qkv, q_norm, k_norm, cos_sin, keys, values, out_loc, heads - 2 * n_kv, n_kv, dim, eps,
         qkv.stride(0), cos_sin.stride(0), keys.stride(0), keys.stride(1),
-        HAS_NORM=norms is not None, HALF=half, num_warps=1)
+        HAS_NORM=norms is not None, FP8=fp8, HALF=half, num_warps=1)

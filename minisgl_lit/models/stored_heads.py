@@ -15,7 +15,7 @@ import torch
 from ..kernels.flashinfer_reference import Pairs, numbers
 from ..kernels.linear import PackedWeight, linear
 from ..kernels.triton_reference import serves
-from ..kv_cache.pool import KVPool, KVSlots
+from ..kv_cache.pool import FP8, KVPool, KVSlots
 from .layers import QKVHeads, RotaryAngles, qkv_heads, rope_angles
 
 # %% ../../nbs/30a_models.stored_heads.ipynb #48942b0e
@@ -53,26 +53,31 @@ def _stored_heads(
     return q, k, v
 
 # %% ../../nbs/30a_models.stored_heads.ipynb #224c1b46
-def _trial(kernel: StoreHeads, device: torch.device) -> Pairs:
+def _trial(kernel: StoreHeads, device: torch.device, stored: torch.dtype) -> Pairs:
     "Heads and cache, by the kernel and step by step"
-    some = partial(numbers, device=device)
-    def heads(chosen: StoreHeads | None) -> list[torch.Tensor]:
-        pool = KVPool(1, 2, 4, 2, 64, torch.bfloat16, device)
-        pool.buffer.zero_()
-        slots = pool.slots(0, torch.tensor([6, 1], device=device))
+    some, out_loc = partial(numbers, device=device), torch.tensor([6, 1], device=device)
+    def heads(chosen: StoreHeads | None) -> tuple[QKVHeads, KVPool]:
+        pool = empty_pool()
         x, weight, norms = some(2, 32), some(7 * 64, 32), (some(64), some(64))
-        freqs = some(32, dtype=torch.float32)
+        freqs, slots = some(32, dtype=torch.float32), pool.slots(0, out_loc)
         angles = rope_angles(torch.tensor([3, 5], device=device), freqs, x)
-        return [*_stored_heads(chosen, x, weight, None, norms, 1e-6, angles, slots), pool.buffer]
-    return list(zip(heads(kernel), heads(None), strict=True))
+        return _stored_heads(chosen, x, weight, None, norms, 1e-6, angles, slots), pool
+    def empty_pool() -> KVPool:
+        pool = KVPool(1, 2, 4, 2, 64, stored, device)
+        pool.buffer.zero_()
+        return pool
+    (ours, pool), (right, _), again = heads(kernel), heads(None), empty_pool()
+    again.slots(0, out_loc).store(*ours[1:])
+    return [*zip(ours, right), (pool.buffer.float(), again.buffer.float())]
 
 # %% ../../nbs/30a_models.stored_heads.ipynb #9d91bb22
 @cache
-def _find_kernel(device: torch.device) -> StoreHeads | None:
-    "The kernel, if it can be used on this GPU"
+def _find_kernel(device: torch.device, fp8: bool) -> StoreHeads | None:
+    "The kernel, if it can be used on this GPU; for a cache of FP8, or of 16 bits"
     from minisgl_lit.kernels.fused_heads import norm_rope_store
-    trial = partial(_trial, norm_rope_store, device)
-    return norm_rope_store if serves('QK norm, RoPE and KV store in one', trial) else None
+    name = f'QK norm, RoPE and KV store{" in fp8" if fp8 else ""} in one'
+    trial = partial(_trial, norm_rope_store, device, FP8 if fp8 else torch.bfloat16)
+    return norm_rope_store if serves(name, trial) else None
 
 def heads_kernel(
     x: torch.Tensor,        # What heads are made of
@@ -81,8 +86,9 @@ def heads_kernel(
 ) -> StoreHeads | None:     # `None`: step by step
     "The kernel, if it can compute with these tensors"
     if x.device.type != 'cuda' or angles.cos_sin.dtype != torch.float32: return None
-    if x.dtype not in (torch.bfloat16, torch.float16) or slots.keys.dtype != x.dtype: return None
-    return _find_kernel(x.device)
+    stored = slots.keys.dtype
+    if x.dtype not in (torch.bfloat16, torch.float16) or stored not in (x.dtype, FP8): return None
+    return _find_kernel(x.device, stored == FP8)
 
 # %% ../../nbs/30a_models.stored_heads.ipynb #f26fe9ec
 def stored_heads(
