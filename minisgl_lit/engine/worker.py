@@ -51,7 +51,7 @@ from ..models.embedded import embedded_path
 from ..models.checkpoint import read_config
 from ..models.hub import resolve_model
 from ..models.quantization import (
-    Compression, Fp8Projections, Quantization, pack_parts, stored_bytes)
+    Compression, Fp8Projections, Quantization, pack_parts, stays_wide, stored_bytes)
 from ..models.weight_update import Put, WeightUpdater
 from ..models.weights import dummy_weights, load_weights, open_checkpoint
 from ..kernels.compiler import warn_once
@@ -198,6 +198,8 @@ class ResolvedConfig:
         join = partial(pack_parts, dtype=self.dtype, rounds_input=rounds_input) if on_cpu else None
         make = partial(load_weights, path or self.path, join=join)
         if config.dummy_weights and not path: make = dummy_weights
+        said = stays_wide(self.model, self.quantization) if self.rank == 0 else None
+        if said: warn_once(said)
         pack = self.quantization.pack if self.quantization else lambda name, weight: pack_weight(weight)
         def finish(name: str, weight: torch.Tensor) -> torch.Tensor | PackedWeight:
             return put(name, pack(name, weight))
