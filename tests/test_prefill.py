@@ -608,6 +608,18 @@ def waiting():
     pending.handoff = 'x'
     return pending
 
+def test_the_last_page_of_a_prompt_does_not_travel(pages):
+    "At least one token is computed where the answer is; here the prompt is four full pages"
+    assert pages.n_pages(PendingReq('r', np.arange(8), SamplingParams(), max_len=12)) == 3
+
+def test_pages_of_another_tenant_are_not_taken(pages):
+    "Though the file is called as it should be"
+    other = PendingReq('r', np.arange(7), SamplingParams(extra_key='bob'), max_len=12)
+    other.handoff = 'x'
+    assert pages.arriving(other, 0, 3)
+    pages._stream.run_all()
+    assert pages.take(other, 0, 3) == [] and pages.counts['missed'] == 3
+
 def test_a_match_that_grows_or_shrinks_meanwhile(pages):
     asked = waiting()
     assert pages.arriving(asked, 1, 3)
