@@ -321,7 +321,8 @@ class Server:
                 engine.result()
             client.closed = 'the server is about to end'
             end = self._loop.time() + self._config.drain_seconds
-            while client.calls and self._loop.time() < end and not engine.done():
+            def is_left(): return client.calls or client.trouble   # one that has just failed
+            while is_left() and self._loop.time() < end and not engine.done():
                 if not await self._unless_stopped(engine, timeout=_DRAIN_POLL): return
             if engine.done(): engine.result()
         finally:
