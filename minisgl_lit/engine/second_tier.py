@@ -97,6 +97,7 @@ def seconds_to_compute(
 
 # %% ../../nbs/44b_engine.second_tier.ipynb #ba8d7326
 _PROBED_PAGES = 8
+_PROBES = 3    # the disk may have other work at that moment
 _IDLE = 5e-4   # seconds that the scheduler sleeps if all that could run waits for pages
 
 def least_pages(
@@ -110,7 +111,8 @@ def least_pages(
     if config.kv_disk_path:
         room = bytes_for(_PROBED_PAGES, page_bytes)
         probe = open_page_file(config.kv_disk_path, page_bytes, room, 'probe')
-    try: one, many = (seconds_to_copy(engine, page, n, probe) for n in (1, _PROBED_PAGES))
+    try: one, many = (min(seconds_to_copy(engine, page, n, probe) for _ in range(_PROBES))
+                      for n in (1, _PROBED_PAGES))
     finally:
         if probe: probe.remove()
     each = max(many - one, 0.) / (_PROBED_PAGES - 1)
