@@ -155,7 +155,7 @@ class StopChecker:
         "Take a piece; return the text that cannot be part of a stop, nothing after a match"
         if not self._strings and self._pattern is None: return text
         self.append(text)
-        return self.search()
+        return self.search(inf)
 
     def append(self, text: str) -> None:
         "Take a piece, to be searched later"
