@@ -256,7 +256,7 @@ def test_engine_dies_while_it_loads(monkeypatch):
 def test_end_in_the_middle_of_a_restart(monkeypatch, end):
     "The engine that is being started is ended, too"
     before = engines()
-    with serve(**SMALL, log_interval=0, restart=True) as s:
+    with serve(**SMALL, log_interval=0, restart=True, drain_seconds=3) as s:
         (pid, folder), = engines().items() - before.items()
         hang(monkeypatch)
         os.kill(pid, signal.SIGKILL)
