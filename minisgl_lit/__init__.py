@@ -3,8 +3,9 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-if "torch" not in sys.modules:   # its threads shall wait asleep (chapter 02a); it asks when it is loaded
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# how torch's threads wait, which it asks when it is loaded: shortly awake, then asleep (chapter 02a)
+threads_wait = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "30000"}
+if "torch" not in sys.modules and not threads_wait.keys() & os.environ.keys(): os.environ.update(threads_wait)
 
 if TYPE_CHECKING:   # for editors and type checkers, which do not run `__getattr__`
     from minisgl_lit.async_llm import AsyncLLM as AsyncLLM

@@ -23,6 +23,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Protocol
 
+from . import threads_wait
+
 # %% ../nbs/02a_process.ipynb #d3f8b6a4
 _PR_SET_PDEATHSIG = 1   # of linux/prctl.h
 
@@ -59,7 +61,8 @@ def start_module(
     orphaned: signal.Signals = signal.SIGCONT,   # What it gets when this process ends; on Linux
 ) -> subprocess.Popen[bytes]:
     "Run a module as a process and a session of its own; it finds the modules that this one finds"
-    env = {'OMP_WAIT_POLICY': 'passive', **os.environ,
+    chosen = threads_wait.keys() & os.environ.keys()   # by the user
+    env = {**({} if chosen else threads_wait), **os.environ,
            'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
     start = [sys.executable, '-P', '-m', 'minisgl_lit.process', str(os.getpid()), f'{orphaned:d}']
     files = [o if isinstance(o, int) else o.fileno() for o in (stdin, stdout)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import zmq
 
-from minisgl_lit import LLM, process
+from minisgl_lit import LLM, process, threads_wait
 from minisgl_lit.config import EngineConfig, ServerConfig
 from minisgl_lit.core.request import SearchedTokens
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
@@ -138,13 +138,13 @@ def test_a_function_that_was_left_out_is_named(cache, capfd):
 # --- nothing outlives its parent
 
 def test_ranks_are_killed_with_rank_0(monkeypatch):
-    "And every process that we start waits asleep, unless the user wants it otherwise"
-    started, policy = [], dict(OMP_WAIT_POLICY='passive')
+    "And threads of every process that we start soon wait asleep, unless the user wants it otherwise"
+    started, policy = [], threads_wait
     def popen(command, env, **_):
         started.append((command, {k: v for k, v in env.items() if k in policy}))
         return SimpleNamespace(wait=lambda: 0)
     monkeypatch.setattr(process.subprocess, 'Popen', popen)
-    monkeypatch.delenv('OMP_WAIT_POLICY', raising=False)
+    for name in policy: monkeypatch.delenv(name, raising=False)
     worker.start_ranks(2)
     process.start_module('json.tool', stdin=0, stdout=1)
     monkeypatch.setenv('OMP_WAIT_POLICY', 'active')
@@ -153,16 +153,16 @@ def test_ranks_are_killed_with_rank_0(monkeypatch):
     assert [command[5:7] for command, _ in started] == [[str(o), m] for o, m in (
         (9, 'minisgl_lit.engine.worker'), (int(signal.SIGCONT), 'json.tool'), (int(signal.SIGCONT), 'json.tool'))]
     assert all(command[3:5] == ['minisgl_lit.process', me] for command, _ in started)
-    assert [env['OMP_WAIT_POLICY'] for _, env in started] == ['passive', 'passive', 'active']
+    assert [env for _, env in started] == [policy, policy, dict(OMP_WAIT_POLICY='active')]
 
 def test_the_command_line_waits_asleep():
-    "The variable is set before anything can have imported torch"
+    "The variables are set before anything can have imported torch"
     code = ('import sys, os\nclass Finder:\n    def find_spec(self, name, path=None, target=None):\n'
-            '        if name == "torch": print(os.environ.get("OMP_WAIT_POLICY")); sys.stdout.flush(); os._exit(0)\n'
+            '        if name == "torch": print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT")); sys.stdout.flush(); os._exit(0)\n'
             'sys.meta_path.insert(0, Finder())\nimport runpy\nsys.argv = ["x", "generate", "Hi"]\n'
             'runpy.run_module("minisgl_lit", run_name="__main__", alter_sys=True)')
-    env = {k: v for k, v in os.environ.items() if k != 'OMP_WAIT_POLICY'}
-    assert subprocess.run([sys.executable, '-c', code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout == 'passive\n'
+    env = {k: v for k, v in os.environ.items() if k not in threads_wait}
+    assert subprocess.run([sys.executable, '-c', code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout == 'passive 30000\n'
 
 def test_a_driver_that_is_forgotten_ends_its_engine():
     closed = []
@@ -516,9 +516,9 @@ def test_a_model_is_loaded_with_a_look_at_the_cores(monkeypatch):
 
 @pytest.mark.long
 def test_decoding_beside_two_busy_loops(record_property):
-    "Threads that wait asleep get their share of the cores"
+    "Threads that soon sleep while they wait get their share of the cores"
     def rate(**env):
-        env = {k: v for k, v in os.environ.items() if not k.startswith('OMP_')} | env
+        env = {k: v for k, v in os.environ.items() if not k.startswith(('OMP_', 'GOMP_'))} | env
         return float(subprocess.run([sys.executable, '-c', DECODE], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=True).stdout)
     alone = rate()
     loops = [subprocess.Popen([sys.executable, '-c', 'while True: pass']) for _ in range(2)]
