@@ -1,10 +1,10 @@
-"""Break the caches and the scheduler one line at a time: some test must notice each break.
+"""Break the caches, the scheduler and the GPU's kernels one line at a time: some test must notice each break.
 
     python tests/mutants.py               all of them, two at a time
     python tests/mutants.py -k lock       those whose name has this in it
 
 A mutant is a copy of the package with one line changed. Its own chapter's tests run first, on the copy, then
-random lives of a server and of the tree. Whoever survives is named, and the exit code is 1: write the test that
+random lives of a server and of the tree, or the tests of kernels. Whoever survives is named, and the exit code is 1: write the test that
 is missing. A line that is no longer there is an error too.
 """
 import argparse, os, shutil, subprocess, sys, tempfile
@@ -17,7 +17,11 @@ chapters = {'process': '02a_process', 'kv_cache/table': '11_kv_cache.table', 'kv
             'kv_cache/manager': '13_kv_cache.manager', 'server/prefill_router': '53d_server.prefill_router',
             'scheduler/fairness': '19a_scheduler.fairness', 'scheduler/policy': '20_scheduler.policy', 'scheduler/prefill': '21_scheduler.prefill',
             'scheduler/decode': '22_scheduler.decode', 'scheduler/lifecycle': '23_scheduler.lifecycle', 'scheduler/batch': '24_scheduler.batch',
-            'scheduler/scheduler': '25_scheduler.scheduler', 'scheduler/control': '26_scheduler.control'}
+            'scheduler/scheduler': '25_scheduler.scheduler', 'scheduler/control': '26_scheduler.control',
+            'kernels/fused_heads': '14b_kernels.fused_heads', 'kernels/sampling': '14c_kernels.sampling', 'kernels/grouped_matmul': '14d_kernels.grouped_matmul',
+            'kernels/page_list': '14e_kernels.page_list', 'kernels/fp8': '14f_kernels.fp8', 'models/stored_heads': '30a_models.stored_heads',
+            'attention/choice': '33a_attention.choice', 'engine/sampler': '40_engine.sampler'}
+gpu = 'kernels/', 'models/stored_heads', 'attention/choice', 'engine/sampler'   # their other tests are those of kernels
 
 mutants = [   # what breaks, module, the line, what becomes of it
     ('a row is allocated twice', 'kv_cache/table', 'row = self._free.pop()', 'row = self._free[-1]'),
@@ -276,6 +280,63 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('left behind: a folder of another user is removed', 'process', 'if os.fstat(fd).st_uid != os.geteuid():', 'if False:'),
     ('left behind: a link is followed', 'process', ' | os.O_NOFOLLOW', ''),
     ('apart: nobody is at home', 'server/prefill_router', '.expanduser()', ''),
+    ('GPU: half a head too much is computed', 'kernels/fused_heads', 'inside = at < dim // 2', 'inside = at < dim'),
+    ('GPU: keys are normalised as queries', 'kernels/fused_heads', '_norm(a, b, k_norm,', '_norm(a, b, q_norm,'),
+    ('GPU: a norm is not rounded in between', 'kernels/fused_heads', 'tl.cast(tl.cast(a * scale, kind), tl.float32) * wa', 'a * scale * wa'),
+    ('GPU: a row of heads counts in 32 bits', 'kernels/fused_heads', 'tl.program_id(0).to(tl.int64)', 'tl.program_id(0)'),
+    ('GPU: angles of the first token', 'kernels/fused_heads', 'cos_sin + token * angle_stride + at,', 'cos_sin + at,'),
+    ('GPU: values go where keys go', 'kernels/fused_heads', 'there = values + (slot + (head - n_q - n_kv) * head_stride) + at', 'there = keys + (slot + (head - n_q - n_kv) * head_stride) + at'),
+    ('GPU: heads of a slot lie close together', 'kernels/fused_heads', 'keys.stride(0), keys.stride(1),', 'keys.stride(0), dim,'),
+    ('GPU: no tokens are launched', 'kernels/fused_heads', '    if not n: return\n', ''),
+    ('GPU: fp8 keeps no sign', 'kernels/fused_heads', 'tl.cast(sign | tl.where', 'tl.cast(tl.where'),
+    ('GPU: ties of fp8 go up', 'kernels/fused_heads', '(0x7ffff + ((bits >> 20) & 1))', '0x80000'),
+    ('GPU: small numbers of fp8 are wrong', 'kernels/fused_heads', 'size < 0.015625', 'size < 0.001'),
+    ('GPU: large numbers of fp8 are not cut', 'kernels/fused_heads', '    code = tl.where(size > 448.0, 126, code)\n', ''),
+    ('GPU: NaN is hidden in fp8', 'kernels/fused_heads', 'tl.where(x == x, code, 127)', 'code'),
+    ('GPU: fp8 is made of what was not rounded', 'kernels/fused_heads', '    a, b = tl.cast(a, qkv.dtype.element_ty), tl.cast(b, qkv.dtype.element_ty)\n    if FP8: a, b = _codes(tl.cast(a, tl.float32)), _codes(tl.cast(b, tl.float32))\n',
+     '    if FP8: a, b = _codes(a), _codes(b)\n    else: a, b = tl.cast(a, qkv.dtype.element_ty), tl.cast(b, qkv.dtype.element_ty)\n'),
+    ('GPU: a cache of whole numbers is written', 'models/stored_heads', 'stored not in (x.dtype, FP8)', 'False'),
+    ('GPU: angles of any dtype', 'models/stored_heads', " or angles.cos_sin.dtype != torch.float32: return None", ': return None'),
+    ('GPU: fp8 is not tried', 'models/stored_heads', 'FP8 if fp8 else torch.bfloat16)', 'torch.bfloat16)'),
+    ('GPU: the order of negative logits', 'kernels/sampling', '((bits >> 15) & 0x7fff)', '0'),
+    ('GPU: -0 is less than 0', 'kernels/sampling', 'tl.where(keys == -1, 0, keys)', 'keys'),
+    ('GPU: what fills a sweep is counted', 'kernels/sampling', 'if BY_COUNT: amount = tl.cast(at < n, tl.int64)', 'if BY_COUNT: amount = tl.cast(at < BLOCK, tl.int64)'),
+    ('GPU: ties of a top-k all share', 'kernels/sampling', 'above + (k - more) * ((weight - above) // tl.maximum(count - more, 1))', 'weight'),
+    ('GPU: logits count in 32 bits', 'kernels/sampling', '    row = logits + tl.cast(i, tl.int64) * stride\n    top = tl.cast(tl.load(row + tl.load(likeliest + i)), tl.float32)\n    temperature = tl.cast(tl.load(settings + i), tl.float32)\n    k =',
+     '    row = logits + i * stride\n    top = tl.cast(tl.load(row + tl.load(likeliest + i)), tl.float32)\n    temperature = tl.cast(tl.load(settings + i), tl.float32)\n    k ='),
+    ('GPU: a number on the end of a chunk', 'kernels/sampling', 'tl.cumsum(parts, 0) <= goal', 'tl.cumsum(parts, 0) < goal'),
+    ('GPU: min-p is forgotten', 'kernels/sampling', '(_keys(x) >= key) & (weights >= least)', '_keys(x) >= key'),
+    ('GPU: a greedy row is sampled', 'kernels/sampling', '> 0: token = first', '> 2: token = first'),
+    ('GPU: a token beyond the vocabulary', 'kernels/sampling', 'tl.minimum(chunk * CHUNK + passed, n - 1)', 'chunk * CHUNK + passed'),
+    ('GPU: settings lie close together', 'kernels/sampling', 'settings, settings.stride(0), n,', 'settings, rows, n,'),
+    ('GPU: rows of logits lie close together', 'kernels/sampling', 'n, logits.stride(0)', 'n, n'),
+    ('GPU: logits that lie apart are sampled', 'engine/sampler', " and logits.stride(-1) == 1", ''),
+    ('GPU: logits of 32 bits are sampled', 'engine/sampler', 'if not on_gpu or logits.dtype not in (torch.bfloat16, torch.float16): return None', 'if not on_gpu: return None'),
+    ('GPU: an expert in use has no tile', 'kernels/grouped_matmul', 'return (n_choices + in_use * (rows - 1)) // rows', 'return n_choices // rows + 1'),
+    ('GPU: experts count in 32 bits', 'kernels/grouped_matmul', 'row = tl.cast(expert, tl.int64) * n_out + column', 'row = expert * n_out + column'),
+    ('GPU: a tile goes on into the next expert', 'kernels/grouped_matmul', 'begin, tl.sum(tl.where(e == expert, end, 0), 0)', 'begin, begin + ROWS'),
+    ('GPU: a tile without an expert computes', 'kernels/grouped_matmul', '    if expert < n_experts:\n        place, column = begin + tl.arange(0, ROWS), tl.arange(0, COLUMNS)\n        column += tl.program_id(1) * COLUMNS\n        mine, wanted = place < end, column < n_out\n        token',
+     '    if True:\n        place, column = begin + tl.arange(0, ROWS), tl.arange(0, COLUMNS)\n        column += tl.program_id(1) * COLUMNS\n        mine, wanted = place < end, column < n_out\n        token'),
+    ('GPU: columns beyond the matrix', 'kernels/grouped_matmul', 'mask=wanted[:, None] & (columns < width)[None, :]', 'mask=wanted[:, None]'),
+    ('GPU: tokens that lie apart', 'kernels/grouped_matmul', 'between, x.contiguous(),', 'between, x,'),
+    ('GPU: shares that lie apart', 'kernels/grouped_matmul', 'weights.contiguous(), n_experts', 'weights, n_experts'),
+    ('GPU: experts of any dtype', 'kernels/grouped_matmul', "if device.type != 'cuda' or dtype not in (torch.bfloat16, torch.float16): return False", "if device.type != 'cuda': return False"),
+    ('GPU: the newest page is read too early', 'kernels/page_list', 'mask=column < newest', 'mask=column <= newest + 1'),
+    ('GPU: a begun page is not in the table', 'kernels/page_list', '    tl.store(there, pages, mask=column == newest)\n', ''),
+    ('GPU: what is not a request page is listed', 'kernels/page_list', 'pages, mask=column <= newest)', 'pages)'),
+    ('GPU: a table lies close together', 'kernels/page_list', 'page_table.stride(0), BLOCK', 'page_table.shape[1], BLOCK'),
+    ('GPU: fp8 of a row of zeros', 'kernels/fp8', 'tl.max(tl.abs(row), 0) / 448.0, SMALLEST)', 'tl.max(tl.abs(row), 0) / 448.0, 0.0)'),
+    ('GPU: rows of fp8 count in 32 bits', 'kernels/fp8', 'i = tl.cast(tl.program_id(0), tl.int64)', 'i = tl.program_id(0)'),
+    ('GPU: sizes that no matmul of fp8 has', 'kernels/fp8', 'any(o % 16 for o in self.shape) or ', ''),
+    ('GPU: inputs that lie apart are rounded', 'kernels/fp8', ' and x.stride(-1) == 1', ''),
+    ('GPU: inputs of any dtype are rounded', 'kernels/fp8', ' and x.dtype == torch.bfloat16', ''),
+    ('GPU: old cards multiply fp8', 'kernels/fp8', ' or torch.cuda.get_device_capability(device) < (8, 9)', ''),
+    ('GPU: noise chooses a kernel', 'attention/choice', '* (1 + MARGIN)', ''),
+    ('GPU: a kernel that fails stops the engine', 'attention/choice', 'except Exception as e: failed', 'except ZeroDivisionError as e: failed'),
+    ('GPU: the first replay counts', 'attention/choice', 'return min(times) / RUNS', 'return times[0] / RUNS'),
+    ('GPU: a named kernel is measured', 'attention/choice', "if part not in ('auto', 'flashinfer'): continue", 'pass'),
+    ('GPU: keys of any dtype are read', 'attention/choice', 'if stored not in (dtype, torch.float8_e4m3fn):', 'if False:'),
+    ('GPU: both kinds are tried for one', 'attention/choice', 'try_kernels({kind: trials[kind]})', 'try_kernels(trials)'),
     ('callers from vLLM are misunderstood', 'scheduler/lifecycle', 'params = replace(params, priority=-params.priority)', 'pass'),
 ]
 
@@ -297,6 +358,7 @@ def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     tries = [['tests/test_notebooks.py', '-k', chapters[module]],
              [*(['tests/test_prefill.py'] if module in ('process', 'kv_cache/handoff', 'server/prefill_router') else []), 'tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_scheduler.py', 'tests/test_hostile_chunks.py', '-k', 'not every'],
              ['tests/test_notebooks.py', '-k', ' or '.join(above) or 'none']]
+    if module.startswith(gpu): tries = [tries[0], ['tests/test_triton.py', 'tests/test_fp8.py', 'tests/test_flashinfer.py']]
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder), module, line, instead)
         for args in tries:

@@ -76,3 +76,13 @@ def test_a_product_in_8_bits_is_that_of_its_definition():
     try: got = fp8.scaled_matmul(*x, *w, torch.bfloat16)
     except (RuntimeError, NotImplementedError, ValueError) as e: pytest.skip(f'not on a CPU: {e}'[:100])
     assert largest_error([(got, fp8.plain_scaled_matmul(*x, *w, torch.bfloat16))]) <= TOLERANCE
+
+def test_only_rows_that_lie_side_by_side_are_rounded_for_a_product(monkeypatch):
+    "The kernel that rounds them reads them so; others are multiplied by the widened weight, to the same result but for the rounding"
+    asked, weight = [], Fp8Weight.of(torch.randn(32, 48).bfloat16())
+    monkeypatch.setattr(fp8, 'can_multiply_fp8', lambda device: True)
+    monkeypatch.setattr(fp8, 'to_fp8', lambda x: asked.append(x.stride()) or fp8.plain_to_fp8(x))
+    monkeypatch.setattr(fp8, 'scaled_matmul', fp8.plain_scaled_matmul)
+    x = torch.randn(48, 5).bfloat16().T
+    widened, rounded = weight.multiply(x), weight.multiply(x.contiguous())
+    assert asked == [(48, 1)] and (rounded - widened).abs().max() < .1*widened.abs().max()

@@ -342,7 +342,7 @@ def test_parameters_mean_what_they_always_mean(params):
             assert e.handoffs('a').counts['received'] == 4
     run(main())
 
-@pytest.mark.parametrize('settings', [dict(cache='none'), dict(max_prefill_tokens=3), dict(max_running_req=1, max_queued_req=1), dict(admission='optimistic', num_pages=16)], ids=str)
+@pytest.mark.parametrize('settings', [dict(cache='none'), dict(max_prefill_tokens=3), dict(max_running_req=1, max_queued_req=2), dict(admission='optimistic', num_pages=16)], ids=str)
 def test_under_other_settings(settings):
     async def main():
         async with Engines('ap', **settings) as e:
