@@ -155,6 +155,20 @@ def test_tokens_are_those_of_the_sampler(world):
     want = torch.where(given_[5] > 0, first, want)
     for i in range(n): assert got[i] == want[i] or near(logits[i], given_[:, i], got[i], want[i]), (i, got, want)
 
+def test_a_top_p_is_a_share_of_k_tokens_though_more_tie():
+    "Of five tokens a top-k of 3 leaves 0.8 of the weight, if its last is one of three that tie; a top-p of 0.8 of that is 0.64: two tokens"
+    logits = torch.tensor([[.4, .3, .1, .1, .1]]).log().half()
+    given_ = torch.tensor([[1., 3, .8, 0, .99, 0]]).double().T.contiguous()
+    assert sampling.sample_tokens(logits, largest(logits)[0], given_, True, 16).tolist() == [1]
+    assert sample_random(logits, given_[:5, :, None], 3, torch.empty(0, dtype=torch.int64).numpy(), True).tolist() == [1]
+
+def test_a_number_where_two_chunks_meet():
+    "Belongs to the first token of the second one that has a weight, not to the first of all, which is forbidden"
+    logits = torch.full((1, 32), -torch.inf).half()
+    logits[0, [3, 20]] = 0
+    given_ = torch.tensor([[1., 0, 1, 0, .5, 0]]).double().T.contiguous()
+    assert sampling.sample_tokens(logits, largest(logits)[0], given_, True, 16).tolist() == [20]
+
 @few
 @given(rows(), st.permutations(range(6)))
 def test_a_seed_gives_its_token_in_any_company(world, order):
