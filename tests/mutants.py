@@ -307,7 +307,6 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('GPU: a number on the end of a chunk', 'kernels/sampling', 'tl.cumsum(parts, 0) <= goal', 'tl.cumsum(parts, 0) < goal'),
     ('GPU: min-p is forgotten', 'kernels/sampling', '(_keys(x) >= key) & (weights >= least)', '_keys(x) >= key'),
     ('GPU: a greedy row is sampled', 'kernels/sampling', '> 0: token = first', '> 2: token = first'),
-    ('GPU: a token beyond the vocabulary', 'kernels/sampling', 'tl.minimum(chunk * CHUNK + passed, n - 1)', 'chunk * CHUNK + passed'),
     ('GPU: settings lie close together', 'kernels/sampling', 'settings, settings.stride(0), n,', 'settings, rows, n,'),
     ('GPU: rows of logits lie close together', 'kernels/sampling', 'n, logits.stride(0)', 'n, n'),
     ('GPU: logits that lie apart are sampled', 'engine/sampler', " and logits.stride(-1) == 1", ''),

@@ -221,6 +221,13 @@ def test_experts_are_those_of_the_definition(world):
 def test_the_trial_of_experts_passes():
     for dtype in DOT[1:]: assert largest_error(grouped_matmul._trial(torch.device("cpu"), dtype)) <= TOLERANCE
 
+def test_experts_of_16_bits_are_tried(monkeypatch):
+    "And no others"
+    monkeypatch.setattr(grouped_matmul, 'serves', lambda what, trial: True)
+    can = grouped_matmul.can_compute_experts.__wrapped__
+    assert [can(torch.device('cuda'), o) for o in (torch.bfloat16, torch.float16, torch.float32, torch.float64)] == [True, True, False, False]
+    assert not can(torch.device('cpu'), torch.bfloat16)
+
 @examples
 @given(st.integers(0, 5), st.sampled_from([1, 3, 16, 48, 100]), st.integers(0, 3), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 99))
 def test_rows_are_rounded_to_fp8_as_defined(n, width, more, dtype, seed):
