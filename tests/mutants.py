@@ -312,7 +312,6 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('GPU: logits that lie apart are sampled', 'engine/sampler', " and logits.stride(-1) == 1", ''),
     ('GPU: logits of 32 bits are sampled', 'engine/sampler', 'if not on_gpu or logits.dtype not in (torch.bfloat16, torch.float16): return None', 'if not on_gpu: return None'),
     ('GPU: an expert in use has no tile', 'kernels/grouped_matmul', 'return (n_choices + in_use * (rows - 1)) // rows', 'return n_choices // rows + 1'),
-    ('GPU: experts count in 32 bits', 'kernels/grouped_matmul', 'row = tl.cast(expert, tl.int64) * n_out + column', 'row = expert * n_out + column'),
     ('GPU: a tile goes on into the next expert', 'kernels/grouped_matmul', 'begin, tl.sum(tl.where(e == expert, end, 0), 0)', 'begin, begin + ROWS'),
     ('GPU: a tile without an expert computes', 'kernels/grouped_matmul', '    if expert < n_experts:\n        place, column = begin + tl.arange(0, ROWS), tl.arange(0, COLUMNS)\n        column += tl.program_id(1) * COLUMNS\n        mine, wanted = place < end, column < n_out\n        token',
      '    if True:\n        place, column = begin + tl.arange(0, ROWS), tl.arange(0, COLUMNS)\n        column += tl.program_id(1) * COLUMNS\n        mine, wanted = place < end, column < n_out\n        token'),
