@@ -13,7 +13,7 @@ import pytest
 from minisgl_lit import cluster, serve
 from minisgl_lit.config import ServerConfig
 from minisgl_lit.core.request import FinishReason, PendingReq
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
 from minisgl_lit.device import ManualStream
 from minisgl_lit.kv_cache.handoff import Handoffs
 from minisgl_lit.kv_cache.page_file import PageFile
@@ -349,6 +349,16 @@ def test_under_other_settings(settings):
             prompts = [[*range(i, 24*i + i, i)] for i in range(1, 4)]
             assert await asyncio.gather(*(e.ask(str(i), o) for i, o in enumerate(prompts))) == [True]*3
             assert await e.files() == []
+    run(main())
+
+def test_a_queue_that_may_be_full():
+    "Of three at once each is answered, or refused in one sentence where neither engine has room yet; no file is left"
+    async def main():
+        async with Engines('ap', max_running_req=1, max_queued_req=1) as e:
+            prompts = [[*range(i, 24*i + i, i)] for i in range(1, 4)]
+            told = await asyncio.gather(*(e.ask(str(i), o) for i, o in enumerate(prompts)), return_exceptions=True)
+            assert True in told and all(o is True or isinstance(o, QueueFull) and 'waiting already' in str(o) for o in told), told
+            assert await e.files() == [] and not e.router.calls
     run(main())
 
 def test_an_abort_does_not_wait_for_a_file():
