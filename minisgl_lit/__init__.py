@@ -4,7 +4,7 @@ import sys
 from typing import TYPE_CHECKING
 
 # how torch's threads wait, which it asks when it is loaded: shortly awake, then asleep (chapter 02a)
-threads_wait = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "30000"}
+threads_wait = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "100000"}
 if "torch" not in sys.modules and not threads_wait.keys() & os.environ.keys(): os.environ.update(threads_wait)
 
 if TYPE_CHECKING:   # for editors and type checkers, which do not run `__getattr__`

@@ -162,7 +162,7 @@ def test_the_command_line_waits_asleep():
             'sys.meta_path.insert(0, Finder())\nimport runpy\nsys.argv = ["x", "generate", "Hi"]\n'
             'runpy.run_module("minisgl_lit", run_name="__main__", alter_sys=True)')
     env = {k: v for k, v in os.environ.items() if k not in threads_wait}
-    assert subprocess.run([sys.executable, '-c', code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout == 'passive 30000\n'
+    assert subprocess.run([sys.executable, '-c', code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout == 'passive 100000\n'
 
 def test_a_driver_that_is_forgotten_ends_its_engine():
     closed = []

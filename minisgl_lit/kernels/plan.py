@@ -57,7 +57,7 @@ static void wake(_Atomic int *x) {}
 
 # %% ../../nbs/04a_kernels.plan.ipynb #038a11c5
 team_c += r"""
-enum { SPINS = 2000 };
+enum { SPINS = 20000 };
 static void barrier(team *t) {
     meeting *m = t->at;
     int round = m->round;

@@ -189,7 +189,7 @@ class StopChecker:
         assert self._pattern is not None
         if self.budget.left <= 0: raise RequestError(
             'stop_regex', f'stop_regex={self._pattern!r:.80} took more than {REQUEST_SEARCH_S} s '
-                          'of search time; repeats inside repeats are slow')
+                          'of search time: a text that it can match in many ways is slow')
         if self._seconds <= 0: raise TimeoutError
         compiled, started = compile_stop(self._pattern), thread_time()
         limit = min(self._seconds, self.budget.left)
