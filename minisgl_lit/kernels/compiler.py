@@ -153,8 +153,11 @@ class Level:
 
 _AVX2 = 'ssse3 sse4_1 sse4_2 popcnt cx16 avx avx2 fma f16c bmi1 bmi2 abm movbe'
 _AVX512 = f'{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl'
+_BF16 = '-mavx512vnni -mavx512bf16'
 LEVELS = dict(   # by machine, the best first
-    x86_64=[Level('avx512_bf16', '-march=x86-64-v4 -mavx512vnni -mavx512bf16',
+    x86_64=[Level('amx', f'-march=x86-64-v4 {_BF16} -mamx-tile -mamx-bf16',
+                  f'{_AVX512} avx512_vnni avx512_bf16 amx_tile amx_bf16'),
+            Level('avx512_bf16', f'-march=x86-64-v4 {_BF16}',
                   f'{_AVX512} avx512_vnni avx512_bf16'),
             Level('avx512_vnni', '-march=x86-64-v4 -mavx512vnni', f'{_AVX512} avx512_vnni'),
             Level('avx512', '-march=x86-64-v4', _AVX512),

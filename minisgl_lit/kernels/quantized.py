@@ -245,15 +245,25 @@ INLINE void unpack_group(const grouped *m, const char *group, char *to, int bits
         }
     }
 }
+INLINE i64 unpacked_words(const grouped *m, int bf16) { return m->group * (bf16 ? 2 : 4) / 4; }
+INLINE i64 groups_at_once(const grouped *m, int bf16) {      // that end where a tile ends
+    i64 run = 1;
+    while (bf16 && run * unpacked_words(m, bf16) % DEEP) run++;
+    return run;
+}
 INLINE void exact_panel(const grouped *m, const char *panel, const char *x, i64 ld, i64 rows,
                         i64 n_in, float *sums, char *scratch, int bf16) {
-    i64 step = m->group * (bf16 && PAIRS ? 2 : 4), words = m->group * (bf16 ? 2 : 4) / 4;
-    i64 size = group_bytes(m);
-    for (i64 g = 0; g < n_in / m->group; g++, panel += size, x += step) {
-        for (i64 i = 0; i < size; i += 64) __builtin_prefetch(panel + size + i, 0, 2);
-        if (m->bits == 4) unpack_group(m, panel, scratch, 4, bf16);
-        else unpack_group(m, panel, scratch, 8, bf16);
-        multiply(x, ld, rows, scratch, words, sums, PANEL, bf16);
+    i64 step = m->group * (bf16 && PAIRS ? 2 : 4), words = unpacked_words(m, bf16);
+    i64 size = group_bytes(m), groups = n_in / m->group, run = groups_at_once(m, bf16), n;
+    for (i64 g = 0; g < groups; g += n, x += n * step) {
+        n = lesser(run, groups - g);
+        for (i64 i = 0; i < n; i++, panel += size) {
+            char *to = scratch + i * words * PANEL * 4;
+            for (i64 j = 0; j < size; j += 64) __builtin_prefetch(panel + size + j, 0, 2);
+            if (m->bits == 4) unpack_group(m, panel, to, 4, bf16);
+            else unpack_group(m, panel, to, 8, bf16);
+        }
+        multiply(x, ld, rows, scratch, n * words, sums, PANEL, bf16);
     }
 }
 """
@@ -426,7 +436,8 @@ static void grouped_part(const grouped *m, void *y, const void *x, const char *w
     const char *floats = widen ? shared : x;
     i64 apart = widen ? ld : n_in * size;
     float *sums = aligned_alloc(64, lesser(rows, MOST) * PANEL * 4);
-    char *scratch = m->dots ? NULL : aligned_alloc(64, (m->group * 4 + 64) * PANEL);
+    i64 unpacked = groups_at_once(m, bf16) * unpacked_words(m, bf16) * PANEL * 4;
+    char *scratch = m->dots ? NULL : aligned_alloc(64, unpacked + 64 * PANEL);
     for (i64 from = 0; from < rows; from += MOST) {
         i64 some = lesser(MOST, rows - from);
         bytes part = { shared + from * ld, n_in, groups, ld };
