@@ -98,7 +98,7 @@ linear_c += r"""
 enum { AHEAD = 8192 };      // bytes, where nothing is read twice
 INLINE i64 lesser(i64 a, i64 b) { return a < b ? a : b; }
 #if defined(__AMX_BF16__) && defined(__linux__)
-enum { AMX = 1, DEEP = 16, ALL = DEEP * PANEL * 4 / 64, FLUSH = 0x8040 };      // words of a tile, their lines
+enum { AMX = 1, DEEP = 16, FLUSH = 0x8040 };      // words of a tile; modes for denormals
 static int allowed;      // by the system, once for all threads
 __attribute__((constructor)) static void ask(void) {
     enum { PERMIT = 0x1023, TILES = 18 };
@@ -119,22 +119,29 @@ static void shape_tiles(int R, int words) {      // 0 to 3: sums, 4: x, 5 to 7: 
     }
     asm volatile("ldtilecfg %0" :: "m"(shapes));
 }
+INLINE const char *prefetch(const char *soon, i64 lines) {
+    if (lines == DEEP) for (int i = 0; i < DEEP; i++) __builtin_prefetch(soon + i * 64, 0, 3);
+    else for (i64 i = 0; i < lines; i++) __builtin_prefetch(soon + i * 64, 0, 2);
+    return soon + lines * 64;
+}
 static void amx_tile(const char *x, i64 ld, const char *w, i64 words,
                      const char *soon, i64 lines, float *y, i64 apart) {
     LOAD(0, y, apart * 4);      // y[R, 64] += x[R, words] w[words, 64]
     LOAD(1, y + 16, apart * 4);
     LOAD(2, y + 32, apart * 4);
     LOAD(3, y + 48, apart * 4);
-    for (i64 k = 0; k < words; k += DEEP, w += DEEP * PANEL * 4, soon += lines * 64) {
-        if (lines == ALL) for (int i = 0; i < ALL; i++) __builtin_prefetch(soon + i * 64, 0, 3);
-        else for (i64 i = 0; i < lines; i++) __builtin_prefetch(soon + i * 64, 0, 2);
+    for (i64 k = 0; k < words; k += DEEP, w += DEEP * PANEL * 4) {
         LOAD(4, x + k * 4, ld);
+        soon = prefetch(soon, lines);
         LOAD(5, w, PANEL * 4);
         MULTIPLY(0, 4, 5);
+        soon = prefetch(soon, lines);
         LOAD(6, w + 64, PANEL * 4);
         MULTIPLY(1, 4, 6);
+        soon = prefetch(soon, lines);
         LOAD(7, w + 128, PANEL * 4);
         MULTIPLY(2, 4, 7);
+        soon = prefetch(soon, lines);
         LOAD(5, w + 192, PANEL * 4);
         MULTIPLY(3, 4, 5);
     }
@@ -169,12 +176,12 @@ static void amx_multiply(const char *x, i64 ld, i64 rows, const char *w, i64 wor
                          float *y, i64 apart) {
     if (rows == 1) return amx_row(x, w, words, y);
     i64 tiles = (rows + 15) / 16, whole = words / DEEP * DEEP, n;
-    i64 size = tiles == 1 ? words : 128, lines = (ALL + tiles - 1) / tiles;
+    i64 size = tiles == 1 ? words : 128, lines = (DEEP + tiles - 1) / tiles;
     for (i64 k = 0; k < words; k += n, x += n * 4, w += n * PANEL * 4) {
         n = k < whole ? lesser(size, whole - k) : words - whole;
         for (i64 i = 0, shaped = 0; i < tiles; i++) {
-            i64 R = lesser(16, rows - i * 16), later = n * PANEL * 4 + i * lines * n * 4;
-            const char *soon = w + (tiles == 1 ? AHEAD : later);
+            i64 R = lesser(16, rows - i * 16), later = (n + i * lines * n / DEEP) * PANEL * 4;
+            const char *soon = w + (tiles == 1 ? DEEP * PANEL * 4 : later);
             if (R != shaped) shape_tiles(shaped = R, lesser(n, DEEP));
             amx_tile(x + i * 16 * ld, ld, w, n, soon, lines, y + i * 16 * apart, apart);
         }
