@@ -278,9 +278,10 @@ def agree(program: Path, folder: Path, under: str = '') -> str:
     return f'{len(ours.ops)} calls with registers of {width} floats'
 
 @pytest.mark.long
-@pytest.mark.parametrize('more', [[], ['-mno-avx512f'], ['-mno-avx']], ids=['native', 'AVX2', 'SSE'])
+@pytest.mark.parametrize('more', [[], ['-mno-amx-bf16'], ['-mno-avx512f'], ['-mno-avx']], ids=['native', 'no AMX', 'AVX2', 'SSE'])
 def test_kernels_keep_to_their_memory(more, sanitizers, tmp_path, record_property):
     about = macros() if more else ''
+    if more == ['-mno-amx-bf16'] and '__AMX_BF16__' not in about: pytest.skip('this processor has no AMX to leave out')
     if more == ['-mno-avx512f'] and '__AVX512F__' not in about: pytest.skip('this processor has no AVX-512 to leave out')
     if more == ['-mno-avx'] and '__AVX__' not in about: pytest.skip('this processor has no AVX to leave out')
     record_property('kernels under sanitizers', agree(compile_driver(DRIVER_C, tmp_path, *more), tmp_path))

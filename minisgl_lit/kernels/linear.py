@@ -97,7 +97,7 @@ INLINE void tile(int R, const char *x, i64 ld, const char *w, i64 words,
 linear_c += r"""
 enum { AHEAD = 8192 };      // bytes, where nothing is read twice
 INLINE i64 lesser(i64 a, i64 b) { return a < b ? a : b; }
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
 enum { AMX = 1, DEEP = 16, FLUSH = 0x8040 };      // words of a tile; modes for denormals
 static int allowed;      // by the system, once for all threads
 __attribute__((constructor)) static void ask(void) {

@@ -70,7 +70,8 @@ def processor(
     return names[0] if names else platform.processor() or platform.machine()
 
 _VECTORS = dict(   # by the flag that Linux lists, the best first
-    avx512_bf16='AVX-512 with products in bfloat16', avx512f='AVX-512', avx2='AVX2',
+    amx_bf16='AMX, tiles of bfloat16', avx512_bf16='AVX-512 with products in bfloat16',
+    avx512f='AVX-512', avx2='AVX2',
     bf16='NEON with products in bfloat16', asimd='NEON')
 
 def vector_units(
