@@ -10,6 +10,7 @@ from minisgl_lit.models.layers import layers_c
 from minisgl_lit.kernels.compiler import compile_c, library_folder, load, vectors
 from minisgl_lit.kernels.quantized import grouped_c
 from minisgl_lit.kernels.linear import PackedWeight, linear, linear_c, pack_weight
+from minisgl_lit.kernels.plan import load_kernels
 
 try:
     with library_folder() as folder: compile_c('void nothing(void *to) {}', folder)
@@ -48,8 +49,28 @@ def test_matmul_agrees_with_torch(rows, n_out, n_in, dtype, constant, threads, s
 def test_a_row_has_the_same_bits_in_any_company(rows, n_out, n_in, dtype, data):
     "A sample never depends on its neighbours; neither do the numbers that it is drawn from"
     if dtype == BF16: n_in += n_in % 2
-    scale = data.draw(st.sampled_from([1, 1e-20, 1e-38]))   # of numbers, of products that are denormal, of numbers that are
-    x, weight = (torch.randn(rows, n_in) * scale).to(dtype), pack_weight((torch.randn(n_out, n_in) * max(scale, 1e-19)).to(dtype))
+    x, weight = torch.randn(rows, n_in).to(dtype), pack_weight(torch.randn(n_out, n_in).to(dtype))
     a = data.draw(st.integers(0, rows - 1))
     b = data.draw(st.sampled_from([a + 1, rows]) | st.integers(a + 1, rows))   # a single row has a kernel of its own on AMX
     assert torch.equal(linear(x[a:b], weight), linear(x, weight)[a:b])
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("of_x, of_weights", [(1e-38, 1), (1e-20, 1e-18), (1e-30, 1e-9)], ids=["inputs", "products", "sums"])
+def test_the_smallest_numbers_have_no_company_either(of_x, of_weights, dtype):
+    "Where a kernel counts denormals as zero, it does so for one row and for many"
+    x, weight = (torch.randn(40, 320) * of_x).to(dtype), pack_weight((torch.randn(70, 320) * of_weights).to(dtype))
+    assert torch.equal(torch.cat([linear(row[None], weight) for row in x]), linear(x, weight))
+
+@needs_compiler
+def test_where_the_system_refuses_tiles_vectors_compute():
+    "As on a processor that has none"
+    asked = "PERMIT = 0x1023"
+    assert asked in linear_c
+    refused, without = (load_kernels(linear_c.replace(*o)) for o in ((asked, "PERMIT = -1"), ("defined(__AMX_BF16__)", "0")))
+    x, weight = torch.randn(300, 1100).to(BF16), pack_weight(torch.randn(140, 1100).to(BF16))
+    def product(lib):
+        y = x.new_empty(300, 140)
+        lib.linear(y, x, weight.data, None, *x.shape[:1], *weight.shape, True)
+        return y
+    assert torch.equal(product(refused), product(without))

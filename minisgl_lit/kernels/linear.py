@@ -98,11 +98,11 @@ linear_c += r"""
 enum { AHEAD = 8192 };      // bytes, where nothing is read twice
 INLINE i64 lesser(i64 a, i64 b) { return a < b ? a : b; }
 #if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
-enum { AMX = 1, DEEP = 16, FLUSH = 0x8040 };      // words of a tile; modes for denormals
+enum { AMX = 1, TILE = 16, NEAR = 128, FLUSH = 0x8040 };
 static int allowed;      // by the system, once for all threads
 __attribute__((constructor)) static void ask(void) {
-    enum { PERMIT = 0x1023, TILES = 18 };
-    allowed = !syscall(SYS_arch_prctl, PERMIT, TILES);
+    enum { PERMIT = 0x1023, TILE_DATA = 18 };
+    allowed = !syscall(SYS_arch_prctl, PERMIT, TILE_DATA);
 }
 #define LOAD(i, p, apart) \
     asm volatile("tileloadd (%0,%1,1), %%tmm" #i :: "r"(p), "r"((i64)(apart)) : "memory")
@@ -114,13 +114,21 @@ static void shape_tiles(int R, int words) {      // 0 to 3: sums, 4: x, 5 to 7: 
     struct { uint8_t palette, start, unused[14]; uint16_t width[16]; uint8_t rows[16]; }
         shapes = { .palette = 1 };
     for (int i = 0; i < 8; i++) {
-        shapes.width[i] = i == 4 ? words * 4 : 64;
+        shapes.width[i] = (i == 4 ? words : TILE) * 4;
         shapes.rows[i] = i > 4 ? words : R;
     }
     asm volatile("ldtilecfg %0" :: "m"(shapes));
 }
+#else
+enum { AMX = 0, allowed = 0, TILE = 1 };
+#endif
+"""
+
+# %% ../../nbs/06_kernels.linear.ipynb #a3f1c0d7
+linear_c += r"""
+#ifdef MULTIPLY
 INLINE const char *prefetch(const char *soon, i64 lines) {
-    if (lines == DEEP) for (int i = 0; i < DEEP; i++) __builtin_prefetch(soon + i * 64, 0, 3);
+    if (lines == TILE) for (int i = 0; i < TILE; i++) __builtin_prefetch(soon + i * 64, 0, 3);
     else for (i64 i = 0; i < lines; i++) __builtin_prefetch(soon + i * 64, 0, 2);
     return soon + lines * 64;
 }
@@ -130,7 +138,7 @@ static void amx_tile(const char *x, i64 ld, const char *w, i64 words,
     LOAD(1, y + 16, apart * 4);
     LOAD(2, y + 32, apart * 4);
     LOAD(3, y + 48, apart * 4);
-    for (i64 k = 0; k < words; k += DEEP, w += DEEP * PANEL * 4) {
+    for (i64 k = 0; k < words; k += TILE, w += TILE * PANEL * 4) {
         LOAD(4, x + k * 4, ld);
         soon = prefetch(soon, lines);
         LOAD(5, w, PANEL * 4);
@@ -150,6 +158,12 @@ static void amx_tile(const char *x, i64 ld, const char *w, i64 words,
     STORE(2, y + 32, apart * 4);
     STORE(3, y + 48, apart * 4);
 }
+#endif
+"""
+
+# %% ../../nbs/06_kernels.linear.ipynb #a3f1c0d9
+linear_c += r"""
+#ifdef MULTIPLY
 static void amx_row(const char *x, const char *w, i64 words, float *y) {      // as a tile adds
     unsigned modes = _mm_getcsr();
     vf sums[WIDE];
@@ -157,7 +171,7 @@ static void amx_row(const char *x, const char *w, i64 words, float *y) {      //
     _mm_setcsr(modes | FLUSH);
     for (i64 k = 0, end; k < words; k = end) {
         vf first[WIDE] = {0}, second[WIDE] = {0};
-        for (end = lesser(k + DEEP, words); k < end; k++, w += PANEL * 4) {
+        for (end = lesser(k + TILE, words); k < end; k++, w += PANEL * 4) {
             uint32_t one;
             memcpy(&one, x + k * 4, 4);
             UNROLL for (int j = 0; j < WIDE; j++) {
@@ -172,24 +186,29 @@ static void amx_row(const char *x, const char *w, i64 words, float *y) {      //
     _mm_setcsr(modes);
     memcpy(y, sums, sizeof sums);
 }
+#endif
+"""
+
+# %% ../../nbs/06_kernels.linear.ipynb #a3f1c0db
+linear_c += r"""
+#ifdef MULTIPLY
 static void amx_multiply(const char *x, i64 ld, i64 rows, const char *w, i64 words,
                          float *y, i64 apart) {
     if (rows == 1) return amx_row(x, w, words, y);
-    i64 tiles = (rows + 15) / 16, whole = words / DEEP * DEEP, n;
-    i64 size = tiles == 1 ? words : 128, lines = (DEEP + tiles - 1) / tiles;
+    i64 tiles = (rows + TILE - 1) / TILE, whole = words / TILE * TILE, n;
+    i64 size = tiles == 1 ? words : NEAR, lines = (TILE + tiles - 1) / tiles;
     for (i64 k = 0; k < words; k += n, x += n * 4, w += n * PANEL * 4) {
         n = k < whole ? lesser(size, whole - k) : words - whole;
         for (i64 i = 0, shaped = 0; i < tiles; i++) {
-            i64 R = lesser(16, rows - i * 16), later = (n + i * lines * n / DEEP) * PANEL * 4;
-            const char *soon = w + (tiles == 1 ? DEEP * PANEL * 4 : later);
-            if (R != shaped) shape_tiles(shaped = R, lesser(n, DEEP));
-            amx_tile(x + i * 16 * ld, ld, w, n, soon, lines, y + i * 16 * apart, apart);
+            i64 R = lesser(TILE, rows - i * TILE), later = (n + i * lines * n / TILE) * PANEL * 4;
+            const char *soon = w + (tiles == 1 ? TILE * PANEL * 4 : later);
+            if (R != shaped) shape_tiles(shaped = R, lesser(n, TILE));
+            amx_tile(x + i * TILE * ld, ld, w, n, soon, lines, y + i * TILE * apart, apart);
         }
     }
     asm volatile("tilerelease" ::);
 }
 #else
-enum { AMX = 0, allowed = 0, DEEP = 1 };
 static void amx_multiply(const char *x, i64 ld, i64 rows, const char *w, i64 words,
                          float *y, i64 apart) {}
 #endif

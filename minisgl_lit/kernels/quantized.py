@@ -247,7 +247,7 @@ INLINE void unpack_group(const grouped *m, const char *group, char *to, int bits
 }
 INLINE i64 unpacked_words(const grouped *m, int bf16) { return m->group * (bf16 ? 2 : 4) / 4; }
 INLINE i64 groups_at_once(const grouped *m, int bf16) {      // so that they fill whole tiles
-    return bf16 && unpacked_words(m, 1) % DEEP ? DEEP : 1;
+    return bf16 && unpacked_words(m, 1) % TILE ? TILE : 1;
 }
 INLINE void exact_panel(const grouped *m, const char *panel, const char *x, i64 ld, i64 rows,
                         i64 n_in, float *sums, char *scratch, int bf16) {
