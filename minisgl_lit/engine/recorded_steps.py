@@ -48,6 +48,7 @@ class RecordedSteps:
         self.angles = model.norm.new_empty(token_pool.shape[1], model.config.head_dim)
         self.n_angles = 0   # positions whose angles are in this table
 
+    # %% ../../nbs/42a_engine.recorded_steps.ipynb #42a0c0d2
     @torch.inference_mode()
     def capture_all(self) -> None:
         "Record the step; `NotRecordable` if torch computes a part of it"
@@ -68,6 +69,7 @@ class RecordedSteps:
             (self.logits[:n], (tokens[:n], finite[:n]), (ids[:n], all_finite[:n]))
             for n in range(most + 1)]
 
+    # %% ../../nbs/42a_engine.recorded_steps.ipynb #42a0c0d4
     def can_run(
         self,
         batch: Batch,  # Any
@@ -89,6 +91,7 @@ class RecordedSteps:
         self.plan.replay(n, self.metadata.threads)
         launched.logits, launched.largest, launched.written = self.results[n]
 
+    # %% ../../nbs/42a_engine.recorded_steps.ipynb #42a0c0d6
     @torch.inference_mode()
     def _add_angles(self, last: int) -> None:
         "Continue the table of angles, so that it has those of position `last`"

@@ -139,6 +139,7 @@ def to_word(
     if 'float' in param.passed: return struct.unpack('i', struct.pack('f', value))[0]
     return int(value)
 
+# %% ../../nbs/04a_kernels.plan.ipynb #04a0c0d2
 _recorder: ContextVar['PlanRecorder | None'] = ContextVar('recorder', default=None)
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ class Kernel:
         if recorder := _recorder.get(): recorder.add(self, words, args)
         else: self.run((ctypes.c_int64 * len(words))(*words), len(words), threads, None)
 
+# %% ../../nbs/04a_kernels.plan.ipynb #04a0c0d4
 def team_size(
     work: int,            # Numbers to compute, about
     worth: int = 16_384,  # From how many on a team is worth its barriers
@@ -233,6 +235,7 @@ def _is_view(out: Any, args: Sequence) -> bool:
     places = {place(o) for o in [*args[:1], *results]}
     return bool(results) and None not in places and len(places) == 1
 
+# %% ../../nbs/04a_kernels.plan.ipynb #04a0c0d6
 @dataclass(frozen=True)
 class Op:
     "A kernel in a plan, and its arguments."
