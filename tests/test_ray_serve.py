@@ -106,8 +106,8 @@ def read(stream):
 
 def test_two_ingresses(served):
     "They know what is cached wherever it was asked for, either aborts what is the other's, and if one is killed the other's streams are whole"
-    served.deploy(ingresses=2)
-    def deployed(): return available(served) == 2 and info(served)["pages"]["total"] == 2*256   # none of the version before
+    served.deploy(ingresses=2, num_pages=1000)   # so that all streams run at once
+    def deployed(): return available(served) == 2 and info(served)["pages"]["total"] == 2*1000   # none of the version before
     patient(lambda: len(actors("ServeReplica:minisgl-lit:Ingress")) == 2 and answers(served) and all(deployed() for _ in range(6)))
     text = "A page is a fixed number of slots. "*6
     def cached(): return post(served, "/generate", text=text, sampling_params=dict(max_tokens=2)).json()["meta_info"]["cached_tokens"]

@@ -77,10 +77,18 @@ def _block(matrix, rows, wanted, columns, width):
     at = tl.cast(rows, tl.int64)[:, None] * width + columns[None, :]
     return tl.load(matrix + at, mask=wanted[:, None] & (columns < width)[None, :], other=0)
 
+@triton.jit
+def _weights(matrix, rows, wanted, columns, width, x, FP8: tl.constexpr):
+    "The same of an expert's weights, in the dtype of `x`; bytes are codes of E4M3"
+    some = _block(matrix, rows, wanted, columns, width)
+    if FP8: some = tl.cast(tl.cast(some, tl.float8e4nv, bitcast=True), x.dtype.element_ty)
+    return some
+
 # %% ../../nbs/14d_kernels.grouped_matmul.ipynb #3f8a8aa0
 @triton.jit
-def _gate_up(out, x, weights, order, starts, n_experts, k, n_in, n_out, ROWS: tl.constexpr,
-             COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EXPERTS: tl.constexpr):
+def _gate_up(out, x, weights, scales, order, starts, n_experts, k, n_in, n_out,
+             ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+             EXPERTS: tl.constexpr, FP8: tl.constexpr):
     "`silu(gate) * up` of one tile, some columns of it; rows in the order of experts"
     expert, begin, end = _find_tile(starts, tl.program_id(0), n_experts, ROWS, EXPERTS)
     if expert < n_experts:
@@ -94,10 +102,13 @@ def _gate_up(out, x, weights, order, starts, n_experts, k, n_in, n_out, ROWS: tl
         for start in range(0, n_in, DEPTH):
             depth = start + tl.arange(0, DEPTH)
             some = _block(x, token, mine, depth, n_in)
-            of_gate = _block(weights, row, wanted, depth, n_in)
-            of_up = _block(weights, row + n_out, wanted, depth, n_in)
+            of_gate = _weights(weights, row, wanted, depth, n_in, x, FP8)
+            of_up = _weights(weights, row + n_out, wanted, depth, n_in, x, FP8)
             gate = tl.dot(some, of_gate.T, gate, input_precision='ieee')
             up = tl.dot(some, of_up.T, up, input_precision='ieee')
+        if FP8:
+            gate *= tl.load(scales + row, mask=wanted, other=0)[None, :]
+            up *= tl.load(scales + (row + n_out), mask=wanted, other=0)[None, :]
         kind = x.dtype.element_ty
         gate = tl.cast(tl.cast(gate, kind), tl.float32)
         silu = tl.cast(tl.cast(gate / (1 + tl.exp(-gate)), kind), tl.float32)
@@ -107,8 +118,9 @@ def _gate_up(out, x, weights, order, starts, n_experts, k, n_in, n_out, ROWS: tl
 
 # %% ../../nbs/14d_kernels.grouped_matmul.ipynb #e8d5ec3c
 @triton.jit
-def _down(out, x, weights, order, starts, shares, n_experts, n_in, n_out, ROWS: tl.constexpr,
-          COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EXPERTS: tl.constexpr):
+def _down(out, x, weights, scales, order, starts, shares, n_experts, n_in, n_out,
+          ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+          EXPERTS: tl.constexpr, FP8: tl.constexpr):
     "The share of one tile's choices in their tokens' sums, some columns of it"
     expert, begin, end = _find_tile(starts, tl.program_id(0), n_experts, ROWS, EXPERTS)
     if expert < n_experts:
@@ -120,9 +132,10 @@ def _down(out, x, weights, order, starts, shares, n_experts, n_in, n_out, ROWS: 
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in range(0, n_in, DEPTH):
             depth = start + tl.arange(0, DEPTH)
-            total = tl.dot(_block(x, place, mine, depth, n_in),
-                           _block(weights, row, wanted, depth, n_in).T, total,
-                           input_precision='ieee')
+            some = _block(x, place, mine, depth, n_in)
+            of_down = _weights(weights, row, wanted, depth, n_in, x, FP8)
+            total = tl.dot(some, of_down.T, total, input_precision='ieee')
+        if FP8: total *= tl.load(scales + row, mask=wanted, other=0)[None, :]
         kind = x.dtype.element_ty
         share = tl.cast(tl.load(shares + choice, mask=mine, other=0), tl.float32)
         total = tl.cast(tl.cast(total, kind), tl.float32) * share[:, None]
@@ -146,36 +159,49 @@ def expert_mlps(
     weights: torch.Tensor,  # Of these experts in the token's sum, as `x`, [n_tokens, k]
     gate_up: torch.Tensor,  # Contiguous, gate above up, [n_experts, 2 * width, hidden_size]
     down: torch.Tensor,     # Contiguous, [n_experts, hidden_size, width]
+    gate_up_scales: torch.Tensor | None = None,   # Of weights in E4M3: of each output, float32,
+    down_scales: torch.Tensor | None = None,      # [n_experts, n_out]; both or none
 ) -> torch.Tensor:          # [n_tokens, hidden_size]
     "All experts of all tokens, each token's weighted sum of its own; the host never waits"
     (n, k), (n_experts, hidden, width) = chosen.shape, down.shape
     if not n: return torch.empty_like(x)
     found, rows = sort_choices(chosen, n_experts), tile_rows(n * k, n_experts)
     tiles, experts = most_tiles(n * k, n_experts, rows), 1 << (n_experts - 1).bit_length()
-    sizes = dict(ROWS=rows, COLUMNS=COLUMNS, DEPTH=DEPTH, EXPERTS=experts, num_warps=4)
+    fp8 = gate_up_scales is not None
+    if fp8: gate_up, down = gate_up.view(torch.uint8), down.view(torch.uint8)
+    else: gate_up_scales, down_scales = gate_up, down   # not read
+    sizes = dict(ROWS=rows, COLUMNS=COLUMNS, DEPTH=DEPTH, EXPERTS=experts, FP8=fp8, num_warps=4)
     between, out = x.new_empty(n * k, width), x.new_empty(n * k, hidden)
     _gate_up[(tiles, -(-width // COLUMNS))](
-        between, x.contiguous(), gate_up, found.order, found.starts, n_experts, k, hidden, width,
-        **sizes)
+        between, x.contiguous(), gate_up, gate_up_scales, found.order, found.starts, n_experts, k,
+        hidden, width, **sizes)
     _down[(tiles, -(-hidden // COLUMNS))](
-        out, between, down, found.order, found.starts, weights.contiguous(), n_experts, width,
-        hidden, **sizes)
+        out, between, down, down_scales, found.order, found.starts, weights.contiguous(),
+        n_experts, width, hidden, **sizes)
     return out.view(n, k, hidden).sum(1)
 
 # %% ../../nbs/14d_kernels.grouped_matmul.ipynb #aeefc1c8
-def _trial(device: torch.device, dtype: torch.dtype) -> Pairs:
+def _trial(device: torch.device, dtype: torch.dtype, fp8: bool) -> Pairs:
     "Some tokens through experts of which one is not in use, by the kernels and by their definition"
     some = partial(numbers, device=device, dtype=dtype)
     chosen = torch.tensor([[3, 0], [0, 3], [1, 3], [3, 4], [1, 0]], device=device)
     gate_up, down = some(5, 160, 96) / 16, some(5, 96, 80) / 16   # so that results are about 1
-    given = some(5, 96), chosen, some(5, 2), gate_up, down
-    return [(expert_mlps(*given), plain_experts(*given))]
+    given, scales = (some(5, 96), chosen, some(5, 2)), list[torch.Tensor]()
+    if fp8:
+        gate_up, down = (o.to(torch.float8_e4m3fn) for o in (gate_up, down))
+        scales = [2. ** -(torch.arange(5 * n, device=device) % 3).view(5, n) for n in (160, 96)]
+    got = expert_mlps(*given, gate_up, down, *scales)
+    meant = [o.to(dtype) * s[..., None].to(dtype) for o, s in zip((gate_up, down), scales)]
+    return [(got, plain_experts(*given, *(meant or (gate_up, down))))]
 
 @cache
 def can_compute_experts(
     device: torch.device,   # Where the experts are
-    dtype: torch.dtype,     # Of tokens and weights
+    dtype: torch.dtype,     # Of tokens, and of weights of 16 bits
+    fp8: bool = False,      # Whether the weights are E4M3, for which it takes an Ada or Hopper
 ) -> bool:
     "Whether these kernels can be used there; tried once"
     if device.type != 'cuda' or dtype not in (torch.bfloat16, torch.float16): return False
-    return serves('routed experts', partial(_trial, device, dtype))
+    if fp8 and torch.cuda.get_device_capability(device) < (8, 9): return False
+    name = 'routed experts of fp8' if fp8 else 'routed experts'
+    return serves(name, partial(_trial, device, dtype, fp8))

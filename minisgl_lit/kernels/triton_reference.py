@@ -78,8 +78,9 @@ Shape = tuple[int, ...]
 
 class Language:
     "The functions of `triton.language` that we use, on torch tensors."
-    float32, float64, uint8, int16, int32, int64 = (
-        torch.float32, torch.float64, torch.uint8, torch.int16, torch.int32, torch.int64)
+    float32, float64, uint8, int16, int32, int64, float8e4nv = (
+        torch.float32, torch.float64, torch.uint8, torch.int16, torch.int32, torch.int64,
+        torch.float8_e4m3fn)
     constexpr = constexpr
 
     def __init__(self):
