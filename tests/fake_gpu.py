@@ -334,7 +334,7 @@ CASES = dict(
     qwen3=Case(), prefix=Case(prompts=[list(range(40))] * 5, settings=dict(max_prefill_tokens=24)), sampled=Case(params=SAMPLED), no_edits=Case(params=SAMPLED[:3]),
     mixed=Case(settings=dict(mixed_chunk=True, max_prefill_tokens=64)), tensor_cores=Case(dict(num_key_value_heads=4)), named=Case(settings=dict(attention='fa3,tensor_cores')),
     llama=Case(dict(architectures=['LlamaForCausalLM'], model_type='llama')), group5=Case(dict(num_attention_heads=10, num_key_value_heads=2)),
-    qwen3moe=Case(EXPERTS), kv_fp8=Case(settings=dict(kv_dtype='fp8')), weights_fp8=Case(settings=dict(quantization='fp8')),
+    qwen3moe=Case(EXPERTS), moe_fp8=Case(EXPERTS, settings=dict(quantization='fp8')), kv_fp8=Case(settings=dict(kv_dtype='fp8')), weights_fp8=Case(settings=dict(quantization='fp8')),
     window=Case(dict(architectures=['MistralForCausalLM'], model_type='mistral', sliding_window=64)),
     page1=Case(settings=dict(page_size=1, num_pages=8000)),
     no_norm=Case(broken='norm', says=['In plain torch: rmsnorm, fused_add_rmsnorm.']),
@@ -383,7 +383,8 @@ def run(case: Case) -> dict:
                     **device.counts, **device.kernels)
 
 TEMPERATURES = dict(greedy=0., random=.6)
-LAYERS = dict(layer=Case(), kv_fp8_layer=Case(settings=dict(kv_dtype='fp8')), experts_layer=Case(EXPERTS), fp8_layer=Case(settings=dict(quantization='fp8')))
+LAYERS = dict(layer=Case(), kv_fp8_layer=Case(settings=dict(kv_dtype='fp8')), experts_layer=Case(EXPERTS), fp8_layer=Case(settings=dict(quantization='fp8')),
+              experts_fp8_layer=Case(EXPERTS, settings=dict(quantization='fp8')))
 
 def step_counts(temperature: float, steps: int = 16) -> dict:
     "What one decode step of four requests launches outside its graph, on average; how many they are does not matter"

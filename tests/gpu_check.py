@@ -191,7 +191,7 @@ def triton_trials() -> dict:
     device = torch.device('cuda', 0)
     heads = partial(stored_heads._trial, fused_heads.norm_rope_store, device)   # for a cache of some dtype
     return dict(pages=partial(page_list._trial, device), heads=partial(heads, torch.bfloat16), heads_fp8=partial(heads, FP8), sampling=partial(sampling._trial, device),
-                experts=partial(grouped_matmul._trial, device, torch.bfloat16))
+                experts=partial(grouped_matmul._trial, device, torch.bfloat16, False), experts_fp8=partial(grouped_matmul._trial, device, torch.bfloat16, True))
 
 def heads_us(n: int, times: int = 20) -> dict:
     "Microseconds of QK norm, RoPE and KV store in a graph, step by step and in one kernel"
@@ -556,20 +556,24 @@ def sampling(args) -> Figures:
 EXPERTS = dict(n_experts=128, k=8, width=768, hidden=2048)   # a layer of Qwen3-30B-A3B
 
 def experts(args) -> Figures:
-    "Routed experts of a layer, recorded: in two kernels, and expert by expert, if the host knew how many tokens each has"
+    "Routed experts of a layer, recorded: in two kernels, with weights of 16 bits and of 8, and expert by expert, if the host knew how many tokens each has"
     import torch
     from minisgl_lit.engine.cuda_graph import CudaCapture
+    from minisgl_lit.kernels.fp8 import plain_to_fp8
     from minisgl_lit.kernels.grouped_matmul import expert_mlps
     from minisgl_lit.models.layers import gated_mlp
     from minisgl_lit.tools.roofline import best_time, memory_bandwidth
     n_experts, k, width, hidden = EXPERTS.values()
     def some(*shape): return torch.randn(*shape, device='cuda').bfloat16() * .03
     gate_up, down, bandwidth = some(n_experts, 2 * width, hidden), some(n_experts, hidden, width), memory_bandwidth(2**30, 'cuda')
+    rounded = [[o.view(*weight.shape[:2], *o.shape[1:]) for o in plain_to_fp8(weight.flatten(0, 1))] for weight in (gate_up, down)]
+    codes, scales = zip(*rounded)
     for n in (1, 16, 64, 256, 2048):
         x, in_use = some(n, hidden), min(n * k, n_experts)
         chosen, shares = (torch.arange(n * k, device='cuda') % n_experts).view(n, k), torch.full((n, k), 1 / k, device='cuda').bfloat16()
         rows = x[:max(1, n * k // in_use)]
         ways = dict(at_once=lambda: [expert_mlps(x, chosen, shares, gate_up, down)],
+                    at_once_fp8=lambda: [expert_mlps(x, chosen, shares, *codes, *scales)],
                     one_by_one=lambda: [gated_mlp(rows, gate_up[e], down[e]) for e in range(in_use)])
         told = {}
         for name, work in ways.items():

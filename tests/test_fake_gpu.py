@@ -52,7 +52,7 @@ STEPS = ['machine', 'modules', 'kernels', 'recorded', 'bench256', 'low', 'decode
 
 def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_their_end():
     "On a real GPU there is one run of nine minutes: no line of it may be the first to be wrong"
-    told = on_fake_gpu(*MOST, 'layer', 'kv_fp8_layer', 'experts_layer', 'fp8_layer', *STEPS)
+    told = on_fake_gpu(*MOST, 'layer', 'kv_fp8_layer', 'experts_layer', 'fp8_layer', 'experts_fp8_layer', *STEPS)
     for name, o in told.items(): assert o['ok'], (name, o['error'], o['at'])
     for name in MOST:
         o = told[name]
@@ -63,6 +63,8 @@ def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_thei
     for name in ('layer', 'kv_fp8_layer'): assert told[name]['by_name'] == Counter(LAYER) and told[name]['kernels'] == 9, told[name]
     assert told['fp8_layer']['by_name'] == Counter([o.replace('linear', '_scaled_mm') for o in LAYER] + ['round_row'] * 4), told['fp8_layer']
     assert told['experts_layer']['by_name'] == Counter(EXPERTS_LAYER), told['experts_layer']   # and nowhere may the host wait: it would raise
+    attention = [o.replace('linear', '_scaled_mm') for o in LAYER[:6]] + ['round_row'] * 2
+    assert told['experts_fp8_layer']['by_name'] == Counter([*attention, *EXPERTS_LAYER[6:]]), told['experts_fp8_layer']
     figures = {name: told[name]['figures'] for name in STEPS}
     assert figures['machine']['arch'] == 'sm_90' and figures['machine']['flashinfer'] and 'torch' in figures['machine']['doctor']
     assert {'heads_steps_us', 'heads_fused_us', 'heads_error', 'heads_fp8_error', 'sampling_error'} <= set(figures['kernels'])

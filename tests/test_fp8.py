@@ -34,16 +34,13 @@ def test_keys_and_values(name, tmp_path, monkeypatch):
         assert runtime.engine.attention.pool.buffer.dtype == FP8 and got == want, more
 
 @pytest.mark.parametrize('name', ['Qwen3', 'Qwen3Moe', pytest.param('Qwen2', marks=pytest.mark.long)])
-def test_weights(name, tmp_path, monkeypatch):
-    "A checkpoint whose projections are rounded already; experts stay as they are, and the start says so"
-    said = []
-    monkeypatch.setattr('minisgl_lit.engine.worker.warn_once', said.append)
+def test_weights(name, tmp_path):
+    "A checkpoint whose projections are rounded already, those of experts, too"
     make_checkpoint(name, tmp_path, **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=None) if 'Moe' in name else {})
     got, runtime = told(tmp_path, quantization='fp8', num_pages=300)
-    assert [o.split(',')[0] for o in said] == ["quantization='fp8': routed experts stay as they are"] * ('Moe' in name)
     rounded = {o for o, w in runtime.engine.model.weights.items() if isinstance(w, Fp8Weight)}
-    assert any('qkv_proj' in o for o in rounded) and not any('.experts.' in o or 'norm' in o or 'embed' in o or 'head' in o for o in rounded)
-    assert ('Moe' in name) != any('down_proj' in o for o in rounded)
+    assert any('qkv_proj' in o for o in rounded) and not any('norm' in o or 'embed' in o or 'head' in o or 'mlp.gate.' in o for o in rounded)
+    assert ('Moe' in name) == any('.experts.3.down_proj' in o for o in rounded) and any('down_proj' in o for o in rounded)
     how = Fp8Projections()
     for file in list_files(tmp_path):
         tensors = load_file(file)

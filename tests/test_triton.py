@@ -191,42 +191,49 @@ def mixtures(draw):
     "Sizes of a layer with routed experts; `alike`: all tokens choose the same ones, so that most experts have none"
     n_experts = draw(st.integers(1, 11))
     return dict(n=draw(st.integers(0, 40)), k=draw(st.integers(1, min(8, n_experts))), n_experts=n_experts, hidden=draw(st.sampled_from([1, 3, 16, 65, 130])),
-                width=draw(st.sampled_from([1, 5, 16, 66])), dtype=draw(st.sampled_from(DOT)),
+                width=draw(st.sampled_from([1, 5, 16, 66])), dtype=draw(st.sampled_from(DOT)), coded=draw(st.booleans()),
                 alike=draw(st.booleans()), padding=draw(st.integers(0, 5)), seed=draw(st.integers(0, 99)))
 
-def mixture(n, k, n_experts, hidden, width, dtype, alike, padding, seed):
-    "Arguments of `expert_mlps`; the last `padding` tokens are nobody's"
+def mixture(n, k, n_experts, hidden, width, dtype, coded, alike, padding, seed):
+    "Tokens and their experts, of which the last `padding` are nobody's; weights as `expert_mlps` takes them, and what they mean"
     g = torch.Generator().manual_seed(seed)
     def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
     liked = torch.randn(n + padding, n_experts, generator=g)
     shares, chosen = (liked[:1].expand_as(liked) if alike and n else liked).softmax(-1).topk(k)
     wide = shares.to(dtype).repeat_interleave(2, dim=1)   # neither tokens nor shares lie close together
-    return some(n + padding, 2 * hidden)[:, ::2], chosen, wide[:, ::2], some(n_experts, 2 * width, hidden), some(n_experts, hidden, width)
+    weights = meant = some(n_experts, 2 * width, hidden), some(n_experts, hidden, width)
+    if coded:
+        weights = [o.to(fp8.FP8) for o in weights] + [2. ** torch.randint(-9, 3, o.shape[:2], generator=g) for o in weights]
+        meant = [o.to(dtype) * scales[..., None].to(dtype) for o, scales in zip(weights, weights[2:])]
+    return (some(n + padding, 2 * hidden)[:, ::2], chosen, wide[:, ::2]), weights, meant
 
 @examples
 @given(mixtures())
 def test_experts_are_those_of_the_definition(world):
     "For all shapes, strides and dtypes, with experts that no token has chosen; and what padding is, or holds, changes no token by more than rounding"
-    x, chosen, shares, gate_up, down = mixture(**world)
-    got, want = (f(x, chosen, shares, gate_up, down) for f in (grouped_matmul.expert_mlps, grouped_matmul.plain_experts))
+    (x, chosen, shares), weights, meant = mixture(**world)
+    got, want = grouped_matmul.expert_mlps(x, chosen, shares, *weights), grouped_matmul.plain_experts(x, chosen, shares, *meant)
     eps = {torch.float32: 1e-4, torch.bfloat16: .06, torch.float16: .01}[world["dtype"]]
     def close(a, b): return bool(((a.float() - b.float()).abs() <= eps * (1 + b.float().abs().amax(-1, keepdim=True))).all())
     assert got.dtype == want.dtype and got.shape == want.shape and close(got, want)
     n = world["n"]
-    alone = grouped_matmul.expert_mlps(x[:n], chosen[:n], shares[:n], gate_up, down)
+    alone = grouped_matmul.expert_mlps(x[:n], chosen[:n], shares[:n], *weights)
     poisoned = x.clone()
     poisoned[n:] = torch.nan
-    assert close(got[:n], alone) and close(grouped_matmul.expert_mlps(poisoned, chosen, shares, gate_up, down)[:n], alone)
+    assert close(got[:n], alone) and close(grouped_matmul.expert_mlps(poisoned, chosen, shares, *weights)[:n], alone)
 
-def test_the_trial_of_experts_passes():
-    for dtype in DOT[1:]: assert largest_error(grouped_matmul._trial(torch.device("cpu"), dtype)) <= TOLERANCE
+@pytest.mark.parametrize('coded', [False, True])
+def test_the_trial_of_experts_passes(coded):
+    for dtype in DOT[1:]: assert largest_error(grouped_matmul._trial(torch.device("cpu"), dtype, coded)) <= TOLERANCE
 
 def test_experts_of_16_bits_are_tried(monkeypatch):
-    "And no others"
+    "And no others; and codes where the device knows them"
     monkeypatch.setattr(grouped_matmul, 'serves', lambda what, trial: True)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (8, 9 * (device.index == 1)))
     can = grouped_matmul.can_compute_experts.__wrapped__
     assert [can(torch.device('cuda'), o) for o in (torch.bfloat16, torch.float16, torch.float32, torch.float64)] == [True, True, False, False]
     assert not can(torch.device('cpu'), torch.bfloat16)
+    assert [can(torch.device('cuda', i), torch.bfloat16, True) for i in (0, 1)] == [False, True]
 
 @examples
 @given(st.integers(0, 5), st.sampled_from([1, 3, 16, 48, 100]), st.integers(0, 3), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 99))
@@ -287,11 +294,11 @@ def test_numbers_of_rows_have_64_bits(monkeypatch):
     assert reached(table) == big + 1
     order, starts, wide = torch.arange(2), torch.tensor([0, 0, 2]), 2**15   # both choices are of the second expert
     x, out, weights = some(4), some(4), some(4)
-    sizes = dict(ROWS=1, COLUMNS=1, DEPTH=wide, EXPERTS=2)
-    launch(grouped_matmul, '_gate_up', (2, 1), out, x, weights, order, starts, 2, 1, wide, 2 * wide, **sizes)
+    sizes = dict(ROWS=1, COLUMNS=1, DEPTH=wide, EXPERTS=2, FP8=False)
+    launch(grouped_matmul, '_gate_up', (2, 1), out, x, weights, weights, order, starts, 2, 1, wide, 2 * wide, **sizes)
     assert reached(weights) == (3 * 2 * wide + 1) * wide - 1
     far.reached.clear()
-    launch(grouped_matmul, '_down', (2, 1), out, x, weights, order, starts, some(2), 2, wide, 2 * wide, **sizes)
+    launch(grouped_matmul, '_down', (2, 1), out, x, weights, weights, order, starts, some(2), 2, wide, 2 * wide, **sizes)
     assert reached(weights) == (2 * wide + 1) * wide - 1
 
 def test_which_triton_this_is():
@@ -341,13 +348,15 @@ for arch in (80, 89, 90):
                 heads = [x, x, x, '*fp32', kept, kept, '*i64', *['i32'] * 3, 'fp32', *['i32'] * 4]
                 build(fused_heads._heads, heads, arch, 1, HAS_NORM=normed, FP8=fp8_, HALF=64)
         for rows in (16, 32, 64):
-            sizes = dict(ROWS=rows, COLUMNS=grouped_matmul.COLUMNS, DEPTH=grouped_matmul.DEPTH, EXPERTS=128)
-            build(grouped_matmul._gate_up, [x, x, x, '*i64', '*i64', *['i32'] * 4], arch, 4, **sizes)
-            build(grouped_matmul._down, [x, x, x, '*i64', '*i64', x, *['i32'] * 3], arch, 4, **sizes)
+            for coded in [False] + [True] * (arch >= 89):
+                sizes = dict(ROWS=rows, COLUMNS=grouped_matmul.COLUMNS, DEPTH=grouped_matmul.DEPTH, EXPERTS=128, FP8=coded)
+                weights = ['*u8', '*fp32'] if coded else [x, x]
+                build(grouped_matmul._gate_up, [x, x, *weights, '*i64', '*i64', *['i32'] * 4], arch, 4, **sizes)
+                build(grouped_matmul._down, [x, x, *weights, '*i64', '*i64', x, *['i32'] * 3], arch, 4, **sizes)
         if arch >= 89: build(fp8._round_row, ['*fp8e4nv', '*fp32', x, 'i32', 'i32'], arch, 4, SMALLEST=fp8.SMALLEST_SCALE, WIDTH=4096)
 """
 
 @marked
 def test_each_kernel_compiles_for_gpus():
     "Down to machine code, which needs no GPU; what it computes there is not shown"
-    assert len(run_long('-c', COMPILE).splitlines()) == 3 * (2 * (7 + 3 * 2) + 1) + 2 * 2
+    assert len(run_long('-c', COMPILE).splitlines()) == 3 * (2 * (7 + 3 * 2) + 1) + 2 * 2 * (1 + 3 * 2)

@@ -8,16 +8,16 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
-from minisgl_lit.device import ProcessGroup
 from minisgl_lit.kernels.grouped_matmul import expert_mlps
 from minisgl_lit.models import moe
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.llm import LLM
 from minisgl_lit.models.checkpoint import families, read_config
 from minisgl_lit.models.decoder import Decoder, ModelConfig, weight_shapes
-from minisgl_lit.models.moe import MoeMlp, side_by_side
+from minisgl_lit.models.moe import MoeMlp, SideBySide
+from minisgl_lit.models.quantization import Fp8Projections
 from minisgl_lit.models.weights import (
-    Assembly, fill, keep, open_checkpoint, list_files, load_weights, tensor_placements, read_batches, read_headers)
+    keep, list_files, load_weights, tensor_placements, read_batches, read_headers)
 from reference import make_checkpoint
 
 MIB = 2**20
@@ -90,25 +90,28 @@ def test_any_cut_into_files_gives_the_same_weights(whole, data, tmp_path_factory
         assert len(names) == 1 or sum(4 * torch.Size(found[o].shape).numel() for o in names) <= most
     assert [o for names in read_batches(found, most) for o in names] == [*found]
 
-def test_experts_lie_side_by_side_where_they_stay_as_they_are(whole):
+@pytest.mark.parametrize('compression', [None, Fp8Projections()], ids=['16 bits', 'fp8'])
+def test_experts_lie_side_by_side(whole, compression):
     "As on a GPU: every layer's experts are one tensor, too, with the same numbers; and all at once they compute what they do one by one"
     path, config, weights = whole
-    made = Assembly(config, torch.float32, 'cpu', ProcessGroup(), keep, None)
-    made._beside = side_by_side(made.shapes)
-    for name, tensor, first in open_checkpoint(path, config.tie_word_embeddings).read(): made.add(name, tensor, fill, first)
-    beside = made.weights()
-    assert not made._filling and beside.keys() == weights.keys() and all(torch.equal(o, weights[name]) for name, o in beside.items())
-    model, plain = Decoder(config, beside), Decoder(config, weights)
+    pack, put = compression.pack if compression else keep, SideBySide(weight_shapes(config))
+    beside = load_weights(path, config, torch.float32, finish=lambda name, weight: put(name, pack(name, weight)))
+    weights = {name: pack(name, weight.clone()) for name, weight in weights.items()}
+    def plain(o): return o if isinstance(o, torch.Tensor) else o.unpack()
+    assert beside.keys() == weights.keys() and all(torch.equal(plain(o), plain(weights[name])) for name, o in beside.items())
+    model, apart = Decoder(config, beside), Decoder(config, weights)
     layers = [i for i in range(config.num_layers) if isinstance(config.mlp(i), MoeMlp)]
     assert layers
     for i in layers:
-        both = [(model.layers[i][f'mlp.experts.{o}.weight'], model.layers[i][f'mlp.experts.1.{o}.weight']) for o in ('gate_up_proj', 'down_proj')]
-        assert all(torch.equal(joined[1], one) and joined[1].data_ptr() == one.data_ptr() for joined, one in both)
-        assert 'mlp.experts.down_proj.weight' not in plain.layers[i]
+        for o in 'gate_up_proj', 'down_proj':
+            joined, one = (model.layers[i][f'mlp.experts.{part}{o}.weight'] for part in ('', '1.'))
+            assert joined[1].data_ptr() == (one if compression is None else one.data).data_ptr()
+            assert (f'mlp.experts.{o}.scales' in model.layers[i]) == bool(compression)
+        assert 'mlp.experts.down_proj.weight' not in apart.layers[i]
         x = torch.randn(9, config.hidden_size)
-        want = plain.mlps[i].forward(x, plain.layers[i])
+        want = apart.mlps[i].forward(x, apart.layers[i])
         with patch.object(moe, 'experts_kernel', return_value=expert_mlps) as asked: got = model.mlps[i].forward(x, model.layers[i])
-        assert asked.called and torch.allclose(got, want, atol=1e-5)
+        assert asked.call_args.kwargs == dict(fp8=bool(compression)) and torch.allclose(got, want, atol=1e-5)
 
 ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(-2, 300), st.floats(), st.text(max_size=5), st.lists(st.integers(0, 3), max_size=3),
                      st.just({}), st.sampled_from(['yarn', 'linear', 'llama3', 'dynamic', 'sliding_attention', 'bfloat16', *families]))

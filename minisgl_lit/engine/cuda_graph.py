@@ -38,12 +38,13 @@ def why_not_captured(
     model: ModelConfig,  # Its shape
     ranks: int,          # How many compute it
     device: torch.device,  # Where
-    dtype: torch.dtype,  # Of tokens and weights
+    dtype: torch.dtype,  # Of tokens
+    fp8: bool,           # Whether projections are 8-bit floating point
 ) -> str | None:         # A sentence, or `None` if they can be captured
     "Why a model's decode steps cannot be captured"
     if ranks > 1: return f'with tp={ranks} a captured all-reduce would outlive a rank that has died'
     if all(isinstance(model.mlp(i), DenseMlp) for i in range(model.num_layers)): return None
-    if experts_kernel(device, dtype): return None
+    if experts_kernel(device, dtype, fp8): return None
     return 'routed experts ask the host how many tokens each of them has'
 
 # %% ../../nbs/42_engine.cuda_graph.ipynb #b1a9cdcd

@@ -46,12 +46,14 @@ from .cuda_graph import (
 from .recorded_steps import RecordedSteps
 from ..attention.cpu import CpuAttention
 from ..kernels.plan import NotRecordable
-from ..models.decoder import Decoder, ModelConfig, Weights, dtypes, shard_config
+from ..models.decoder import (
+    Decoder, ModelConfig, Weights, dtypes, shard_config, weight_shapes)
 from ..models.embedded import embedded_path
 from ..models.checkpoint import read_config
 from ..models.hub import resolve_model
+from ..models.moe import SideBySide
 from ..models.quantization import (
-    Compression, Fp8Projections, Quantization, pack_parts, stays_wide, stored_bytes)
+    Compression, Fp8Projections, Quantization, pack_parts, stored_bytes)
 from ..models.weight_update import Put, WeightUpdater
 from ..models.weights import dummy_weights, load_weights, open_checkpoint
 from ..kernels.compiler import warn_once
@@ -181,7 +183,8 @@ class ResolvedConfig:
     def graph_sizes(self) -> list[int]:
         "Batch sizes whose decode steps may be captured as CUDA graphs, on a GPU"
         wanted, most = self.config.cuda_graph_max_bs, self.config.max_running_req
-        if sentence := why_not_captured(self.model, self.config.tp, self.device, self.dtype):
+        fp8 = self.config.quantization == 'fp8'
+        if sentence := why_not_captured(self.model, self.config.tp, self.device, self.dtype, fp8):
             if wanted not in ('auto', 0): warn_once(f'CUDA graphs are off: {sentence}')
             return []
         return bucket_sizes(most if wanted == 'auto' else min(wanted, most))
@@ -190,7 +193,7 @@ class ResolvedConfig:
     def weights(
         self,
         path: Path | None = None,   # Another checkpoint of this model
-        put: Put = lambda name, weight: weight,   # What becomes of each weight that is packed
+        put: Put | None = None,     # Where a weight that is packed goes; `None`: into its own memory
     ) -> Weights:
         "This rank's share of the weights, packed where our kernel reads them"
         config, group = self.config, ProcessGroup(self.rank, self.config.tp)
@@ -198,11 +201,10 @@ class ResolvedConfig:
         join = partial(pack_parts, dtype=self.dtype, rounds_input=rounds_input) if on_cpu else None
         make = partial(load_weights, path or self.path, join=join)
         if config.dummy_weights and not path: make = dummy_weights
-        said = stays_wide(self.model, self.quantization) if self.rank == 0 else None
-        if said: warn_once(said)
+        to = put or SideBySide([] if on_cpu else weight_shapes(self.model))
         pack = self.quantization.pack if self.quantization else lambda name, weight: pack_weight(weight)
         def finish(name: str, weight: torch.Tensor) -> torch.Tensor | PackedWeight:
-            return put(name, pack(name, weight))
+            return to(name, pack(name, weight))
         return make(self.model, self.dtype, self.device, group=group, finish=finish)
 
     def updater(

@@ -30,7 +30,6 @@ from ..kernels.compiler import large_pages, trim_heap, warn_once
 from ..kernels.linear import PackedWeight
 from ..kernels.quantized import QuantizedWeight
 from .gguf import INDEX, GgufTensor, block_formats, read_index, read_tensor
-from .moe import side_by_side
 from .packed_files import SMALL, layer_form, methods
 
 # %% ../../nbs/36_models.weights.ipynb #422c9b4c
@@ -397,7 +396,6 @@ class Assembly:
         self._parts: defaultdict[str, list[tuple[int, str, QuantizedWeight]]] = defaultdict(list)
         self._whole = dict[str, torch.Tensor | PackedWeight]()
         self._new = partial(torch.empty, dtype=dtype, device=device)
-        self._beside = side_by_side(self.shapes) if torch.device(device).type != 'cpu' else {}
         self._padded, self._finish, self._join = group.size > 1, finish, join
 
     def add(
@@ -418,13 +416,13 @@ class Assembly:
         if not self._left[place.weight]: self._whole[place.weight] = self._finished(place.weight)
 
     def _weight(self, name: str) -> torch.Tensor:
-        "A weight that is being filled; those that lie side by side are begun together"
+        "A weight that is being filled"
         if name not in self._filling:
-            names = self._beside.get(name, [name])
-            memory = large_pages(self._new((len(names), *self.shapes[name])))
+            memory = large_pages(self._new(self.shapes[name]))
             if self._padded: memory.zero_()
-            self._filling |= zip(names, memory.unbind())
+            self._filling[name] = memory
         return self._filling[name]
+
     def _keep_parts(self, name: str, tensor: QuantizedWeight, first: int) -> bool:
         "Keep the parts of this rank as they are, if that cuts no group"
         if self._join is None: return False
