@@ -152,7 +152,7 @@ class Ingress:
     ):
         self.config, self._directory = config_of(settings), directory
         self.router = Router(self.config.served_model_name or Path(self.config.model).name)
-        self._places: dict[EngineAddress, str] = {}   # names of what we have links to
+        self._places: dict[EngineAddress, str] = {}   # of our links; '' until an engine answers
         self._links = set[asyncio.Task[None]]()
         self._ready: asyncio.Future[ReadyMsg] = asyncio.get_running_loop().create_future()
         self._looking = asyncio.ensure_future(self._look())
@@ -172,7 +172,7 @@ class Ingress:
             with suppress(Exception):   # it may be replaced just now
                 for address in await self._directory.engines.remote():
                     if address in self._places: continue
-                    self._places[address] = self._free_place()
+                    self._places[address] = ''
                     self._links.add(asyncio.ensure_future(self._use(address)))
             await asyncio.sleep(_SECONDS)
 
@@ -185,19 +185,19 @@ class Ingress:
     # %% ../nbs/56a_cluster.ipynb #53961d26
     async def _use(self, address: EngineAddress) -> None:
         "Send requests to an engine, until the link to it ends"
-        link, place = EngineLink(address), self._places[address]
+        link = EngineLink(address)
         client = AsyncEngineClient(link, self.router.model, max_open(self.config))
         try:
             self._note(await link.start())
+            place = self._places[address] = self._free_place()
             async with asyncio.TaskGroup() as both:   # it joins by messages that we dispatch
                 both.create_task(client.listen())
                 both.create_task(self.router.join(place, client))
         except* Exception as e: client.fail(str(e.exceptions[0]))
         finally:
             if not client.failed: client.fail('this server is about to end')
-            self.router.leave(place)
+            if place := self._places.pop(address): self.router.leave(place)
             await link.close()
-            del self._places[address]
             self._links -= {asyncio.current_task()}
 
     def _note(self, ready: ReadyMsg) -> None:
