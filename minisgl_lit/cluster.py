@@ -172,8 +172,8 @@ class Ingress:
             with suppress(Exception):   # it may be replaced just now
                 for address in await self._directory.engines.remote():
                     if address in self._places: continue
-                    self._places[address] = ''
-                    self._links.add(asyncio.ensure_future(self._use(address)))
+                    link, self._places[address] = EngineLink(address), ''
+                    self._links.add(asyncio.ensure_future(self._use(address, link)))
             await asyncio.sleep(_SECONDS)
 
     async def __del__(self):
@@ -183,9 +183,8 @@ class Ingress:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # %% ../nbs/56a_cluster.ipynb #53961d26
-    async def _use(self, address: EngineAddress) -> None:
+    async def _use(self, address: EngineAddress, link: EngineLink) -> None:
         "Send requests to an engine, until the link to it ends"
-        link = EngineLink(address)
         client = AsyncEngineClient(link, self.router.model, max_open(self.config))
         try:
             self._note(await link.start())

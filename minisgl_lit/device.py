@@ -244,8 +244,9 @@ class CudaStream(InlineStream):
     ) -> Event:
         "Copy to the host on a stream of its own, so that no later kernel waits for it"
         def copy() -> None:
+            copies = [*pairs()]   # what this launches has to be done first
             self._copy_stream.wait_stream(self.stream)
-            for there, here in pairs():
+            for there, here in copies:
                 with torch.cuda.stream(self._copy_stream):
                     torch.from_numpy(there).copy_(here, non_blocking=True)
                 here.record_stream(self._copy_stream)   # its memory is not reused before

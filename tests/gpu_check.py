@@ -185,12 +185,12 @@ def triton_trials() -> dict:
     "Our kernels in Triton, once, against their definitions"
     from functools import partial
     import torch
-    from minisgl_lit.kernels import fused_heads, grouped_matmul, page_list, sampling
+    from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
     from minisgl_lit.kv_cache.pool import FP8
     from minisgl_lit.models import stored_heads
     device = torch.device('cuda', 0)
     heads = partial(stored_heads._trial, fused_heads.norm_rope_store, device)   # for a cache of some dtype
-    return dict(pages=partial(page_list._trial, device), heads=partial(heads, torch.bfloat16), heads_fp8=partial(heads, FP8), sampling=partial(sampling._trial, device),
+    return dict(pages=partial(page_list._trial, device), heads=partial(heads, torch.bfloat16), heads_fp8=partial(heads, FP8), sampling=partial(sampling._trial, device), fp8=partial(fp8._trial, device),
                 experts=partial(grouped_matmul._trial, device, torch.bfloat16, False), experts_fp8=partial(grouped_matmul._trial, device, torch.bfloat16, True))
 
 def heads_us(n: int, times: int = 20) -> dict:
@@ -592,7 +592,9 @@ def fp8(args) -> Figures:
     from minisgl_lit.tools.roofline import best_time
     def us(work):
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()): return 1e6 * best_time(CudaCapture()(work)[0], 'cuda', .1)
-    yield dict(multiplies=can_multiply_fp8(torch.device('cuda', 0)))
+    can = can_multiply_fp8(torch.device('cuda', 0))
+    yield dict(multiplies=can)
+    if not can and torch.cuda.get_device_capability() >= (8, 9): raise RuntimeError('a card that multiplies fp8 is not used so; see the log')
     w = torch.randn(6144, 4096, device='cuda').bfloat16() * .03
     weight = Fp8Weight.of(w)
     for n in (1, 16, 256, 4096):

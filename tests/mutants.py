@@ -14,7 +14,7 @@ from pathlib import Path
 root = Path(__file__).resolve().parents[1]
 chapters = {'process': '02a_process', 'kv_cache/table': '11_kv_cache.table', 'kv_cache/eviction': '11a_kv_cache.eviction', 'kv_cache/radix': '12_kv_cache.radix', 'kv_cache/events': '12a_kv_cache.events',
             'kv_cache/page_file': '12b_kv_cache.page_file', 'kv_cache/tier': '12c_kv_cache.tier', 'kv_cache/handoff': '12d_kv_cache.handoff',
-            'kv_cache/manager': '13_kv_cache.manager', 'server/prefill_router': '53d_server.prefill_router',
+            'kv_cache/manager': '13_kv_cache.manager', 'server/router': '53c_server.router', 'server/prefill_router': '53d_server.prefill_router',
             'scheduler/fairness': '19a_scheduler.fairness', 'scheduler/policy': '20_scheduler.policy', 'scheduler/prefill': '21_scheduler.prefill',
             'scheduler/decode': '22_scheduler.decode', 'scheduler/lifecycle': '23_scheduler.lifecycle', 'scheduler/batch': '24_scheduler.batch',
             'scheduler/scheduler': '25_scheduler.scheduler', 'scheduler/control': '26_scheduler.control',
@@ -256,13 +256,13 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('apart: a prompt has no priority', 'server/prefill_router', 'priority=request.params.priority', 'priority=0'),
     ('apart: who is refused elsewhere fails', 'server/prefill_router', 'except RequestError: pass', 'except ZeroDivisionError: pass'),
     ('apart: a prompt counts for ever', 'server/prefill_router', 'finally: replica.load.ended(request.rid)', 'finally: pass'),
-    ('apart: an abort elsewhere is no end', 'server/prefill_router', 'self._aborted[request.rid] = True', 'pass'),
+    ('apart: an abort elsewhere is no end', 'server/prefill_router', 'self._rids[request.rid] = True', 'pass'),
     ('apart: who sends no file is asked again', 'server/prefill_router', 'self._rests[replica] = ', '_ = '),
     ('apart: who sent no file is never asked again', 'server/prefill_router', ' if until > now}', '}'),
     ('apart: the frozen are waited for', 'server/prefill_router', 'return not replica.client.alive or ', 'return '),
-    ('apart: the aborted wait for a file', 'server/prefill_router', ' or all(self._aborted[o.rid] for o in requests)', ''),
+    ('apart: the aborted wait for a file', 'server/prefill_router', ' or all(self._rids[o.rid] for o in requests)', ''),
     ('apart: who leaves lets a prompt be computed', 'server/prefill_router', 'finally: part.cancel()', 'finally: pass'),
-    ('apart: files are never removed', 'server/prefill_router', 'kept.callback(self._forget, path, [*silent])', 'pass'),
+    ('apart: files are never removed', 'server/prefill_router', 'kept.callback(_remove_file, path)', 'pass'),
     ('apart: files stay for the whole answer', 'server/prefill_router', 'if not silent: kept.close()', 'pass'),
     ('apart: an abort between the engines is lost', 'server/prefill_router', 'while aborted := [', 'if aborted := ['),
     ('apart: nothing is handed over', 'server/prefill_router', 'if end: requests = ', 'if False: requests = '),
@@ -270,8 +270,13 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('apart: half a file stays', 'server/prefill_router', "for each in path.with_suffix('.part'), path:", 'for each in (path,):'),
     ('apart: a late file stays', 'server/prefill_router', 'for delay in 0., PATIENCE:', 'for delay in (0.,):'),
     ('apart: an end shows a traceback', 'server/prefill_router', 'with suppress(RuntimeError): loop', 'loop'),
-    ('apart: a pause forgets who is between the engines', 'server/prefill_router', " or (command, argument) == ('pause', 'abort')", ''),
-    ('apart: an abort of many is one of one', 'server/prefill_router', 'rid == start if whole else rid.startswith(start)', 'rid == start'),
+    ('apart: a pause forgets who is between the engines', 'server/router', " or (command, argument) == ('pause', 'abort')", ''),
+    ('apart: an abort of many is one of one', 'server/router', 'rid == start if whole else rid.startswith(start)', 'rid == start'),
+    ('router: a newcomer hears commands in any order', 'server/router', 'sent, about = min(missed)', 'sent, about = missed[0]'),
+    ('router: one sleeps when another refuses', 'server/router', 'elif refused and (undo := _UNDONE_BY.get(command)):', 'elif refused and (undo := None):'),
+    ('router: two models are one server', 'server/router', 'replicas[name].differs.add(about)', 'pass'),
+    ('router: who differs does so for ever', 'server/router', 'replicas[name].differs.discard(about)', 'pass'),
+    ('router: the aborted begin anew', 'server/router', 'if died and self._rids.get(output.rid):', 'if False:'),
     ('left behind: a process removes the folder of another', 'process', 'flock(fd, LOCK_EX | LOCK_NB)', 'pass'),
     ('left behind: the folder of the dead stays', 'process', 'with suppress(OSError), _locked(left): shutil.rmtree(left, ignore_errors=True)', 'pass'),
     ('left behind: a process leaves its folder', 'process', 'if os.getpid() == pid: shutil.rmtree', 'if False: shutil.rmtree'),
@@ -357,7 +362,7 @@ def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     env = {**os.environ, 'TST_PACKAGE': '1', 'TST_LIVES': '300', 'TST_SHRINK': '0', 'OMP_NUM_THREADS': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
     above = [o for o in chapters.values() if o > chapters[module]]
     tries = [['tests/test_notebooks.py', '-k', chapters[module]],
-             [*(['tests/test_prefill.py'] if module in ('process', 'kv_cache/handoff', 'server/prefill_router') else []), 'tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_scheduler.py', 'tests/test_hostile_chunks.py', '-k', 'not every'],
+             [*(['tests/test_router.py', 'tests/test_prefill.py'] if module in ('process', 'kv_cache/handoff') or module.startswith('server/') else []), 'tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_scheduler.py', 'tests/test_hostile_chunks.py', '-k', 'not every'],
              ['tests/test_notebooks.py', '-k', ' or '.join(above) or 'none']]
     if module.startswith(gpu): tries = [tries[0], ['tests/test_triton.py', 'tests/test_fp8.py', 'tests/test_flashinfer.py']]
     with tempfile.TemporaryDirectory() as folder:

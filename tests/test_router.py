@@ -1,5 +1,5 @@
 "A copy of a prefix tree kept by events, and a router over three engines, through whatever may happen to them."
-import asyncio, os, random
+import asyncio, json, os, random
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from minisgl_lit.kv_cache.events import BlockIndex, KVEventLog, block_hashes, ro
 from minisgl_lit.server.engine_client import AsyncEngineClient
 from minisgl_lit.server.messages import ControlMsg, UserMsg, decode
 from minisgl_lit.server.router import Router
+from minisgl_lit.server.weight_updates import MemoryReleases, WeightUpdates
 from minisgl_lit.testing.toy_core import ToyEngineCore
 from minisgl_lit.testing.toy_engine import expected_output
 from test_radix import Radix, lives
@@ -161,7 +162,7 @@ def test_whatever_happens(seed):
                         replica.joined = True
         await asyncio.gather(trouble(), *[call() for _ in range(40)])
         for i, r in enumerate(SYSTEM): await read(router, request(f'last{i}', r*2, 2))   # a change after the last batch that was lost
-        assert router._rids == set() and router.calls == 0
+        assert router._rids == {} and router.calls == 0
         live = await settle(router)
         assert len(live) == 3 and joins == deaths
         for o in [*live, *started.values()]: assert not (o.load.open or o.load._misses or o.load._coming or o.load.waiting_tokens)
@@ -355,4 +356,106 @@ def test_hashes_hold_up_nobody():
         answers = await read(router, *(requests := [request(f'r{i}', [i]*200, 1) for i in range(20)]))
         assert sent[0] >= before + 19 and [ids for ids, _ in answers] == [right(r) for r in requests]
         task.cancel()
+    run(main())
+
+
+# ---- commands that some take and others refuse
+
+class Weights:
+    "Those of a toy engine: where they are from"
+    def __init__(self, fails=False): self.path, self.fails = 'start', fails
+    def check(self, path): pass
+    def check_release(self, parts): pass
+    def release(self, parts): pass
+    def reload(self): pass
+    def load(self, path):
+        if self.fails: raise OSError('short read')
+        self.path = path
+
+def with_weights(fails=False, **settings):
+    "A client of a toy engine that can load weights and release memory"
+    it = client(**settings)
+    handler, it.weights = it.process.handler, Weights(fails)
+    handler.updates, handler.memory = WeightUpdates(handler.control, it.weights), MemoryReleases(handler.control, it.weights)
+    return it
+
+async def two(*fails, **settings):
+    router = Router('toy')
+    for i, o in enumerate(fails): await router.join(str(i), with_weights(o, **settings))
+    return router
+
+def update(path, version, **more): return 'update_weights', json.dumps(dict(model_path=path, weight_version=version, **more))
+def weights(router): return [o.client.weights.path for o in router.replicas.values()]
+def available(router): return [name for name, o in router.replicas.items() if o.available]
+
+@pytest.mark.parametrize('commands', [
+    [('pause', 'in_place'), update('/B', '2', keep_pause=True), ('resume', '')],
+    [update('/A', '1'), ('weight_version', '1b'), ('release_memory', 'kv_cache weights'), update('/B', '2')]], ids=['paused', 'released'])
+def test_a_newcomer_hears_commands_in_their_order(commands):
+    "So it is as the others are, and answers"
+    async def main():
+        router = await two(False, False)
+        for o in commands: await router.control(*o)
+        await router.join('2', with_weights())
+        assert len({(o.client.process.scheduler.paused, o.client.weights.path, o.client.process.scheduler.weight_version) for o in router.replicas.values()}) == 1
+        for i in range(4): assert (await read(router, request(str(i), [i]*9)))[0][1].finish_reason is FinishReason.LENGTH
+        assert all(o.load.n_sent for o in router.replicas.values())
+    run(main())
+
+def test_memory_is_released_by_all_or_by_none():
+    "One has a request, so it refuses; who has released its memory gets it back, and so does whoever joins now"
+    async def main():
+        router = await two(False, False, step_seconds=.002)
+        busy = router.stream([request('busy', [1, 2, 3], 200)])
+        await anext(busy)
+        with pytest.raises(RequestError, match='1 requests are alive'): await router.control('release_memory', 'kv_cache weights')
+        await router.join('2', with_weights())
+        for i in range(6): assert (await read(router, request(str(i), [i]*9)))[0][1].finish_reason is FinishReason.LENGTH
+        assert available(router) == ['0', '1', '2']
+        await busy.aclose()
+    run(main())
+
+def test_two_models_are_not_one_server():
+    "Who refuses weights that another has loaded gets no requests until it has them, too; what it has begun goes on"
+    async def main():
+        router = await two(False, False, step_seconds=.002)
+        busy = router.stream([request('busy', [1, 2, 3], 100)])
+        await anext(busy)
+        await router.control('pause', 'in_place')
+        with pytest.raises(RequestError, match='begun their answer and are paused'): await router.control(*update('/B', '2'))
+        await router.control('resume')
+        assert weights(router) == ['start', '/B'] and available(router) == ['1']
+        [other, mine] = (await router.control('stats'))['per_replica']
+        assert 'refused what others have done (weights)' in other['why'] and not mine['why']
+        ends = [o async for o in busy]
+        assert ends[-1].finish_reason is FinishReason.LENGTH
+        await router.control(*update('/B', '2'))
+        assert weights(router) == ['/B', '/B'] and available(router) == ['0', '1']
+    run(main())
+
+def test_an_engine_that_cannot_load_gets_no_requests():
+    "Nor does a resume that it refuses leave others paused, or those that join later"
+    async def main():
+        router = await two(False, True)
+        with pytest.raises(RuntimeError, match='short read'): await router.control(*update('/B', '2'))
+        await router.control('pause', 'in_place')
+        with pytest.raises(RequestError): await router.control('resume')
+        assert available(router) == ['0']
+        for i in range(3): assert (await read(router, request(str(i), [i]*9)))[0][1].finish_reason is FinishReason.LENGTH
+        await router.join('1', with_weights())
+        assert weights(router) == ['/B', '/B'] and available(router) == ['0', '1'] and not any(o.client.process.scheduler.paused for o in router.replicas.values())
+    run(main())
+
+def test_what_was_aborted_is_not_begun_again_elsewhere():
+    "Its engine stands still, and then dies: the caller is told of the abort, and no other engine computes it"
+    async def main():
+        router = await two(False, False)
+        still = router.replicas['0'].client.process
+        still._turn = list
+        asked = asyncio.ensure_future(read(router, request('x1', [1]*20), request('y', [1]*20)))
+        await asyncio.sleep(.02)
+        still.trouble = 'the engine has not been heard of for 4 s'
+        assert await router.control('abort', 'x*') == {'aborted': 0}
+        still.kill()
+        assert [end.finish_reason for _, end in await asked] == [FinishReason.ABORT, FinishReason.LENGTH] and router._rids == {}
     run(main())

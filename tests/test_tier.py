@@ -1,15 +1,19 @@
 """The second tier for keys and values under faults: other weights, other tenants, NaN, a full or damaged disk, a killed server."""
 import errno, json, os, signal, subprocess, sys, threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from minisgl_lit import LLM, serve
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.device import CudaStream
 from minisgl_lit.kv_cache.manager import CacheManager
 from minisgl_lit.kv_cache.page_file import PageFile, open_page_file
 from minisgl_lit.kv_cache.radix import make_prefix_cache
@@ -316,3 +320,19 @@ def test_a_server_that_ends_in_order_finds_all_of_it_again(tmp_path):
     texts, hits = zip(*(zip(*o) for o in (first, second, third)))
     assert texts[0] == texts[1] == texts[2] and 'minisgl:kv_disk_hit_pages_total{' in told
     assert sum(hits[1]) > 1000 and sum(hits[2]) >= .8*max(sum(hits[1]), 2304), hits
+
+def test_a_copy_to_the_host_waits_for_what_it_copies(monkeypatch):
+    "On a GPU pages are cloned on the stream of the steps and copied on another, which must wait for the clones; seen in the order of the calls"
+    calls, stream = [], CudaStream.__new__(CudaStream)
+    stream.stream, stream._copy_stream, stream._error = 'steps', SimpleNamespace(wait_stream=lambda other: calls.append(f'wait for {other}')), None
+    monkeypatch.setattr(stream, 'submit', lambda work: work(), raising=False)
+    monkeypatch.setattr('minisgl_lit.device.CudaEvent', lambda *args: 'event')
+    monkeypatch.setattr(torch.cuda, 'stream', lambda other: nullcontext())
+    monkeypatch.setattr(torch.Tensor, 'record_stream', lambda x, other: calls.append('kept'))
+    out = [np.zeros(2, dtype=np.float32) for _ in range(2)]
+    def pairs():
+        for i, there in enumerate(out):
+            calls.append('clone')
+            yield there, torch.full((2,), float(i + 1))
+    assert stream.fetch(pairs) == 'event'
+    assert calls == ['clone', 'clone', 'wait for steps', 'kept', 'kept'] and [o.tolist() for o in out] == [[1, 1], [2, 2]]

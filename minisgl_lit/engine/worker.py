@@ -461,6 +461,8 @@ def make_engine(
     "The engine of rank 0, the table that it reads, and the memory plan"
     size = check_weights(resolved.shard, resolved.dtype, resolved.free(), resolved.ratio,
                          resolved.quantization, resolved.stored_bytes())
+    device = resolved.device
+    if device.type == 'cuda' and device.index is not None: torch.cuda.set_device(device)
     resolved = resolved.with_kernels(CudaCapture())
     decoder, memory, sizes = load_model(resolved, ranks, size)
     table_type = LeaderTable if ranks.size > 1 else TableManager

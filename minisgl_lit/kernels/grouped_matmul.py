@@ -186,13 +186,16 @@ def _trial(device: torch.device, dtype: torch.dtype, fp8: bool) -> Pairs:
     some = partial(numbers, device=device, dtype=dtype)
     chosen = torch.tensor([[3, 0], [0, 3], [1, 3], [3, 4], [1, 0]], device=device)
     gate_up, down = some(5, 160, 96) / 16, some(5, 96, 80) / 16   # so that results are about 1
-    given, scales = (some(5, 96), chosen, some(5, 2)), list[torch.Tensor]()
+    scales = list[torch.Tensor]()
     if fp8:
         gate_up, down = (o.to(torch.float8_e4m3fn) for o in (gate_up, down))
         scales = [2. ** -(torch.arange(5 * n, device=device) % 3).view(5, n) for n in (160, 96)]
-    got = expert_mlps(*given, gate_up, down, *scales)
     meant = [o.to(dtype) * s[..., None].to(dtype) for o, s in zip((gate_up, down), scales)]
-    return [(got, plain_experts(*given, *(meant or (gate_up, down))))]
+    def both(times: int) -> tuple[torch.Tensor, torch.Tensor]:
+        given = some(5 * times, 96), chosen.repeat(times, 1), some(5 * times, 2)
+        wanted = plain_experts(*given, *(meant or (gate_up, down)))
+        return expert_mlps(*given, gate_up, down, *scales), wanted
+    return [both(1), both(10), both(40)]   # tiles of 16, 32 and 64
 
 @cache
 def can_compute_experts(

@@ -183,12 +183,14 @@ def plain_tokens(
 # %% ../../nbs/14c_kernels.sampling.ipynb #7fe73df6
 def _trial(device: torch.device) -> Pairs:
     "Some rows with settings of all kinds, by the kernels and by their definition"
-    logits = (numbers(4, 300, device=device, dtype=torch.float32) * 4).bfloat16()
     columns = ([.6, .8, 1, 1], [0, 7, 0, 0], [1, .9, .8, 1], [0, 0, .05, 0],
                [.3, .7, .99, .5], [0, 0, 0, 1])
     settings = torch.tensor(columns, dtype=torch.float64, device=device)
-    given = logits, logits.argmax(-1), settings
-    return [(sample_tokens(*given, True), plain_tokens(*given))]
+    def both(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = (numbers(4, width, device=device, dtype=torch.float32) * 4).bfloat16()
+        given = logits, logits.argmax(-1), settings
+        return sample_tokens(*given, True), plain_tokens(*given)
+    return [both(300), both(5000)]   # in one chunk, and in several
 
 @cache
 def can_sample(

@@ -37,7 +37,6 @@ class PrefillRouter(Router):
     ):
         super().__init__(model)
         self.prefill, self.folder, self.least_tokens = prefill, Path(folder), least_tokens
-        self._aborted: dict[str, bool] = {}     # whether they were, while their prompt is elsewhere
         self._rests: dict[Replica, float] = {}  # until when they get no prompts
 
     # %% ../../nbs/53d_server.prefill_router.ipynb #190f7990
@@ -62,7 +61,7 @@ class PrefillRouter(Router):
                          path: Path) -> EngineCoreOutput | None:
         "The same, and wait for the file; `None` also if it does not come"
         end = await _compute(replica, prompt, request, path)
-        if end and end.finish_reason is FinishReason.ABORT: self._aborted[request.rid] = True
+        if end and end.finish_reason is FinishReason.ABORT: self._rids[request.rid] = True
         if not end or end.finish_reason is not FinishReason.LENGTH: return None
         if await _appears(path): return end
         self._rests[replica] = asyncio.get_running_loop().time() + REST
@@ -82,7 +81,7 @@ class PrefillRouter(Router):
         except QueueFull: return None
         part = asyncio.ensure_future(self._prefill(replica, prompt, requests[0], path))
         def in_vain() -> bool:
-            return not replica.client.alive or all(self._aborted[o.rid] for o in requests)
+            return not replica.client.alive or all(self._rids[o.rid] for o in requests)
         try:
             while not (part.done() or in_vain()): await asyncio.wait({part}, timeout=_ALIVE_POLL)
             return part.result() if part.done() else None
@@ -98,11 +97,10 @@ class PrefillRouter(Router):
     async def _follow_apart(self, prompt: Prompt,
                             requests: list[UserMsg]) -> AsyncGenerator[EngineCoreOutput]:
         path, silent = self.folder/f'{uuid4().hex}.kv', {o.rid for o in requests}
-        self._aborted |= dict.fromkeys(silent, False)
         with ExitStack() as kept:
-            kept.callback(self._forget, path, [*silent])
+            kept.callback(_remove_file, path)
             end = await self._send_away(prompt, requests, path)
-            while aborted := [o for o in requests if self._aborted[o.rid]]:
+            while aborted := [o for o in requests if self._rids[o.rid]]:
                 requests = [o for o in requests if o not in aborted]
                 silent -= {o.rid for o in aborted}
                 for each in aborted: yield EngineCoreOutput(each.rid, [], FinishReason.ABORT)
@@ -113,23 +111,6 @@ class PrefillRouter(Router):
                     silent.discard(output.rid)
                     if not silent: kept.close()   # all have begun
                     yield replace(output, cached_tokens=min(output.cached_tokens, cached))
-
-    # %% ../../nbs/53d_server.prefill_router.ipynb #29fb7fb5
-    def _forget(self, path: Path, rids: Sequence[str]) -> None:
-        "These requests are at an engine, or have left: nobody wants their file any more"
-        for rid in rids: del self._aborted[rid]
-        _remove_file(path)
-
-    # %% ../../nbs/53d_server.prefill_router.ipynb #5bfd945d
-    async def _tell_all(self, command: str,
-                        argument: str = '') -> dict[str, dict[str, object]]:
-        "What each replica answers; of an abort those hear, too, who are at none"
-        if command == 'abort' or (command, argument) == ('pause', 'abort'):
-            names = argument if command == 'abort' else '*'
-            whole, start = not names.endswith('*'), names.removesuffix('*')
-            for rid in self._aborted:
-                self._aborted[rid] |= rid == start if whole else rid.startswith(start)
-        return await Router._tell_all(self, command, argument)
 
 # %% ../../nbs/53d_server.prefill_router.ipynb #6909a67f
 PATIENCE = 10.          # seconds that a request waits for its file to appear
@@ -167,7 +148,6 @@ REST = 60.   # seconds
 _ALIVE_POLL = .1   # seconds between two looks
 
 # %% ../../nbs/53d_server.prefill_router.ipynb #29fb7fb5
-
 def _remove_file(path: Path) -> None:
     "Remove a file, and once more in case it comes late; both in another thread"
     def remove() -> None:
