@@ -37,14 +37,34 @@ class Device:
     streams: list = field(default_factory=lambda: [Stream(None)])   # The current one is the last
     broken: str = ''                                # A module of FlashInfer that does not compile
     may_wait: bool = False                          # Whether the host may read numbers, all 0; `gpu_check` does
+    plans: 'dict[int, Held]' = field(default_factory=dict)   # By workspace: by which wrapper's pinned memory it was planned last
+    lists: 'dict[int, Held]' = field(default_factory=dict)   # By list of pages: by which pointers it was written last
+    graph: 'Graph | None' = None                    # That is being captured
 
     def launch(self, name: str) -> None:
         "A kernel of FlashInfer; those that are captured are counted apart"
         self.kernels[f'captured {name}' if self.capturing else name] += 1
 
+    def read(self, held: 'dict[int, Held]', memory, owner) -> None:
+        "A kernel reads a plan or a list of pages, which must be its own; a graph that is captured needs it at each replay, too"
+        now = held.get(id(memory))
+        if now is None: return    # not shared
+        if now.owner is not owner: raise RuntimeError('a kernel would read the plan, or the pages, of another batch')
+        if self.graph and now not in self.graph.writes: self.graph.reads.append((held, now))
+
+    def write(self, held: 'dict[int, Held]', memory, owner) -> None:
+        held[id(memory)] = now = Held(memory, owner)
+        if self.graph: self.graph.writes.append(now)
+
     def copies_to_device(self) -> None:
         if self.capturing: raise RuntimeError('a copy to the device while a graph is captured')
         self.counts['copies'] += 1
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    "Whose a memory is that several batches take in turn; kept, so that no other object gets its address."
+    memory: object
+    owner: object
 
 # ---- streams, events, graphs -----------------------------------------------------------------------------------------------
 
@@ -59,8 +79,14 @@ class Event:
     def synchronize(self): pass
 
 class Graph:
+    "Remembers whose plans and lists its kernels read, and which lists they write first."
+    def __init__(self): self.reads, self.writes = [], []
     def pool(self): return 0, 1
-    def replay(self): device.counts['replays'] += 1
+    def replay(self):
+        for held, then in self.reads:
+            if held[id(then.memory)].owner is not then.owner: raise RuntimeError('a graph would read the plan, or the pages, of another batch')
+        for now in self.writes: device.lists[id(now.memory)] = now
+        device.counts['replays'] += 1
 
 @contextlib.contextmanager
 def on_stream(stream):
@@ -71,9 +97,9 @@ def on_stream(stream):
 @contextlib.contextmanager
 def capture(graph, pool=None, stream=None, capture_error_mode='global'):
     assert stream is device.streams[-1] is not device.streams[0], 'a graph is captured on the current stream, and not on the default one'
-    device.capturing = True
+    device.capturing, device.graph = True, graph
     try: yield
-    finally: device.capturing = False
+    finally: device.capturing, device.graph = False, None
 
 device = Device()
 H100 = SimpleNamespace(multi_processor_count=132, major=9, minor=0, name='a GPU that computes nothing', total_memory=80 << 30)
@@ -196,6 +222,12 @@ def ints(kind: str, *tensors) -> None:
     all_on(kind, *tensors)
     for o in tensors: check(o.dtype == torch.int32 and o.is_contiguous(), o.dtype, o.stride())
 
+class Plan(list):
+    "What a plan returns for `run`, and by whose pinned memory it was sent."
+    def __init__(self, n: int, pinned):
+        super().__init__([0] * n)
+        self.pinned = pinned
+
 class Module:
     "A compiled module: each function checks its arguments as the one in C++ does."
     def __init__(self, name: str): self.name = name
@@ -230,42 +262,46 @@ class Module:
         all_on('cpu', pinned)
         check(len(workspace) == len(pinned) and floats.dtype == workspace.dtype == pinned.dtype == torch.uint8, len(workspace), len(pinned))
         device.counts['plans'] += 1    # which makes a copy of its own
+        device.write(device.plans, workspace, pinned)
         if self.name.startswith('batch_attention'):
             qo, indptr, lens, n, heads, kv_heads, dim, causal = rest
             ints('cpu', qo, indptr, lens)
             check(len(qo) == len(indptr) == n + 1 == len(lens) + 1 and heads % kv_heads == 0, n, heads, kv_heads)
-            return [0] * 10
+            return Plan(10, pinned)
         if self.name.startswith('batch_decode'):
             indptr, n, heads, kv_heads, page_size, graph, window_left, cap, dim, dim_v, *dtypes = rest
             ints('cpu', indptr)
             check(len(indptr) == n + 1 and heads // kv_heads in (1, 2, 3, 4, 8) and isinstance(graph, bool) and dim == dim_v, n, heads, kv_heads)
-            return [0] * 10
+            return Plan(10, pinned)
         qo, indptr, lens, total, n, heads, kv_heads, page_size, graph, dim, dim_v, causal, window_left, *split = rest
         ints('cpu', qo, indptr, lens)
         check(len(qo) == len(indptr) == n + 1 == len(lens) + 1 and total == qo[-1] and heads % kv_heads == 0, n, total, qo[-1])
         check(not any(o for o in split if o != -1), split)    # Hopper's has fewer of them
-        return [0] * 15
+        return Plan(15, pinned)
 
-    def attend(self, floats, workspace, q, k, v, out, *index):
+    def attend(self, floats, workspace, info, q, k, v, out, *index):
         all_on('cuda', floats, workspace, q, k, v, out)
+        device.read(device.plans, workspace, info.pinned)
         ints('cuda', *index)
         check(q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and k.shape == v.shape and q.shape == out.shape, q.stride(), k.stride(), v.stride())
 
     def run(self, floats, workspace, info, q, k, v, indptr, indices, last, out, *rest):
         if self.name.startswith('batch_attention'):    # the list of pages, then where it writes
-            self.attend(floats, workspace, q, k, v, indices, indptr)
+            self.attend(floats, workspace, info, q, k, v, indices, indptr)
             return device.launch('batch_attention')
-        self.attend(floats, workspace, q, k, v, out, indptr, indices, last)
+        self.attend(floats, workspace, info, q, k, v, out, indptr, indices, last)
         check(len(q) == len(last) == len(indptr) - 1 and k.stride() == v.stride(), q.shape, last.shape)
+        device.read(device.lists, indices, indptr)
         device.launch('decode')
 
     def paged_run(self, floats, workspace, info, q, k, v, qo, indptr, indices, last, out, *rest):
-        self.attend(floats, workspace, q, k, v, out, qo, indptr, indices, last)
+        self.attend(floats, workspace, info, q, k, v, out, qo, indptr, indices, last)
         check(len(qo) == len(indptr) == len(last) + 1 and k.stride() == v.stride(), qo.shape, last.shape)
+        device.read(device.lists, indices, indptr)
         device.launch('paged')
 
     def ragged_run(self, floats, workspace, info, q, k, v, qo, indptr, out, *rest):
-        self.attend(floats, workspace, q, k, v, out, qo, indptr)
+        self.attend(floats, workspace, info, q, k, v, out, qo, indptr)
         check(len(qo) == len(indptr) and len(q) == len(k), qo.shape, q.shape, k.shape)
         device.launch('ragged')
 
@@ -295,6 +331,7 @@ class Launch:
             names = self.run.__code__.co_varnames[:self.run.__code__.co_argcount]
             check(len(args) + len(constants) == len(names) and set(constants) == set(names[len(args):]), names, constants)
             check(all(0 < o < 2**16 for o in grid[1:]) and 0 < grid[0] < 2**31, grid)
+            if self.run.__name__ == '_pages': device.write(device.lists, args[0], args[5])
             device.launch(self.run.__name__.strip('_'))
         return launch
 
@@ -404,9 +441,13 @@ def step_counts(temperature: float, steps: int = 16) -> dict:
 def layer_counts(case: Case) -> dict:
     "What one layer launches in a decode step"
     from minisgl_lit.attention.flashinfer import attend_batch
+    from minisgl_lit.engine.cuda_graph import padded
     with engine(case) as (runtime, _):
         model, step = runtime.engine.model, runtime.engine.steps.captured[4]
-        attend = attend_batch(runtime.engine.steps.attention, step.metadata)
+        attention = runtime.engine.steps.attention
+        attention.update(step.metadata, padded(runtime.engine.steps.dummy, runtime.engine.steps.dummy, 4))
+        attention.list_pages(step.metadata)
+        attend = attend_batch(attention, step.metadata)
         x, more = (torch.zeros(4, 1024, dtype=torch.bfloat16, device='cuda') for _ in range(2))
         with torch.inference_mode():
             angles = model.angles(step.metadata.block.positions)

@@ -4,6 +4,7 @@ import importlib.util, inspect, sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,9 +22,10 @@ from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.llm import LLM
 from minisgl_lit.models import layers
 from minisgl_lit.attention.torch import TorchAttention
+from minisgl_lit.attention import choice
 from minisgl_lit.attention.choice import choose_attention, unsupported_reason
 from minisgl_lit.attention.flashinfer import (
-    FlashInferAttention, PairAttention, graph_attention, kind_of, page_indices, plan_arrays)
+    KERNELS, FlashInferAttention, PairAttention, graph_attention, kind_of, page_indices, plan_arrays)
 from minisgl_lit.models.layers import (
     add_norm, gated_mlp, qkv_heads, rms_norm, rope_angles, apply_rope, silu_mul)
 from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts
@@ -112,13 +114,13 @@ def test_static_tensors_tell_of_the_last_batch(world, seed):
     other = replace(batch, cached_lens=lens - 1, device_lens=lens, positions=lens - 1, out_loc=table.slots(batch.rows, lens - 1))
     ours = FlashInferAttention(pool, table.page_table, windows, num_heads=qkv[0].shape[1], library=standin)
     static = ours.static(batch)
-    before = [o.data_ptr() for o in (static.block.indptr, static.indices, static.block.last_page_len, static.out_loc)]
+    before = [o.data_ptr() for o in (static.block.indptr, static.memory.pages, static.block.last_page_len, static.out_loc)]
     ours.update(static, other)
     ours.list_pages(static)
     wrapper = static.graph_wrappers[windows[1]]
     assert [o.data_ptr() for o in (wrapper.indptr, wrapper.indices, wrapper.last, static.out_loc)] == before
     told = plan_arrays(other, pool.page_size)
-    assert torch.equal(static.indices[:told.kv_indptr[-1]], page_indices(table.page_table, other.rows, told.kv_indptr))
+    assert torch.equal(static.memory.pages[:told.kv_indptr[-1]], page_indices(table.page_table, other.rows, told.kv_indptr))
     n = len(batch.sampled)
     got = ours.forward(*qkv, 1, static)[:n].clone()
     assert torch.equal(got, ours.forward(*qkv, 1, ours.prepare(other))[:n])
@@ -273,3 +275,24 @@ def test_small_kernels_say_what_torch_says_on_a_gpu(monkeypatch):
             m.setattr(layers, 'gpu_kernels', lambda *tensors: None)
             expected = small_steps('cuda', dtype)
         for a, b in zip(ours, expected, strict=True): torch.testing.assert_close(a, b, rtol=.03, atol=.06)
+
+@pytest.mark.parametrize('kind', ['prefill', 'decode'])
+def test_what_is_measured_runs_by_its_own_plan(kind):
+    "Three shapes of as many new tokens each: every work attends to its own pages, and the first is refused once others have taken its plan's place"
+    lens = [[np.array(o) for o in ([9, 8, 30], [4, 17, 12], [21, 2, 6])][i] for i in range(3)]
+    loads = [(o - 1, o) for o in lens] if kind == 'decode' else [(o, o + [3, 1, 4]) for o in lens]
+    served = choice.Served(torch.device('cpu'), torch.float32, (4, 2, 8), (None,), 4, 3, 64, 64)
+    with patch.object(choice.Served, 'loads', lambda self: dict(decode=loads, prefill=loads)), \
+         patch.object(choice, 'unsupported_reason', lambda *_: None), patch.object(choice, 'find_library', lambda *_: standin):
+        bench = choice.Bench(served)
+        works, held = choice.works(bench, kind, KERNELS[kind][0]), []
+        reference = TorchAttention(bench.pool, bench.table.page_table)
+        for i, batch in enumerate(bench.batches[kind]):
+            torch.manual_seed(i)
+            held.append(next(works))
+            got = held[-1]()
+            torch.manual_seed(i)
+            q, k, v = torch.randn(len(batch.positions), 8, 8).split([4, 2, 2], 1)
+            torch.testing.assert_close(got, reference.forward(q, k, v, 0, reference.prepare(batch)))
+        assert next(works, None) is None and len(held) == 3
+        with pytest.raises(RuntimeError, match='a later batch was planned'): held[0]()

@@ -10,7 +10,7 @@ __all__ = ['Work', 'MARGIN', 'RUNS', 'REPEATS', 'Tensors', 'Record', 'CONTEXT', 
 # %% ../../nbs/33a_attention.choice.ipynb #d7cfe5ad
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -52,7 +52,7 @@ class Measured:
 
 # %% ../../nbs/33a_attention.choice.ipynb #05394eb7
 def measure(
-    candidates: Mapping[str, Callable[[], Sequence[Work]]],  # Prepare work of several shapes
+    candidates: Mapping[str, Callable[[], Iterable[Work]]],  # Prepare work of several shapes
     seconds: Callable[[Work], float],   # How long some work takes
 ) -> Measured:
     "Time all candidates; `ValueError` if none works"
@@ -286,7 +286,7 @@ def works(
     bench: Bench,   # Its pool and batches
     kind: str,      # 'prefill' or 'decode'
     kernel: str,    # One of `KERNELS` of that kind
-) -> list[Work]:    # Attention of one layer, for each shape
+) -> Iterator[Work]:   # Attention of one layer, for each shape; a next one ends the one before
     "Attention of that kind by that kernel; `ValueError` if it cannot"
     served, (heads, kv_heads, head_dim) = bench.served, bench.served.heads
     windows, args = served.windows[:1], (bench.pool, bench.table.page_table)
@@ -303,12 +303,12 @@ def works(
         if kind == 'prefill': metadata = backend.prepare(batch)
         else: backend.list_pages(metadata := backend.static(batch))
         return lambda: backend.forward(q, k, v, 0, metadata)
-    return [work(o) for o in bench.batches[kind]]
+    for batch in bench.batches[kind]: yield work(batch)
 
 # %% ../../nbs/33a_attention.choice.ipynb #468e8eca
 def _page_sizes(served: Served, kernel: str, seconds: Callable[[Work], float]) -> Measured:
     "How long decoding takes with pages of other sizes, the one that is served first"
-    def prepare(size: int) -> list[Work]:
+    def prepare(size: int) -> Iterator[Work]:
         return works(Bench(replace(served, page_size=size)), 'decode', kernel)
     sizes = dict.fromkeys((served.page_size, 16, 64))
     return measure({f'page_size={o}': partial(prepare, o) for o in sizes}, seconds)

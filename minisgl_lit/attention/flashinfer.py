@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['RECOMMENDED_WORKSPACE', 'MAX_TILE', 'KERNELS', 'PLAN_BYTES', 'PlanArrays', 'plan_arrays', 'page_indices',
-           'PlanBuffers', 'workspace_bytes', 'Kernels', 'usual_kernels', 'FlashInferMetadata', 'kind_of', 'StepBlock',
-           'StaticMetadata', 'PlanOptions', 'FlashInferAttention', 'PairMetadata', 'PairAttention', 'BatchAttention',
-           'attend_batch', 'graph_attention']
+           'PlanMemory', 'PlanBuffers', 'workspace_bytes', 'Kernels', 'usual_kernels', 'FlashInferMetadata', 'kind_of',
+           'StepBlock', 'GraphMemory', 'StaticMetadata', 'PlanOptions', 'FlashInferAttention', 'PairMetadata',
+           'PairAttention', 'BatchAttention', 'attend_batch', 'graph_attention']
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #b23cbb66
 from collections.abc import Callable, Mapping, Sequence
@@ -60,13 +60,31 @@ def page_indices(
     return page_table.view(-1)[torch.arange(n, device=page_table.device) + jumps]
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #1552fa8a
-@dataclass(frozen=True)
-class PlanBuffers:
+class PlanMemory:
+    "Memory that holds the plan of one batch at a time."
+    def __init__(self):
+        self.planned: torch.Tensor | None = None   # `out_loc` of that batch
+
+    def check(
+        self,
+        out_loc: torch.Tensor,   # Of the batch that is computed
+    ) -> None:
+        "`RuntimeError` if what is held is another batch's"
+        if self.planned is not out_loc:
+            raise RuntimeError('a later batch was planned in this memory: prepare this one again')
+
+# %% ../../nbs/33_attention.flashinfer.ipynb #0068da41
+class PlanBuffers(PlanMemory):
     "The memory of one plan: written by the host, read later by copies to the device."
-    host: torch.Tensor   # Room for all arrays of a plan; pinned where there is a GPU, int32
-    ragged: Mapping[int | None, ReferenceRagged]     # Wrappers by window; each has buffers, too
-    prefill: Mapping[int | None, ReferencePrefill]   # Of each kind of plan
-    decode: Mapping[int | None, ReferenceDecode]
+    def __init__(
+        self,
+        host: torch.Tensor,   # Room for all arrays of a plan; pinned where there is a GPU, int32
+        ragged: Mapping[int | None, ReferenceRagged],    # Wrappers by window; each has buffers, too
+        prefill: Mapping[int | None, ReferencePrefill],  # Of each kind of plan
+        decode: Mapping[int | None, ReferenceDecode],
+    ):
+        super().__init__()
+        self.host, self.ragged, self.prefill, self.decode = host, ragged, prefill, decode
 
     def fill(
         self,
@@ -124,6 +142,7 @@ class FlashInferMetadata:
     out_loc: torch.Tensor                          # Slot of each new token, [n_tokens]
     ragged: Mapping[int | None, ReferenceRagged]   # Take keys and values; empty if some are cached
     paged: Mapping[int | None, ReferencePaged]     # Read pages; empty if `ragged` is not
+    memory: PlanMemory                             # Where the plan lies
 
 def kind_of(
     batch: Batch,  # Any mode
@@ -171,11 +190,31 @@ class StepBlock:
         if sampling is not None: self._arrays[-1][:, :sampling.shape[1]] = sampling
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #294c470e
+class GraphMemory(PlanMemory):
+    "What all recorded steps share: a plan for each window, and a list of pages."
+    def __init__(
+        self,
+        plans: dict[int | None, torch.Tensor],   # By window, on the device
+        pages: torch.Tensor,   # int32, room for all pages of all rows, and one number more
+    ):
+        super().__init__()
+        self.plans, self.pages = plans, pages
+        self.listed: torch.Tensor | None = None   # `out_loc` of the batch whose pages these are
+
+    def check(
+        self,
+        out_loc: torch.Tensor,   # Of the batch that is computed
+    ) -> None:
+        "`RuntimeError` if plan or list are another batch's"
+        super().check(out_loc)
+        if self.listed is not out_loc: raise RuntimeError('the list of pages is of another batch')
+
+# %% ../../nbs/33_attention.flashinfer.ipynb #503b1b38
 @dataclass(frozen=True)
 class StaticMetadata(FlashInferMetadata):
     "Metadata for a CUDA graph: tensors that never move, for a fixed number of requests."
+    memory: GraphMemory          # Shared by all sizes
     block: StepBlock             # What changes from step to step; `out_loc` is a part of it
-    indices: torch.Tensor        # int32, room for all pages of all rows, and one number more
     graph_wrappers: Mapping[int | None, ReferenceDecode]   # The same as `paged`
     hosts: BufferPool[StepBlock]   # The block on the host: one, so that plans wait for each other
 
@@ -218,8 +257,7 @@ class FlashInferAttention:
         both = [self._make_plan_buffers() for _ in range(2)]
         self.plan_buffers = BufferPool(both, lambda: self.record_event())
         self._list_pages = page_lister(self.device)
-        self._graph_pages: torch.Tensor | None = None   # made by the first `static`
-        self._graph_plans: dict[int | None, torch.Tensor] = {}
+        self._graph_memory: GraphMemory | None = None   # made by the first `static`
 
     # %% ../../nbs/33_attention.flashinfer.ipynb #7fe07d39
     def by_window(self, make: Callable[[], T]) -> dict[int | None, T]:
@@ -264,21 +302,23 @@ class FlashInferAttention:
         begin_pages(self.page_table, batch, size)
         arrays = plan_arrays(batch, size)
         if kind == 'ragged' and self.dtype != self.pool.buffer.dtype: kind = 'prefill'
+        out_loc = to_device(batch.out_loc, self.device)
         with self.plan_buffers.take() as buffers:
+            buffers.planned = out_loc
             qo, kv, last = buffers.fill(arrays)
             if kind == 'ragged':
                 for window, wrapper in buffers.ragged.items():
                     wrapper.plan(qo, qo, *self.shape, causal=True, **self._plan_options(window))
-                return FlashInferMetadata(to_device(batch.out_loc, self.device), buffers.ragged, {})
+                return FlashInferMetadata(out_loc, buffers.ragged, {}, buffers)
             pages = page_indices(self.page_table, batch.rows, arrays.kv_indptr)
             if kind == 'decode':
                 for window, wrapper in buffers.decode.items():
                     wrapper.plan(kv, pages, last, *self.shape, size, **self._plan_options(window))
-                return FlashInferMetadata(to_device(batch.out_loc, self.device), {}, buffers.decode)
+                return FlashInferMetadata(out_loc, {}, buffers.decode, buffers)
             for window, wrapper in buffers.prefill.items():
                 wrapper.plan(qo, kv, pages, last, *self.shape, size, causal=True,
                              **self._plan_options(window))
-            return FlashInferMetadata(to_device(batch.out_loc, self.device), {}, buffers.prefill)
+            return FlashInferMetadata(out_loc, {}, buffers.prefill, buffers)
 
     # %% ../../nbs/33_attention.flashinfer.ipynb #13884483
     def forward(
@@ -304,6 +344,7 @@ class FlashInferAttention:
         metadata: FlashInferMetadata,   # From `prepare` or `static`
     ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
         "Attend to the request's tokens up to each query"
+        metadata.memory.check(metadata.out_loc)
         window = self.windows.get(layer)
         if metadata.ragged: return metadata.ragged[window].run(q, k, v)
         return metadata.paged[window].run(q, self.pages[layer])
@@ -315,39 +356,37 @@ class FlashInferAttention:
     ) -> StaticMetadata:         # For `forward`, and `update`
         "Metadata for a graph, planned for this batch; `update` plans the next ones"
         n, block = len(batch.rows), StepBlock.empty(len(batch.rows), self.device)
-        pages = self._graph_memory()
+        memory = self._graph_memory = self._graph_memory or self._make_graph_memory()
         wrappers = self.by_window(lambda: self.library.BatchDecodeWithPagedKVCacheWrapper(
             self.workspace, backend='fa2', use_cuda_graph=True, use_tensor_cores=self.tensor_cores,
-            paged_kv_indptr_buffer=block.indptr, paged_kv_indices_buffer=pages,
+            paged_kv_indptr_buffer=block.indptr, paged_kv_indices_buffer=memory.pages,
             paged_kv_last_page_len_buffer=block.last_page_len))
         for window, wrapper in wrappers.items():
-            wrapper.reset_workspace_buffer(self.workspace, self._graph_plans[window])
+            wrapper.reset_workspace_buffer(self.workspace, memory.plans[window])
         on_host = StepBlock.empty(n, 'cpu', pinned=self.device.type == 'cuda')
         hosts = BufferPool([on_host], lambda: self.record_event())
-        metadata = StaticMetadata(block.out_loc, {}, wrappers, block, pages, wrappers, hosts)
+        metadata = StaticMetadata(block.out_loc, {}, wrappers, memory, block, wrappers, hosts)
         self._plan_static(metadata, batch, lambda wrapper, *args, **kw: wrapper.plan(*args, **kw))
         return metadata
 
     # %% ../../nbs/33_attention.flashinfer.ipynb #1e6da30a
-    def _graph_memory(self) -> torch.Tensor:
-        "The list of pages that all graphs share; with it is made, once, a plan for each window"
-        if self._graph_pages is None:
-            room = self.page_table.numel() + 1
-            self._graph_pages = torch.zeros(room, dtype=torch.int32, device=self.device)
-            self._graph_plans = self.by_window(
-                partial(torch.empty, PLAN_BYTES, dtype=torch.uint8, device=self.device))
-        return self._graph_pages
+    def _make_graph_memory(self) -> GraphMemory:
+        "Room for the pages of all rows, and for a plan for each window"
+        room = self.page_table.numel() + 1
+        plan = partial(torch.empty, PLAN_BYTES, dtype=torch.uint8, device=self.device)
+        pages = torch.zeros(room, dtype=torch.int32, device=self.device)
+        return GraphMemory(self.by_window(plan), pages)
 
     # %% ../../nbs/33_attention.flashinfer.ipynb #9ae75d23
     def _plan_static(self, m: StaticMetadata, batch: Batch,
                      plan: Callable[..., None], sampling: np.ndarray | None = None) -> None:
         "Fill the block of a graph, and plan every wrapper"
-        arrays = plan_arrays(batch, self.pool.page_size)
+        arrays, m.memory.planned = plan_arrays(batch, self.pool.page_size), m.out_loc
         with m.hosts.take() as host:
             host.fill(batch, arrays, sampling)
             m.block.memory.copy_(host.memory, non_blocking=True)
             for window, wrapper in m.graph_wrappers.items():
-                plan(wrapper, host.indptr, m.indices, host.last_page_len, *self.shape,
+                plan(wrapper, host.indptr, m.memory.pages, host.last_page_len, *self.shape,
                      self.pool.page_size, **self._plan_options(window))
 
     # %% ../../nbs/33_attention.flashinfer.ipynb #abf684a6
@@ -356,8 +395,8 @@ class FlashInferAttention:
         m: StaticMetadata,   # Whose list is written
     ) -> None:
         "The first work of a graph: begun pages into the page table, all of its pages into the list"
-        block = m.block
-        self._list_pages(m.indices, self.page_table, block.rows, block.positions, block.out_loc,
+        block, m.memory.listed = m.block, m.out_loc
+        self._list_pages(m.memory.pages, self.page_table, block.rows, block.positions, block.out_loc,
                          block.indptr, self.pool.page_size)
 
     def update(

@@ -157,14 +157,16 @@ class ReferenceDecode(ReferencePaged):
         "Use other workspaces from now on"
         self._plans = int_workspace_buffer
 
-    @property
-    def window_left(self) -> int:
-        "Of the last plan in this workspace, which may be another wrapper's"
-        return int(self._plans[:8].view(torch.int64))
+    def sign(self) -> None:
+        "The plan that the workspace holds is this wrapper's"
+        self._plans[:8].view(torch.int64).fill_(id(self))
 
-    @window_left.setter
-    def window_left(self, tokens: int) -> None:
-        self._plans[:8].view(torch.int64).fill_(tokens)
+    def run(self, q: torch.Tensor,
+            paged_kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        "As for all paged wrappers; `RuntimeError` if another wrapper has planned in the workspace"
+        if int(self._plans[:8].view(torch.int64)) != id(self):
+            raise RuntimeError('the integer workspace holds the plan of another wrapper')
+        return super().run(q, paged_kv_cache)
 
     def _keep(self, indptr: torch.Tensor, indices: torch.Tensor,
               last_page_len: torch.Tensor) -> None:
@@ -185,6 +187,7 @@ class ReferenceDecode(ReferencePaged):
             raise ValueError(f'Unsupported group_size: {group_size}')
         qo = torch.arange(len(indptr), dtype=torch.int32)
         self._plan(qo, indptr, indices, last_page_len, False, window_left, q_data_type)
+        self.sign()
 
 # %% ../../nbs/14_kernels.flashinfer_reference.ipynb #713adb94
 def fast_decode_plan(wrapper: ReferenceDecode, indptr: torch.Tensor, indices: torch.Tensor,
@@ -198,6 +201,7 @@ def fast_decode_plan(wrapper: ReferenceDecode, indptr: torch.Tensor, indices: to
     if len(last_page_len) != len(wrapper.last):
         raise ValueError('another number of requests')
     wrapper.window_left = window_left
+    wrapper.sign()
 
 # %% ../../nbs/14_kernels.flashinfer_reference.ipynb #a26d46b0
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
