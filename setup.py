@@ -36,7 +36,7 @@ class WithKernels(Distribution):
     def has_ext_modules(self): return kernels.is_dir()
 
 extras = {k.removesuffix("_requirements"): lines(k) for k in cfg if k.endswith("_requirements")}
-extras["dev"] += extras["structured"] + extras["viz"] + extras["docs"]
+extras["dev"] += extras["viz"] + extras["docs"]
 setup(
     name=cfg["lib_name"], version=cfg["version"], description=cfg["description"],
     long_description=(root/"README.md").read_text(encoding="utf-8"),

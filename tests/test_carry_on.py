@@ -49,7 +49,7 @@ def test_both_images_start_and_check_the_same():
 
 def test_extras_of_the_images_exist():
     for file in FILES:
-        [extras] = [re.search(r"\.whl\)\[([a-z,]+)\]", o)[1].split(",") for o in argument("RUN", file) if ".whl)[" in o]
+        extras = [name for o in argument("RUN", file) for found in re.findall(r"\.whl\)\[([a-z,]+)\]", o) for name in found.split(",")]
         assert all(f"{o}_requirements" in cfg for o in extras), extras
 
 def test_image_has_the_python_of_the_settings():

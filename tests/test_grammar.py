@@ -266,7 +266,19 @@ def test_the_library_is_not_missed_before_it_is_needed():
             "try: c.validate(SamplingParams(ebnf='x'))\n"
             "except RequestError as e: print(e.field, '|', e)")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert run.stdout.startswith("ebnf | ebnf needs llguidance") and "minisgl_lit[structured]" in run.stdout, run.stderr
+    assert run.stdout.startswith("ebnf | ebnf needs the package llguidance") and "pip install llguidance" in run.stdout, run.stderr
+
+
+@pytest.mark.parametrize('ask', [lambda c, p: c.validate(p), lambda c, p: c.begin(p).result(), lambda c, p: c(PendingReq('', np.array([1]), p, 10))])
+def test_what_was_missing_once_is_asked_for_again(ask, monkeypatch):
+    "A request that came before the library was installed says nothing about the same grammar after it"
+    compiler, params = GrammarCompiler(embedded(), 1536, [0, 2]), SamplingParams(regex='ab?')
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, 'llguidance', None)
+        for _ in range(2):
+            with pytest.raises(RequestError, match='llguidance'): ask(compiler, params)
+        assert not compiler.prepare()
+    assert not isinstance(ask(compiler, params), RequestError)
 
 
 def test_a_single_mask_is_bounded_without_a_clock(monkeypatch):

@@ -114,7 +114,6 @@ def follow(page, it):
 def test_guide(page, folder, shared):
     if "$ curl" in page.read_text() and not shutil.which("curl"): pytest.skip("there is no curl here")
     if page.stem == "notebooks": pytest.importorskip("ipywidgets", reason="the extra viz is not installed")
-    if page.stem in ("structured-output", "python"): pytest.importorskip("llguidance", reason="the extra structured is not installed")
     if page.stem == "many-machines": pytest.importorskip("ray", reason="the extra ray is not installed")
     it = Page(shared)
     try: follow(page, it)

@@ -178,7 +178,7 @@ def test_a_missing_extra_is_one_sentence(name):
     code = f"import sys; sys.modules['{name}'] = None; import minisgl_lit.tools.widgets"
     told = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stderr.strip().splitlines()
     assert told[-1] == ("ImportError: minisgl_lit.tools.widgets draws with ipywidgets and matplotlib, and one of them is missing: "
-                        "pip install 'minisgl_lit[viz]'")
+                        "pip install ipywidgets matplotlib")
 
 @pytest.mark.skipif(not shutil.which('chromium'), reason='needs chromium')
 def test_the_slider_needs_no_kernel(tmp_path):

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from importlib import import_module
 from itertools import accumulate
 from threading import Lock
 from time import thread_time
@@ -217,11 +218,12 @@ class GrammarCompiler:
         self,
         params: SamplingParams,   # They may ask for a grammar
     ) -> Compiling | None:        # `None`: they ask for none
-        "Start to compile the grammar, unless that has been done; `RequestError` if it is too large"
+        "Start to compile the grammar, unless that was done; `RequestError` if that cannot be tried"
         for name in params.grammars: return self._begin(GrammarSpec(name, getattr(params, name)))
 
     def _begin(self, spec: GrammarSpec) -> Compiling:
         check_size(spec)
+        _need_library(spec.field)
         with self._lock:
             compiling = self._cache.pop(spec, None)
             if compiling is None or compiling.cancelled():
@@ -266,10 +268,7 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec) -> 'LLMatcher':
         "The library's matcher, after its first mask"
         name, text = spec
-        try: from llguidance import LLMatcher, LLParserLimits, grammar_from
-        except ImportError:
-            raise RequestError(name, f'{name} needs llguidance, which is not installed here: '
-                                     "pip install 'minisgl_lit[structured]'") from None
+        from llguidance import LLMatcher, LLParserLimits, grammar_from
         try:
             several = _several(spec)
             if several is not None: source = self._source(several)
@@ -283,6 +282,13 @@ class GrammarCompiler:
         first = GrammarMatcher(state, spec, self._n_words, (), ())
         first.mask(np.empty(self._n_words, dtype=np.int32))
         return state
+
+# %% ../../nbs/45_engine.grammar.ipynb #6fd2d112
+def _need_library(field: str) -> None:
+    try: import_module('llguidance')
+    except ImportError: raise RequestError(
+        field, f'{field} needs the package llguidance, which a plain install brings along and '
+               'which is missing where the model runs: pip install llguidance') from None
 
 # %% ../../nbs/45_engine.grammar.ipynb #827fa0ad
 _LEXER_FUEL = 100_000   # steps of regex analysis; the library's default is a million

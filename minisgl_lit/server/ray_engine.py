@@ -62,7 +62,8 @@ def import_ray(
     if loopback: os.environ[_NO_CLUSTER] = '0'   # it is read by the import
     try: return import_module('ray')
     except ImportError: raise ValueError(
-        "ray_address needs Ray, which is not installed: pip install 'minisgl_lit[ray]'") from None
+        'ray_address needs Ray, which is not installed: '
+        "pip install 'ray[serve]>=2.60,<2.61'") from None
 
 _NO_CLUSTER = 'RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER'   # of all systems, in spite of its name
 

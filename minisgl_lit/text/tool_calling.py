@@ -113,7 +113,6 @@ class ToolCalling:
         self.formats = choose_formats(name, template.source if template else '')
         self._markers = tokenizer.special_ids(markers(self.formats))
         self._token_ids = tokenizer.added_ids
-        self._has_grammars = find_spec('llguidance') is not None
 
     # %% ../../nbs/51c_text.tool_calling.ipynb #e0ec0105
     def params(self, offer: ToolOffer, own: SamplingParams) -> SamplingParams:
@@ -124,7 +123,7 @@ class ToolCalling:
         if offer.forced and taken: raise RequestError(
             'tool_choice', f'tool_choice and {taken[0]} both constrain the output; '
                            'give one of them')
-        strict = offer.strict and self._has_grammars and taken in ([], ['json_schema'])
+        strict = offer.strict and taken in ([], ['json_schema']) and find_spec('llguidance')
         if not (offer.forced or strict): return own
         try: answer = json.loads(own.json_schema or 'null')
         except ValueError: return own   # the engine refuses it

@@ -4,32 +4,39 @@
 
 # %% auto #0
 __all__ = ['Finding', 'table', 'said', 'processor', 'vector_units', 'shipped_level', 'host', 'extras', 'gpus', 'find_nvcc',
-           'find_header', 'flashinfer', 'verdict', 'examine', 'fits', 'what_fits']
+           'find_header', 'flashinfer', 'verdict', 'examine', 'formats', 'fits', 'kinds', 'what_fits']
 
 # %% ../../nbs/62b_tools.doctor.ipynb #97688629
 import fnmatch
 import os
 import platform
 import re
+import shlex
 import shutil
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from ..config import EngineConfig
 from ..engine.memory import (
     MemoryRatio, available_cores, available_memory, free_memory, gib)
+from ..engine.worker import ResolvedConfig
 from ..kernels.compiler import (
     find_compiler, levels_here, run_compiler, shipped_folder)
 from ..kernels.flashinfer_reference import compiled_modules, set_environment
 from ..kv_cache.pool import page_bytes
 from ..models.checkpoint import read_config
+from ..models.gguf import INDEX
 from ..models.hub import HUB, resolve_config
 from ..models.decoder import ModelConfig
 from ..models.embedded import embedded_path
 from ..models.quantization import Quantization, weight_bytes
+from ..models.weights import open_checkpoint, read_json
 
 # %% ../../nbs/62b_tools.doctor.ipynb #5f8e21f5
 @dataclass(frozen=True)
@@ -47,7 +54,9 @@ def table(
     width = max(len(name) for name, _ in rows)
     mends = [f'{o.name}: {o.mend}' for o in findings if o.mend and o.found is None]
     lines = [f'{name:{width}}  {found}' for name, found in rows]
-    return '\n'.join(lines + (['', 'To mend:', *(f'  {o}' for o in mends)] if mends else []))
+    is_ours = shutil.which('pip') == str(Path(sys.prefix)/'bin'/'pip')
+    pip = '' if is_ours else f' (pip is {sys.executable} -m pip)'
+    return '\n'.join(lines + ([f'\nTo mend{pip}:', *(f'  {o}' for o in mends)] if mends else []))
 
 # %% ../../nbs/62b_tools.doctor.ipynb #388c2792
 def said(
@@ -100,17 +109,18 @@ def host() -> list[Finding]:
             Finding('torch', f'{torch.__version__}, CUDA {torch.version.cuda or "not built in"}')]
 
 # %% ../../nbs/62b_tools.doctor.ipynb #c845843a
-_EXTRAS = dict(llguidance=('structured', 'JSON schemas and grammars'),
-               matplotlib=('viz', 'curves'), ipywidgets=('viz', 'pictures with sliders'),
-               ray=('ray', 'engines on many machines'))
+_EXTRAS = {   # what each is for, by what pip installs
+    'llguidance': 'JSON schemas and grammars', 'matplotlib': 'curves',
+    'ipywidgets>=8': 'pictures with sliders', 'ray[serve]>=2.60,<2.61': 'engines on many machines'}
 
 def extras() -> list[Finding]:
     "Packages that the core does without"
-    def finding(package: str, extra: str, what: str) -> Finding:
+    def finding(wanted: str, what: str) -> Finding:
+        package = re.split('[^a-z]', wanted)[0]
         try: found = f'{package} {version(package)}'
         except PackageNotFoundError: found = None
-        return Finding(what, found, f"pip install 'minisgl_lit[{extra}]'")
-    return [finding(package, *about) for package, about in _EXTRAS.items()]
+        return Finding(what, found, shlex.join(['pip', 'install', wanted]))
+    return [finding(*about) for about in _EXTRAS.items()]
 
 # %% ../../nbs/62b_tools.doctor.ipynb #072800f4
 _CUDA_TORCH = 'install the torch built for your CUDA, which its own site tells how to get'
@@ -156,7 +166,8 @@ def find_header(
 def flashinfer() -> list[Finding]:
     "FlashInfer, its compiler, and which modules are compiled already"
     try: installed = version('flashinfer-python')
-    except PackageNotFoundError: return [Finding('FlashInfer', None, "pip install -e '.[cuda]'")]
+    except PackageNotFoundError: return [Finding(
+        'FlashInfer', None, "pip install 'flashinfer-python>=0.6.13,<0.7' triton")]
     set_environment()
     nvcc, compiled = find_nvcc(), compiled_modules()
     release = re.search(r'release ([\d.]+)', nvcc and said(str(nvcc), '--version') or '')
@@ -198,31 +209,55 @@ def examine() -> list[Finding]:
     return [*found, verdict(found)]
 
 # %% ../../nbs/62b_tools.doctor.ipynb #f48e4066
+def formats(
+    config: ModelConfig,   # Of the model
+) -> dict[str, int]:
+    "Bytes of its weights in 16, 8 and 4 bits"
+    hows = {'16 bits': None, 'int8': Quantization(8), 'int4': Quantization(4)}
+    return {name: weight_bytes(config, torch.bfloat16, how) for name, how in hows.items()}
+
 def fits(
     config: ModelConfig,   # Of the model
     free: int,             # Bytes that may be filled
+    sizes: Mapping[str, int],   # Bytes of its weights, by format
 ) -> list[Finding]:
-    "Weights in 16, 8 and 4 bits, and the context that fits beside them"
+    "Weights in each format, and the context that fits beside them"
     def context(weights: int, dtype: torch.dtype) -> str:
         token = page_bytes(config.num_layers, 1, config.num_kv_heads, config.head_dim, dtype)
         return f'{max(free - weights, 0) // token:,}'
     found = [Finding('may be filled', gib(free))]
-    for name, how in {'16 bits': None, 'int8': Quantization(8), 'int4': Quantization(4)}.items():
-        weights = weight_bytes(config, torch.bfloat16, how)
+    for name, weights in sizes.items():
         beside = f'{context(weights, torch.bfloat16)} tokens of context beside them'
         if config.head_dim % 4 == 0: beside += f', {context(weights, torch.int8)} in 8 bits'
         found.append(Finding(f'weights {name}', f'{gib(weights)}; ' + (
             beside if weights < free else 'they do not fit')))
     return found
 
+def kinds(
+    path: Path,   # Folder of a checkpoint
+    tied: bool,   # See `ModelConfig`
+) -> str:         # Such as 'Q4_K 80.1 MB, F32 0.2 MB'
+    "The formats that its tensors are stored in, the one with most bytes first"
+    sizes = Counter[str]()
+    for tensor in open_checkpoint(path, tied).tensors.values(): sizes[tensor.dtype] += tensor.nbytes
+    return ', '.join(f'{kind} {n / 1e6:,.1f} MB' for kind, n in sizes.most_common())
+
 def what_fits(
-    model: str,   # A folder, a name on the hub, or 'embedded'
+    model: str,   # A folder, a GGUF file, a name on the hub, or 'embedded'
 ) -> list[Finding]:
     "The same for a model that need not be downloaded; `ValueError` if it is not served"
-    if model.startswith(HUB):
-        raise ValueError(f'{model}: what it is stands in the file; download it first')
-    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    fetch = (f'{model}: how large it is stands in its files alone; minisgl-lit serve '
+             f'--model {model} fetches them, and says what they take')
+    if model.startswith(HUB) and model.endswith('.gguf'): raise ValueError(fetch)
     path = embedded_path() if model == 'embedded' else resolve_config(model)
-    config, ratio = read_config(path), MemoryRatio.of('auto', device)
-    return [Finding('model', f'{model}, {config.architecture}, {config.num_layers} layers'),
-            *fits(config, free_memory(device, ratio.value))]
+    config, raw = read_config(path), read_json(path/'config.json')
+    found = [Finding('model', f'{model}, {config.architecture}, {config.num_layers} layers')]
+    sizes, is_here = formats(config), (path/INDEX).exists() or any(path.glob('*.safetensors'))
+    if is_here:
+        found.append(Finding('stored as', kinds(path, config.tie_word_embeddings)))
+        own = ResolvedConfig.of(EngineConfig(model=str(path))).stored_bytes()
+        if own: sizes = {'as stored': own}
+    elif 'quantization_config' in raw: raise ValueError(fetch)
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    ratio = MemoryRatio.of('auto', device)
+    return found + fits(config, free_memory(device, ratio.value), sizes)

@@ -12,7 +12,7 @@ try:
     from matplotlib.axes import Axes
 except ImportError:
     raise ImportError('minisgl_lit.tools.widgets draws with ipywidgets and matplotlib, and '
-                      "one of them is missing: pip install 'minisgl_lit[viz]'") from None
+                      "one of them is missing: pip install ipywidgets matplotlib") from None
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
