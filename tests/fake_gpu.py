@@ -12,7 +12,8 @@ import contextlib, json, os, sys, tempfile, traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -458,7 +459,7 @@ def layer_counts(case: Case) -> dict:
 
 class AtOnce:
     "In place of a pool of threads, which would not see the fake device"
-    def __init__(self, n): pass
+    def __init__(self, *ignored): pass
     def __enter__(self): return self
     def __exit__(self, *error): pass
     def submit(self, work, *args):
@@ -466,18 +467,30 @@ class AtOnce:
         done.set_result(work(*args))
         return done
 
+@contextlib.contextmanager
+def server_on_the_cpu(start: Callable, config):
+    "In place of a server on the GPU: the same one where there is none, of a model as small as it can be"
+    small = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    (Path(config.model)/'config.json').write_text(json.dumps(SHAPE | small))
+    with start(replace(config, device='cpu', attention='auto', max_running_req=4, num_pages=200)) as url: yield url
+
 def check_step(name: str) -> dict:
     "All figures of a step of `gpu_check`, of a small model and few requests; they mean nothing, but every line has run"
     import gpu_check
     from minisgl_lit.kernels import flashinfer_reference as kernels
-    from minisgl_lit.tools import roofline
+    from minisgl_lit.tools import load_generator, roofline
     def make_llm(path, graphs, make=gpu_check.make_llm, **settings): return make(path, graphs, **settings | dict(max_running_req=4, num_pages=2000))
     def measured(model, dtype, where): return roofline.Roofline(roofline.ModelCosts.of(model, dtype), 1e12, 1e14)
     def once(work, where, seconds=0):
         work()
         return 1e-3
+    def apart(function, *words, **variables): return getattr(gpu_check, function)(*words)
+    def spans(work, n): return [(10 * i, 10 * i + 9, 'kernel') for i in range(n) if not work()] or [(0, 1, 'kernel')]
     device.broken = ''
-    changes = [(gpu_check, dict(make_llm=make_llm, QWEN3_06B=SHAPE, ThreadPoolExecutor=AtOnce)), (kernels, dict(largest_error=compare_shapes)),
+    def is_compiled(module): return name != 'late' or module.startswith('batch') and 'e4m3' not in module and not module.endswith('sm90') and 'attention' not in module
+    changes = [(gpu_check, dict(make_llm=make_llm, QWEN3_06B=SHAPE, ThreadPoolExecutor=AtOnce, ProcessPoolExecutor=AtOnce, apart=apart, kernel_spans=spans, is_compiled=is_compiled,
+                                PROMPTS=(8, 300), PROMPT_TOKENS=600, CALLERS=(2, 3), SERVE_SECONDS=.5, CLIENTS=2, ASKED=dict(input_len=20, output_len=4))),
+               (kernels, dict(largest_error=compare_shapes)), (load_generator, dict(own_server=partial(server_on_the_cpu, load_generator.own_server))),
                (roofline, dict(best_time=once, measure_roofline=measured, workloads=dict(bench256=roofline.WorkloadShape(6, (10, 40), (3, 9)))))]
     with contextlib.ExitStack() as stack:
         for module, names in changes: stack.enter_context(patch.multiple(module, **names))

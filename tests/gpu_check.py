@@ -3,15 +3,18 @@ recorded and the others go on. Each step is a generator of figures, and what it 
 JSON is printed at the end of each step, and all of them are written to one file; `tests/gpu_check` starts it.
 
 FlashInfer's modules, compiled ahead, may lie in `.gpu/` as flashinfer-VERSION-smARCH-aot.tgz; they are unpacked into the FlashInfer that is
-imported if version and architecture are the same."""
-import argparse, fnmatch, json, os, platform, re, shutil, signal, subprocess, sys, tarfile, tempfile, time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+imported if version and architecture are the same. What is not among them, and that most steps can do without, is compiled by the last step."""
+import argparse, fnmatch, json, os, platform, re, shutil, signal, subprocess, sys, tarfile, tempfile, time, traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
-VERSION, ROOT = 2, Path(__file__).parents[1]
+VERSION, ROOT = 3, Path(__file__).parents[1]
 
 # ---- the pure parts: what is asked, what is told ---------------------------------------------------------------------------
 
@@ -24,15 +27,15 @@ class Step:
     error: str | None = None    # why it failed, in one line
     figures: dict = field(default_factory=dict)
 
-LIMITS = dict(   # seconds; in the order in which they run, what others need first
-    machine=20, modules=95, kernels=25, recorded=25, bench256=105, low=15, profile=30, decode=30, sampling=20, experts=15, fp8=15, parity=40, equality=30, tests=40, cells=20,
-    sanitizer=15)
+LIMITS = dict(   # seconds; in the order in which they run: what others need, then what is most worth knowing, and what has to be compiled comes last
+    machine=12, modules=12, recorded=12, prefill=25, bench256=62, profile=18, sampling=14, attend=18, fp8=16, serve=75, first_start=42,
+    kernels=18, low=12, experts=12, parity=19, equality=18, tests=17, cells=8, sanitizer=6, late=4)
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser('tests/gpu_check', description=__doc__)
     parser.add_argument('steps', nargs='*', help=f'which of {", ".join(LIMITS)} (default: all)')
     parser.add_argument('--out', type=Path, default=Path('gpu_check.json'), help='the JSON to write (default: gpu_check.json)')
-    parser.add_argument('--seconds', type=float, default=540, help='for all together (default: 540)')
+    parser.add_argument('--seconds', type=float, default=420, help='for all together (default: 420)')
     parser.add_argument('--wide', action='store_true', help='all GPU tests, not only those of the shape that is timed')
     parser.add_argument('--only', help=argparse.SUPPRESS)   # run this step in this process, and write its figures
     args = parser.parse_args(argv)
@@ -65,7 +68,7 @@ def module_state(pattern: str, aot: Iterable[str], kept: Iterable[str]) -> str:
 
 def report(steps: list[Step], seconds: float) -> dict:
     "The JSON"
-    return dict(version=VERSION, ok=bool(steps) and all(o.ok for o in steps), seconds=round(seconds, 1), host=platform.platform(),
+    return dict(version=VERSION, ok=bool(steps) and all(o.ok for o in steps), seconds=round(seconds, 1), host=f'{platform.system()} {platform.machine()}',
                 steps={o.name: {k: v for k, v in asdict(o).items() if k != 'name'} for o in steps})
 
 def check_report(told: dict) -> None:
@@ -96,16 +99,26 @@ QWEN3_06B = dict(
     tie_word_embeddings=True, torch_dtype='bfloat16', hidden_act='silu', attention_bias=False, eos_token_id=151645)
 
 @contextmanager
-def shape_of_qwen3():
-    "A folder with nothing but the shape of Qwen3-0.6B"
+def shape_of_qwen3(words: bool = False):
+    "A folder with nothing but the shape of Qwen3-0.6B, and a word for each token if there shall be text"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder)/'config.json').write_text(json.dumps(QWEN3_06B))
+        if words: write_words(Path(folder)/'tokenizer.json', QWEN3_06B['vocab_size'])
         yield folder
+
+def write_words(path: Path, n: int) -> None:
+    "A tokenizer of so many words, each a token that is decoded as bytes"
+    from tokenizers import Tokenizer, decoders, models
+    told = Tokenizer(models.BPE({f'Ġ{i:x}': i for i in range(n)}, []))
+    told.decoder = decoders.ByteLevel()
+    told.save(str(path))
+
+SERVED = dict(dummy_weights=True, max_running_req=256, max_seq_len=2560, page_size=16)   # as the field's reference run needs it
 
 def make_llm(path, graphs: bool, **settings):
     "An `LLM` on the GPU with FlashInfer, with recorded decode steps or without"
     from minisgl_lit.llm import LLM
-    return LLM(str(path), **dict(device='cuda', attention='flashinfer', cuda_graph_max_bs='auto' if graphs else 0) | settings)
+    return LLM(str(path), **dict(device='cuda', attention=compiled_attention(), cuda_graph_max_bs='auto' if graphs else 0) | settings)
 
 def runtime_of(llm): return llm.runtime if hasattr(llm, 'runtime') else llm._driver.runtime
 
@@ -161,25 +174,48 @@ def machine(args) -> Figures:
     for path in archives:
         with tarfile.open(path) as archive: archive.extractall(folder/'data'/'aot', filter='data')
     yield dict(flashinfer=flashinfer.__version__, unpacked=[o.name for o in archives])
-    yield dict(doctor={o.name: o.found for o in examine()})
+    yield dict(doctor={o.name: re.sub(r'(?<!\S)/\S*/', '', o.found) if o.found else None for o in examine()})   # no folders of this machine
 
 SHAPES = [(16, 8, 128)]   # query heads, key and value heads, head_dim: what is timed
 
+def module_of(kernel: str, stored: str = 'bf16') -> str:
+    "What FlashInfer compiles for a kernel of attention, of the shape that is timed, over a cache of that kind: a pattern of one name"
+    if kernel == 'batch_attention': return f'batch_attention_*dtype_kv_{stored}_*head_dim_qk_128_*'
+    kind = 'decode' if kernel == 'cuda_cores' else 'prefill'
+    return f'batch_{kind}_*dtype_q_bf16_dtype_kv_{stored}_*head_dim_qk_128_*' + ('_sm90' if kernel == 'fa3' else 'e')   # False or True
+
+def is_compiled(module: str) -> bool:
+    "Whether FlashInfer need not compile it any more"
+    from minisgl_lit.kernels.flashinfer_reference import compiled_modules
+    flashinfer_folder()
+    return bool(fnmatch.filter(compiled_modules(), module))
+
+def compiled_attention() -> str:
+    "FlashInfer, by the kernels that are the quickest; but one that most GPUs do without is compiled for no step but the last"
+    return 'flashinfer' if arch() != '90' or is_compiled(module_of('fa3')) else 'fa2,flashinfer'
+
 def all_trials() -> dict:
-    "Every kernel once: the small ones, and attention for the shape that is timed, by all kernels that this card may have"
+    "Every kernel of FlashInfer once: the small ones, and attention for the shape that is timed, by all kernels that this card may have"
     import torch
     from minisgl_lit.attention.choice import attention_trials
     from minisgl_lit.attention.flashinfer import KERNELS, Kernels
     from minisgl_lit.kernels.flashinfer_reference import KernelLibrary, small_trials
+    from minisgl_lit.kv_cache.pool import FP8
     flashinfer_folder()
     import flashinfer
     library, device = KernelLibrary(*(getattr(flashinfer, o.name) for o in fields(KernelLibrary))), torch.device('cuda', 0)
     told, methods = small_trials(library, device), [o for o in KERNELS['prefill'] if o != 'fa3' or arch() == '90']
-    for prefill in methods: told[f'prefill_{prefill}'] = attention_trials(
-        library, device, torch.bfloat16, SHAPES[0], (None,), Kernels(prefill, 'cuda_cores'))['prefill']
-    for decode in KERNELS['decode']: told[f'decode_{decode}'] = attention_trials(
-        library, device, torch.bfloat16, SHAPES[0], (None,), Kernels('fa2', decode))['decode']
+    def attention(kind: str, kernels: Kernels, module: str, stored: torch.dtype | None = None):
+        return replace(attention_trials(library, device, torch.bfloat16, SHAPES[0], (None,), kernels, stored)[kind], module=module)
+    for prefill in methods: told[f'prefill_{prefill}'] = attention('prefill', Kernels(prefill, 'cuda_cores'), module_of(prefill))
+    for decode in KERNELS['decode']:
+        told[f'decode_{decode}'] = attention('decode', Kernels('fa2', decode), module_of(decode))
+        told[f'decode_fp8_{decode}'] = attention('decode', Kernels('fa2', decode), module_of(decode, 'e4m3'), FP8)
     return told
+
+def is_late(name: str, trial) -> bool:
+    "Whether a kernel is left to the last step: the others do without, and it has to be compiled"
+    return name.startswith(('prefill_fa3', 'decode_fp8')) and not is_compiled(trial.module)
 
 def triton_trials() -> dict:
     "Our kernels in Triton, once, against their definitions"
@@ -235,9 +271,8 @@ def pages_us(n: int) -> dict:
             told[f'pages_{name}_us'] = 1e6 * best_time(replay, 'cuda', .1)
     return told
 
-def modules(args) -> Figures:
-    "Load or compile each module, all at once; how it came, how long that took, and what the compiler said if it failed"
-    trials = all_trials()
+def load_modules(trials: dict) -> Figures:
+    "Load or compile the module of each, all at once; how it came, how long that took, and what the compiler said if it failed"
     from flashinfer.jit import env
     aot, kept = ([o.stem for o in Path(folder).glob('*/*.so')] for folder in (env.FLASHINFER_AOT_DIR, env.FLASHINFER_JIT_DIR))
     first = {o.module: o for o in reversed(trials.values())}    # one trial for each module
@@ -246,14 +281,49 @@ def modules(args) -> Figures:
         try: trial.run()
         except Exception as e: told['error'] = str(e)[-800:]
         return told | dict(seconds=time.perf_counter() - began)
-    with ThreadPoolExecutor(len(first)) as pool:    # each compiles in processes of its own
-        waiting = {pool.submit(load, trial): name for name, trial in first.items()}
+    with ThreadPoolExecutor(len(first) or 1) as pool:    # each compiles in processes of its own
+        waiting = {pool.submit(load, trial): next(k for k, o in trials.items() if o is trial) for trial in first.values()}
         failed = []
         for done in as_completed(waiting):
             told = done.result()
             failed += [waiting[done]] * ('error' in told)
-            yield {waiting[done].rstrip('_*'): told}
+            yield {waiting[done]: told}
     if failed: raise AssertionError(f'these modules cannot be used: {", ".join(failed)}')
+
+def modules(args) -> Figures:
+    "FlashInfer's modules: what is there is loaded, what all steps need is compiled"
+    yield from load_modules({name: o for name, o in all_trials().items() if not is_late(name, o)})
+
+def late(args) -> Figures:
+    "What had to be compiled, and was left to the end: how long it takes, and then the figures that were left out of the other steps"
+    names = [name for name, (module, _) in parts().items() if not is_compiled(module)]
+    yield dict(parts=names)
+    yield from load_modules({name: o for name, o in all_trials().items() if is_late(name, o)})
+    yield from run_parts(names)
+
+def parts() -> dict:
+    "What other steps consist of, by name: a module of FlashInfer, and the figures that need it"
+    attend = {f'attend_{o}': (module_of(o), partial(attend_part, o)) for o in ('cuda_cores', 'tensor_cores', 'batch_attention')}
+    cache = {f'fp8_{o}': (module_of(o, 'e4m3'), partial(fp8_part, o)) for o in ('cuda_cores', 'tensor_cores')}
+    prefill = {f'prefill_{o}': (module_of(o), partial(prefill_part, o)) for o in ('fa2', 'fa3') if o != 'fa3' or arch() == '90'}
+    return prefill | attend | cache
+
+def run_parts(names: Iterable[str]) -> Figures:
+    "Some parts; one that fails keeps no other from its turn"
+    failed, all_parts = [], parts()
+    for name in names:
+        try: yield from all_parts[name][1]()
+        except Exception as e:
+            failed.append(name)
+            traceback.print_exc()
+            yield {name: str(e)[:300]}
+    if failed: raise AssertionError(f'these parts fail: {", ".join(failed)}')
+
+def parts_of(step: str) -> Figures:
+    "The parts of a step; those that need a compiler are left to the last step"
+    names = {name: is_compiled(module) for name, (module, _) in parts().items() if name.startswith(f'{step}_')}
+    if not all(names.values()): yield dict(late=[name for name, now in names.items() if not now])
+    yield from run_parts(name for name, now in names.items() if now)
 
 def decoding_setup(page_size: int, n: int, length: int, layers: int = 1):
     "A pool of random keys and values, a table with pages in a random order, and a way to make batches"
@@ -286,7 +356,7 @@ def kernels(args) -> Figures:
     from minisgl_lit.attention.torch import TorchAttention
     from minisgl_lit.kernels.flashinfer_reference import TOLERANCE, largest_error
     bad = []
-    for name, run in ({k: o.run for k, o in all_trials().items()} | triton_trials()).items():
+    for name, run in ({k: o.run for k, o in all_trials().items() if not is_late(k, o)} | triton_trials()).items():
         try:
             with torch.inference_mode(): told = largest_error(run())
         except Exception as e: told = str(e)[-300:]
@@ -294,7 +364,7 @@ def kernels(args) -> Figures:
         yield {f'{name}_error': told}
     n, length = 256, 1024
     pool, table, batch = decoding_setup(16, n, length)
-    ours, reference = choose_attention('flashinfer', pool, table.page_table, num_heads=16), TorchAttention(pool, table.page_table)
+    ours, reference = choose_attention(compiled_attention(), pool, table.page_table, num_heads=16), TorchAttention(pool, table.page_table)
     for b in (batch([99, 7, 1023], [100, 8, 1024]), batch([0, 64, 1000], [300, 70, 1024]), batch([0, 0], [300, 17])):
         x = random_qkv(b)
         error = largest_error([(ours.forward(*x, 0, ours.prepare(b)), reference.forward(*x, 0, reference.prepare(b)))])
@@ -316,23 +386,24 @@ def kernels(args) -> Figures:
     if bad: raise AssertionError(f'these kernels say something else than torch: {", ".join(bad)}')
 
 def recorded(args) -> Figures:
-    "One recorded step of the whole model against the same step launched kernel by kernel, for 20 batches of growing lengths"
+    "A recorded step of the whole model against the same padded rows launched one by one: equal to the bit, for 20 batches of growing lengths"
+    import numpy as np
     import torch
     from minisgl_lit.attention.choice import choose_attention
     from minisgl_lit.core.request import ForwardMode
     from minisgl_lit.device import CudaStream
-    from minisgl_lit.engine.cuda_graph import CudaCapture, CudaGraphs, GraphEngine
+    from minisgl_lit.engine.cuda_graph import CudaCapture, CudaGraphs, GraphEngine, padded
     from minisgl_lit.engine.engine import Engine
     from minisgl_lit.kv_cache.table import dummy_batch
     from minisgl_lit.models.checkpoint import read_config
     from minisgl_lit.models.decoder import Decoder
     from minisgl_lit.models.weights import dummy_weights
     with shape_of_qwen3() as folder: config = read_config(Path(folder))
-    n = 48
-    pool, table, batch = decoding_setup(16, 64, 1024, config.num_layers)
-    attention, stream = choose_attention('flashinfer', pool, table.page_table, num_heads=16), CudaStream()
-    model = Decoder(config, dummy_weights(config, torch.bfloat16, torch.device('cuda')))
-    graphs = CudaGraphs(model, attention, table.token_pool, dummy_batch(table), [64], CudaCapture())
+    n, size = 48, 64
+    pool, table, batch = decoding_setup(16, size, 1024, config.num_layers)
+    attention, stream = choose_attention(compiled_attention(), pool, table.page_table, num_heads=16), CudaStream()
+    model, dummy = Decoder(config, dummy_weights(config, torch.bfloat16, torch.device('cuda'))), dummy_batch(table)
+    graphs = CudaGraphs(model, attention, table.token_pool, dummy, [size], CudaCapture())
     parts = model, attention, table.token_pool, stream
     began = time.perf_counter()
     replaying, plain = GraphEngine(*parts, graphs), Engine(*parts)
@@ -340,23 +411,26 @@ def recorded(args) -> Figures:
     def logits(engine, b):
         launched = engine.forward(b)
         stream.synchronize()
-        return launched.logits.float()   # a copy
-    errors = []
+        return launched.logits[:n].float()   # a copy
+    errors, unpadded = [], []
     for i in range(20):
         lens = [1 + (k * 7 + i * 50) % 1000 for k in range(n)]
         b = batch([o - 1 for o in lens], lens, ForwardMode.DECODE)
-        want = logits(plain, b)
-        errors.append(float((logits(replaying, b) - want).abs().max() / want.abs().max()))
+        alike = replace(padded(b, dummy, size), sampled=np.arange(size))
+        want, other = logits(plain, alike), logits(plain, b)   # as many rows, and fewer, for which kernels add up in another order
+        got = logits(replaying, b)
+        errors.append(float((got - want).abs().max() / want.abs().max()))
+        unpadded.append(float((got - other).abs().max() / want.abs().max()))
         torch.cuda.synchronize()
-    yield dict(worst_error=max(errors), errors=[float(f'{o:.2g}') for o in errors])
-    if not max(errors) < .05: raise AssertionError(f'a recorded step says something else: {max(errors):.3g} of the largest logit')
+    yield dict(worst_error=max(errors), errors=errors, unpadded=[float(f'{o:.2g}') for o in unpadded])
+    if not max(errors) == 0: raise AssertionError(f'a recorded step says something else than its rows one by one: {max(errors):.3g} of the largest logit')
 
-def decode_ms(runtime, n: int, context: int = 500, steps: int = 40) -> float:
-    "Milliseconds of a decode step of `n` requests, in the steady state"
+def decode_ms(runtime, n: int, context: int = 500, steps: int = 40, **params) -> float:
+    "Milliseconds of a decode step of `n` requests, in the steady state; greedy, if no parameters say how to sample"
     import torch
     from minisgl_lit.core.sampling_params import SamplingParams
     s = runtime.scheduler
-    for i in range(n): s.add(f'd{i}', [i % 1000 + 1] * context, SamplingParams(temperature=0, ignore_eos=True))
+    for i in range(n): s.add(f'd{i}', [i % 1000 + 1] * context, SamplingParams(ignore_eos=True, **params or GREEDY))
     def wait() -> int:
         torch.cuda.synchronize()
         return s.stats()['steps']
@@ -369,66 +443,112 @@ def decode_ms(runtime, n: int, context: int = 500, steps: int = 40) -> float:
     while s.has_work: s.step()
     return 1e3 * seconds / done
 
-def bench256(args) -> Figures:
-    "The field's reference run, greedy and at T = 0.6, overlap on and off; the share of this GPU's limit; milliseconds of a decode step by batch size"
+PROMPTS, PROMPT_TOKENS = (128, 512, 2048, 8192, 32768), 65536   # tokens: of a prompt, of all that are computed together
+
+def prompt_seconds(llm, prompts: list[list[int]]) -> float:
+    "Until all of these prompts, of which nothing is in the cache, have a token"
     from minisgl_lit.core.sampling_params import SamplingParams
+    runtime_of(llm).control.flush_cache()
+    began = time.perf_counter()
+    outs = llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True, **GREEDY))
+    if errors := [o.error for o in outs if o.error]: raise AssertionError(errors[0])
+    return time.perf_counter() - began
+
+def prefill_part(kernel: str) -> Figures:
+    "Prompt tokens a second of the whole model by the length of the prompts, with the share of this GPU's limit; and microseconds of a layer's attention"
+    from minisgl_lit.tools.roofline import WorkloadShape, measure_roofline
+    with shape_of_qwen3() as folder:
+        with make_llm(folder, False, **SERVED | dict(attention=f'{kernel},cuda_cores', max_seq_len=PROMPTS[-1] + 8)) as llm:
+            runtime = runtime_of(llm)
+            limits = measure_roofline(runtime.model_config, runtime.engine.model.head.dtype, runtime.engine.device)
+            for length in PROMPTS:
+                n = max(PROMPT_TOKENS // length, 1)
+                prompts = WorkloadShape(n, (length, length), (1, 1)).draw(runtime.model_config.vocab_size, seed=length).prompts
+                best = min(prompt_seconds(llm, prompts), prompt_seconds(llm, prompts))
+                yield {f'{kernel}_{length}': dict(tokens_per_s=n * length / best, share=limits.prefill([length] * n).seconds / best)}
+        del llm, runtime
+        give_back()
+    works = prefill_works(kernel)   # each of which is timed before the next one is prepared
+    yield {f'{kernel}_layer': {f'{name}_us': recorded_us(work) for name, work in zip(('fresh', 'cached'), works)}}
+
+def prefill(args) -> Figures:
+    "Prompts: tokens a second of the whole model by their length, by FlashInfer's kernels"
+    yield from parts_of('prefill')
+
+GREEDY = dict(temperature=0.)
+KINDS = dict(greedy=GREEDY, random=dict(temperature=.6), qwen3=dict(temperature=.6, top_p=.95, top_k=20))   # the last as Qwen3's makers advise
+
+def bench_run(llm, counts: dict, work, params: dict) -> dict:
+    "A workload, once: tokens a second, and what the host does and waits for in a step"
+    from minisgl_lit.core.sampling_params import SamplingParams
+    llm.generate(work.prompts[:8], SamplingParams(max_tokens=4, ignore_eos=True, **params))   # warm
+    runtime_of(llm).control.flush_cache()
+    before, began = dict(counts), time.perf_counter()
+    outs = llm.generate(work.prompts, [SamplingParams(max_tokens=n, ignore_eos=True, **params) for n in work.output_lens])
+    seconds = time.perf_counter() - began
+    if errors := [o.error for o in outs if o.error]: raise AssertionError(errors[0])
+    n, steps, waited = sum(len(o.token_ids) for o in outs), counts['steps'] - before['steps'], counts['waited'] - before['waited']
+    host = counts['seconds'] - before['seconds'] - waited
+    return dict(tokens_per_s=n / seconds, seconds=seconds, steps=steps, host_ms_per_step=1e3 * host / steps, waited_ms_per_step=1e3 * waited / steps,
+                output_tokens=n, cached_tokens=sum(o.cached_tokens for o in outs))
+
+def bench256(args) -> Figures:
+    """The field's reference run: greedy, at T = 0.6, and as Qwen3's makers advise; greedy without overlap, too. The share of this GPU's limit, and milliseconds of a
+    decode step by batch size"""
     from minisgl_lit.tools.roofline import lower_bound, measure_roofline, workloads
     with shape_of_qwen3() as folder:
         for overlap in (True, False):
             began, name = time.perf_counter(), 'overlap' if overlap else 'normal'
-            with make_llm(folder, True, dummy_weights=True, overlap=overlap, max_running_req=256, max_seq_len=2560, page_size=16) as llm:
+            with make_llm(folder, True, **SERVED, overlap=overlap) as llm:
                 runtime = runtime_of(llm)
                 yield {f'{name}_start_s': time.perf_counter() - began, 'memory': str(runtime.memory), 'recordings': len(runtime.engine.steps.sizes)}
-                work = workloads['bench256'].draw(runtime.model_config.vocab_size, seed=0)
-                counts = timed(runtime.scheduler)
-                for kind, temperature in dict(greedy=0., random=.6).items():
-                    params = [SamplingParams(max_tokens=n, temperature=temperature, ignore_eos=True) for n in work.output_lens]
-                    llm.generate(work.prompts[:8], SamplingParams(max_tokens=4, temperature=temperature, ignore_eos=True))   # warm
-                    runtime.control.flush_cache()
-                    before, began = dict(counts), time.perf_counter()
-                    outs = llm.generate(work.prompts, params)
-                    seconds = time.perf_counter() - began
-                    if errors := [o.error for o in outs if o.error]: raise AssertionError(errors[0])
-                    n, steps = sum(len(o.token_ids) for o in outs), counts['steps'] - before['steps']
-                    waited = counts['waited'] - before['waited']
-                    host = counts['seconds'] - before['seconds'] - waited
-                    yield {f'{name}_{kind}': dict(tokens_per_s=n / seconds, seconds=seconds, steps=steps, host_ms_per_step=1e3 * host / steps, waited_ms_per_step=1e3 * waited / steps,
-                                                  cached_tokens=sum(o.cached_tokens for o in outs))}
-                    if overlap and kind == 'greedy': best = n / seconds
-                sizes = [o for o in (256, 128, 32, 1) if o <= runtime.config.max_running_req]
-                yield {f'{name}_step_ms': {str(n): decode_ms(runtime, n) for n in sizes}}
+                work, told = workloads['bench256'].draw(runtime.model_config.vocab_size, seed=0), {}
+                counts, sizes = timed(runtime.scheduler), [o for o in (256, 128, 32, 1) if o <= runtime.config.max_running_req]
+                for kind in KINDS if overlap else ['greedy']:
+                    told[kind] = bench_run(llm, counts, work, KINDS[kind])
+                    yield {f'{name}_{kind}': told[kind]}
+                    yield {f'{name}_{kind}_step_ms': {str(n): decode_ms(runtime, n, **KINDS[kind]) for n in sizes}}
                 if overlap:
                     limits = measure_roofline(runtime.model_config, runtime.engine.model.head.dtype, runtime.engine.device)
-                    prefill, decode = lower_bound(limits, work, 256)
-                    whole = prefill.plus(decode).seconds
-                    yield dict(input_tokens=sum(map(len, work.prompts)), output_tokens=n, limit_tokens_per_s=n / whole, share_of_limit=best * whole / n,
+                    whole, n = sum(o.seconds for o in lower_bound(limits, work, 256)), told['greedy']['output_tokens']
+                    yield dict(input_tokens=sum(map(len, work.prompts)), output_tokens=n, limit_tokens_per_s=n / whole, share_of_limit=told['greedy']['tokens_per_s'] * whole / n,
                                memory_read_gb_s=limits.bandwidth / 1e9, product_tflop_s=limits.peak_flops / 1e12, limit_one_request_ms=1e3 * limits.decode([500]).seconds)
             del llm, runtime
             give_back()
 
-def profile(args) -> Figures:
-    "Steady decode of 256 requests: how busy the GPU is, and the fifteen kernels that take longest"
+def kernel_spans(work: Callable[[], object], n: int) -> list[tuple[float, float, str]]:
+    "When each kernel and copy of `n` calls began and ended on the device, in microseconds, and its name"
     import torch
     from torch.profiler import ProfilerActivity
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(n): work()
+        torch.cuda.synchronize()
+    return [(o.time_range.start, o.time_range.end, o.name) for o in seen.events() if o.device_type == torch.autograd.DeviceType.CUDA]
+
+def longest(spans: Iterable[tuple[float, float, str]], n: int) -> dict:
+    "Microseconds of the fifteen kernels that take longest, in each of `n` calls"
+    by_name: Counter[str] = Counter()
+    for a, b, name in spans: by_name[name[:120]] += (b - a) / n
+    return {name: round(us, 1) for name, us in by_name.most_common(15)}
+
+def profile(args) -> Figures:
+    "Steady decode of one request and of 256: how busy the GPU is, and the kernels that take longest"
     from minisgl_lit.core.sampling_params import SamplingParams
     with shape_of_qwen3() as folder:
-        with make_llm(folder, True, dummy_weights=True, overlap=True, max_running_req=256, max_seq_len=2560, page_size=16) as llm:
-            s = runtime_of(llm).scheduler
-            for i in range(256): s.add(f'p{i}', [i % 1000 + 1] * 500, SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True))
-            while s.stats()['waiting'] or s.stats()['steps'] < 60: s.step()
-            torch.cuda.synchronize()
-            with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
-                began, n = time.perf_counter(), 30
-                for _ in range(n): s.step()
-                torch.cuda.synchronize()
-                seconds = time.perf_counter() - began
-            kernels = [(o.time_range.start, o.time_range.end, o.name) for o in seen.events() if o.device_type == torch.autograd.DeviceType.CUDA]
-            if not kernels: raise AssertionError('the profiler saw no kernel')
-            span = max(o[1] for o in kernels) - min(o[0] for o in kernels)
-            yield dict(busy_share=busy(o[:2] for o in kernels) / span, step_ms=1e3 * seconds / n, kernels_per_step=len(kernels) / n)
-            by_name: dict[str, float] = {}
-            for a, b, o in kernels: by_name[o] = by_name.get(o, 0) + (b - a) / n
-            yield dict(longest_us_per_step={o[:120]: round(by_name[o], 1) for o in sorted(by_name, key=by_name.get)[:-16:-1]})
+        with make_llm(folder, True, **SERVED, overlap=True) as llm:
+            runtime, n = runtime_of(llm), 30
+            s = runtime.scheduler
+            for requests in (1, runtime.config.max_running_req):
+                for i in range(requests): s.add(f'p{i}', [i % 1000 + 1] * 500, SamplingParams(max_tokens=1000, ignore_eos=True, **GREEDY))
+                while s.stats()['waiting'] or s.stats()['running'] < requests: s.step()
+                for _ in range(20): s.step()
+                spans = kernel_spans(s.step, n)
+                if not spans: raise AssertionError('the profiler saw no kernel')
+                span = max(o[1] for o in spans) - min(o[0] for o in spans)
+                yield {f'n{requests}': dict(busy_share=busy(o[:2] for o in spans) / span, step_ms=span / n / 1e3, kernels_per_step=len(spans) / n)}
+                yield {f'n{requests}_longest_us': longest(spans, n)}
+                runtime.control.abort_all('p')
+                while s.has_work: s.step()
 
 def host_parts(step: Callable[[], object], n: int) -> dict:
     "Microseconds of a call of `step` by function, without what it calls: all together, and the fifteen longest"
@@ -463,12 +583,11 @@ def low(args) -> Figures:
             del llm, runtime, s
             give_back()
 
-def batch_attention(n: int, length: int, page_size: int):
+def batch_attention(pool, table, n: int, length: int):
     "Attention of a layer by FlashInfer's `BatchAttention`, which no engine of ours uses: it plans a batch that decodes, and returns what runs it"
     import torch
     import flashinfer
-    pool, table, _ = decoding_setup(page_size, n, length)
-    wrapper = flashinfer.BatchAttention('NHD', 'cuda')
+    wrapper, page_size = flashinfer.BatchAttention('NHD', 'cuda'), pool.page_size
     pages, lens, pointers = -(-length // page_size), torch.full((n,), length, dtype=torch.int32), torch.arange(n + 1, dtype=torch.int32)
     wrapper.plan(pointers, pointers * pages, table.page_table[:n].flatten(), lens, 16, 8, 128, 128, page_size, causal=True)
     q = torch.randn(n, 16, 128, device='cuda').bfloat16()
@@ -476,55 +595,51 @@ def batch_attention(n: int, length: int, page_size: int):
     return lambda: wrapper.run(q, (k, v), logits_soft_cap=0.)[0]
 
 def prefill_works(kernel: str):
-    "Attention of a layer to eight prompts of 1,024 tokens: as they come, and as second halves"
+    "Attention of a layer to eight prompts of 1,024 tokens: as they come, and as second halves; each is prepared when it is asked for, and the one before has ended then"
     import torch
     from minisgl_lit.attention.choice import Bench, Served, works
     served = Served(torch.device('cuda', 0), torch.bfloat16, SHAPES[0], (None,), 16, 256, 8192, 2560)
     return works(Bench(served), 'prefill', kernel)
 
-def decode(args) -> Figures:
-    """A layer of decoding, recorded: microseconds and share of the memory's bandwidth, by requests, kernel and page size; by `BatchAttention`, too;
-    and of prefill by each kernel"""
+def recorded_us(work: Callable[[], object], before: Callable[[], object] = lambda: None, times: int = 10) -> float:
+    "Microseconds of some work, recorded ten times in a row behind something else"
+    import torch
+    from minisgl_lit.engine.cuda_graph import CudaCapture
+    from minisgl_lit.tools.roofline import best_time
+    def all_of_it():
+        before()
+        return [work() for _ in range(times)]
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+        replay, _ = CudaCapture()(all_of_it)
+        return 1e6 * best_time(replay, 'cuda', .1) / times
+
+def attend_us(pool, table, batch, kernel: str, n: int, length: int) -> dict:
+    """Microseconds of attention in a layer that decodes: `attend_us` as it is, `us` with what belongs to it in a step: new keys and values are stored, in the format of
+    the cache, and a tenth of the list of pages is made"""
     import torch
     from minisgl_lit.attention.choice import choose_attention
-    from minisgl_lit.attention.flashinfer import KERNELS
-    from minisgl_lit.engine.cuda_graph import CudaCapture
-    from minisgl_lit.tools.roofline import best_time, memory_bandwidth
-    def recorded_us(work) -> float:
-        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-            replay, _ = CudaCapture()(lambda: [work() for _ in range(10)])
-            return 1e6 * best_time(replay, 'cuda', .1) / 10
-    def tried(make):
-        "The work, or why there is none"
-        try: return make()
-        except Exception as e: return str(e)[-300:]
-    bandwidth, length, times = memory_bandwidth(2**30, 'cuda'), 1024, 10
-    yield dict(memory_read_gb_s=bandwidth / 1e9, length=length)
+    if kernel == 'batch_attention': return dict(attend_us=recorded_us(batch_attention(pool, table, n, length)))
+    ours, b = choose_attention(f'fa2,{kernel}', pool, table.page_table, num_heads=16, dtype=torch.bfloat16), batch([length - 1] * n, [length] * n)
+    qkv, m = random_qkv(b), ours.static(b)
+    ours.list_pages(m)
+    return dict(attend_us=recorded_us(lambda: ours.attend(*qkv, 0, m)), us=recorded_us(lambda: ours.forward(*qkv, 0, m), lambda: ours.list_pages(m)))
+
+def attend_part(kernel: str) -> Figures:
+    "Decoding 1, 32, 128 and 256 requests of 1,024 tokens by a kernel, with pages of 16 tokens and of 64"
+    from minisgl_lit.tools.roofline import memory_bandwidth
+    bandwidth, length = memory_bandwidth(2**30, 'cuda'), 1024
     for page_size in (16, 64):
         pool, table, batch = decoding_setup(page_size, 256, length)
-        for kernel in KERNELS['decode']:
-            ours = choose_attention(f'auto,{kernel}', pool, table.page_table, num_heads=16)
-            for n in (1, 32, 128, 256):
-                b = batch([length - 1] * n, [length] * n)
-                x, m = random_qkv(b), ours.static(b)
-                def work():
-                    ours.list_pages(m)
-                    for _ in range(times): out = ours.forward(*x, 0, m)
-                    return [out]
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    replay, _ = CudaCapture()(work)
-                    seconds = best_time(replay, 'cuda', .1) / times
-                n_bytes = 2 * n * length * 8 * 128 * 2
-                yield {f'n{n}_page{page_size}_{kernel}': dict(us=seconds * 1e6, share=n_bytes / seconds / bandwidth)}
-        for n in (1, 256):
-            work = tried(lambda: batch_attention(n, length, page_size))
-            yield {f'n{n}_page{page_size}_batch_attention': work if isinstance(work, str) else dict(us=recorded_us(work))}
-    for kernel in KERNELS['prefill']:
-        both = tried(lambda: prefill_works(kernel))
-        yield {f'prefill_{kernel}': both if isinstance(both, str) else dict(zip(('fresh_us', 'cached_us'), map(recorded_us, both)))}
+        for n in (1, 32, 128, 256):
+            told, n_bytes = attend_us(pool, table, batch, kernel, n, length), 2 * n * length * 8 * 128 * 2
+            yield {f'n{n}_page{page_size}_{kernel}': told | dict(attend_share=1e6 * n_bytes / told['attend_us'] / bandwidth)}
+
+def attend(args) -> Figures:
+    "A layer's attention in decoding, recorded: microseconds, and attention's share of the memory's bandwidth, by requests, page size and kernel; `BatchAttention` beside ours"
+    yield from parts_of('attend')
 
 def sampling(args) -> Figures:
-    "Microseconds of each stage after the layers, for 256 requests and the vocabulary of Qwen3"
+    "Microseconds of each stage after the layers, for 256 requests and the vocabulary of Qwen3; of what the engine runs each kernel, too"
     import numpy as np
     import torch
     from minisgl_lit.core.request import SamplingArrays
@@ -546,12 +661,13 @@ def sampling(args) -> Figures:
         random_top_k=lambda: sample(logits, arrays(temperature=.6, top_k=50)), random_top_p=lambda: sample(logits, arrays(temperature=.6, top_p=.9)),
         random_min_p=lambda: sample(logits, arrays(temperature=.6, min_p=.05)))
     halves = logits.bfloat16()    # as the engine samples; the others are in float32, in torch
-    for name in ('greedy', 'random', 'random_top_k', 'random_top_p', 'random_min_p'):
-        given = dict(greedy={}, random_top_k=dict(top_k=50), random_top_p=dict(top_p=.9), random_min_p=dict(min_p=.05)).get(name, {})
-        settings = None if name == 'greedy' else arrays(temperature=.6, **given)
-        stages[f'{name}_16_bits'] = lambda settings=settings: sample(halves, settings)
+    given = dict(random={}, random_top_k=dict(top_k=50), random_top_p=dict(top_p=.9), random_min_p=dict(min_p=.05), qwen3=KINDS['qwen3'])
+    settings = dict(greedy=None) | {name: arrays(**dict(temperature=.6) | o) for name, o in given.items()}
+    for name, o in settings.items(): stages[f'{name}_16_bits'] = partial(sample, halves, o)
     with torch.inference_mode():
-        for name, work in stages.items(): yield {f'{name}_us': 1e6 * best_time(work, 'cuda', .2)}
+        for name, work in stages.items():
+            yield {f'{name}_us': 1e6 * best_time(work, 'cuda', .1)}
+            if name.endswith('_16_bits'): yield {f'{name}_kernels_us': longest(kernel_spans(work, 10), 10)}
 
 EXPERTS = dict(n_experts=128, k=8, width=768, hidden=2048)   # a layer of Qwen3-30B-A3B
 
@@ -582,16 +698,19 @@ def experts(args) -> Figures:
                 told[f'{name}_us'] = 1e6 * best_time(replay, 'cuda', .1)
         yield {f'n{n}': told | dict(share=1e6 * in_use * 3 * width * hidden * 2 / bandwidth / told['at_once_us'])}
 
-def fp8(args) -> Figures:
-    "8-bit floating point, recorded: a matmul with the rounding of its input beside one of 16 bits, and a layer of decoding over such a cache"
-    import torch
-    from minisgl_lit.attention.choice import choose_attention
-    from minisgl_lit.engine.cuda_graph import CudaCapture
-    from minisgl_lit.kernels.fp8 import Fp8Weight, can_multiply_fp8, to_fp8
+def fp8_part(kernel: str) -> Figures:
+    "A layer of decoding 256 requests of 1,024 tokens over a cache of 8 bits, and over one of 16"
     from minisgl_lit.kv_cache.pool import FP8, KVPool
-    from minisgl_lit.tools.roofline import best_time
-    def us(work):
-        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()): return 1e6 * best_time(CudaCapture()(work)[0], 'cuda', .1)
+    n, length = 256, 1024
+    pool, table, batch = decoding_setup(16, n, length)
+    narrow = KVPool(1, pool.num_pages, 16, 8, 128, FP8, 'cuda')
+    narrow.buffer.copy_(pool.buffer)
+    for name, o in dict(kv_bf16=pool, kv_fp8=narrow).items(): yield {f'{name}_{kernel}': attend_us(o, table, batch, kernel, n, length)}
+
+def fp8(args) -> Figures:
+    "8-bit floating point, recorded: a matmul with the rounding of its input beside one of 16 bits; a layer of decoding over such a cache, with what rounds and without"
+    import torch
+    from minisgl_lit.kernels.fp8 import Fp8Weight, can_multiply_fp8, to_fp8
     can = can_multiply_fp8(torch.device('cuda', 0))
     yield dict(multiplies=can)
     if not can and torch.cuda.get_device_capability() >= (8, 9): raise RuntimeError('a card that multiplies fp8 is not used so; see the log')
@@ -599,18 +718,92 @@ def fp8(args) -> Figures:
     weight = Fp8Weight.of(w)
     for n in (1, 16, 256, 4096):
         x = torch.randn(n, 4096, device='cuda').bfloat16()
-        yield {f'n{n}': dict(bf16_us=us(lambda: [torch.nn.functional.linear(x, w)]), fp8_us=us(lambda: [weight.multiply(x)]), rounding_us=us(lambda: list(to_fp8(x))))}
-    n, length = 256, 1024
-    pool, table, batch = decoding_setup(16, n, length)
-    narrow, b = KVPool(1, pool.num_pages, 16, 8, 128, FP8, 'cuda'), batch([length - 1] * n, [length] * n)
-    narrow.buffer.copy_(pool.buffer)
-    for name, o in dict(kv_bf16=pool, kv_fp8=narrow).items():
-        ours = choose_attention('flashinfer', o, table.page_table, num_heads=16, dtype=torch.bfloat16)
-        x, m = random_qkv(b), ours.static(b)
-        def work():
-            ours.list_pages(m)
-            return [ours.forward(*x, 0, m)]
-        yield {f'{name}_us': us(work)}
+        ways = dict(bf16=lambda: torch.nn.functional.linear(x, w), fp8=lambda: weight.multiply(x), rounding=lambda: to_fp8(x)[0])
+        yield {f'n{n}': {f'{name}_us': recorded_us(work, times=1) for name, work in ways.items()}}
+    yield from parts_of('fp8')
+
+CALLERS, SERVE_SECONDS, CLIENTS = (64, 256), 20., 4   # how many callers, for how long, and how many processes they are
+ASKED = dict(input_len=512, output_len=256)           # tokens of each request
+LOAD = .9                                             # of what the engine alone computes
+
+def own_rate(llm, n: int) -> float:
+    "Output tokens a second of such requests without HTTP, all there at once"
+    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.tools.roofline import WorkloadShape
+    asked = WorkloadShape(n, (ASKED['input_len'],) * 2, (ASKED['output_len'],) * 2)
+    times = []
+    for seed in range(2):
+        work, began = asked.draw(runtime_of(llm).model_config.vocab_size, seed), time.perf_counter()
+        llm.generate(work.prompts, SamplingParams(max_tokens=ASKED['output_len'], ignore_eos=True, **GREEDY))
+        times.append(time.perf_counter() - began)
+    return n * ASKED['output_len'] / min(times)
+
+def ask(load, url: str) -> list:
+    "Send a load, and return the records of all requests"
+    from minisgl_lit.tools.load_generator import first_model, run_interruptible, run_load
+    return run_interruptible(run_load(load, url, first_model(url))).records
+
+def steady_rate(records: list, seconds: float) -> float:
+    "Output tokens a second while requests come, without the first quarter of that time, in which there are ever more at once"
+    began = min(o.due for o in records)
+    def share(times: Sequence[float]) -> float: return sum(.25 * seconds <= o - began < seconds for o in times) / max(len(times), 1)
+    return sum(o.tokens * share(o.event_times) for o in records if not o.error) / (.75 * seconds)
+
+def serve(args) -> Figures:
+    """Callers over HTTP, who ask at random moments whether they have been answered or not, for nine tenths of what the engine alone computes: time to the first token and
+    between tokens, and output as a share of the engine's own"""
+    from multiprocessing import get_context
+    from minisgl_lit.tools.load_generator import LoadConfig, LoadResult, figures, own_server
+    with shape_of_qwen3(words=True) as folder:
+        with make_llm(folder, True, **SERVED) as llm: own = {n: own_rate(llm, n) for n in CALLERS}
+        del llm
+        give_back()
+        yield dict(own_tokens_per_s={str(n): o for n, o in own.items()})
+        config = LoadConfig(model=folder, device='cuda', attention=compiled_attention(), **SERVED, **ASKED)
+        with own_server(config) as url, ProcessPoolExecutor(CLIENTS, get_context('spawn')) as pool:
+            for n, alone in own.items():
+                rate = LOAD * alone / ASKED['output_len'] / CLIENTS   # of each process
+                loads = [LoadConfig(url=url, seed=i, rate=rate, requests=max(round(rate * SERVE_SECONDS), 1), **ASKED) for i in range(CLIENTS)]
+                records = [o for done in [pool.submit(ask, load, url) for load in loads] for o in done.result()]
+                told = {name: value for name, value, _ in figures(LoadResult(loads[0], records, SERVE_SECONDS, 0))}
+                wanted = {f'{key}_{p}_ms': told[f'{name} p{p}'] for key, name in dict(first_token='first_token', between='gap').items() for p in (50, 99) if f'{name} p{p}' in told}
+                rate = steady_rate(records, SERVE_SECONDS)
+                yield {f'callers_{n}': wanted | dict(answers=told['answers'], errors=told['errors'], asked_share=LOAD, tokens_per_s=rate, share_of_own=rate / alone)}
+                if told['errors']: raise AssertionError(next(o.error for o in records if o.error))
+
+def start_once(folder: str) -> dict:
+    "Seconds of a start in this process, and of its first answers: greedy, sampled, and sampled once more"
+    began = time.perf_counter()
+    from minisgl_lit.core.sampling_params import SamplingParams
+    import torch
+    torch.cuda.init()
+    told = dict(imports_s=time.perf_counter() - began)
+    def lap(name: str) -> None:
+        nonlocal began
+        told[f'{name}_s'], began = time.perf_counter() - began, time.perf_counter()
+    began = time.perf_counter()
+    with make_llm(folder, True, **SERVED) as llm:
+        lap('engine')
+        for name, kind in dict(greedy='greedy', sampled='qwen3', sampled_again='qwen3').items():
+            llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=4, ignore_eos=True, **KINDS[kind]))
+            lap(name)
+    return told
+
+def apart(name: str, *words: str, **variables: str) -> dict:
+    "What a function of this module returns in a process of its own, with these environment variables"
+    source = f'import json, sys, gpu_check; print(json.dumps(gpu_check.{name}(*sys.argv[1:])))'
+    done = subprocess.run([sys.executable, '-X', 'faulthandler', '-c', source, *words], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
+    if done.returncode: raise AssertionError(what_failed(done.stdout + done.stderr))
+    return json.loads(done.stdout.splitlines()[-1])
+
+def first_start(args) -> Figures:
+    "A start in a new process: with nothing kept of an earlier one but FlashInfer's modules; with Triton's kernels kept; and with what was found out about kernels, too"
+    with shape_of_qwen3() as folder, tempfile.TemporaryDirectory() as kept:
+        triton = dict(TRITON_CACHE_DIR=f'{kept}/triton')
+        for name, cache in dict(nothing_kept='a', compiled='b', all_kept='b').items():
+            began = time.perf_counter()
+            told = apart('start_once', folder, XDG_CACHE_HOME=f'{kept}/{cache}', **triton)
+            yield {name: told | dict(all_s=time.perf_counter() - began)}
 
 def small_checkpoint(folder: str, dtype: str):
     from reference import make_checkpoint
@@ -723,16 +916,35 @@ def cells(args) -> Figures:
     if bad := [k for k, v in told.items() if v != 'ok']: raise AssertionError(f'these chapters fail: {", ".join(bad)}')
 
 STEPS: dict[str, Callable[[argparse.Namespace], Figures]] = {o.__name__: o for o in (
-    machine, modules, kernels, recorded, bench256, low, profile, decode, sampling, experts, fp8, parity, equality, tests, cells, sanitizer)}
+    machine, modules, recorded, prefill, bench256, profile, sampling, attend, fp8, serve, first_start, kernels, low, experts, parity, equality, tests, cells, sanitizer, late)}
 
 # ---- running them ----------------------------------------------------------------------------------------------------------
+
+NOISE = re.compile(r'[E\s]*(frame #\d+:|Exception raised from |terminate called |what\(\): |Extension modules: |For debugging consider |Compile with `TORCH|CUDA kernel errors might|[~^]+$)')
+
+def what_failed(log: str) -> str:
+    "What an error has left behind, in one line: the first line that names CUDA, then the traceback in Python; what C++ adds to it says nothing"
+    lines = [o.rstrip() for o in log.splitlines() if o.strip()]
+    cuda = next((o.strip() for words in ('CUDA error', 'CUDA') for o in lines if words in o), '')[:300]
+    lines = [o for o in lines if not NOISE.match(o)]
+    end = next((i for i, o in enumerate(lines) if o.startswith('Fatal Python error')), len(lines))   # Python was ended from outside, and tells where it was
+    raised = [i for i, o in enumerate(lines[:end]) if o.startswith('Traceback (') and not lines[i - 1].startswith('Exception ignored')]
+    if raised:
+        lines = lines[raised[-1] + 1:end]
+        calls = [*takewhile(lambda o: o.startswith(' '), lines)]
+        message = lines[len(calls):]
+        lines = calls[-10:] + (message if len(message) < 9 else [*message[:2], '…', *message[-6:]])
+    elif end < len(lines):
+        lines = [*dropwhile(lambda o: not o.startswith('Current thread'), lines)][:12] or lines[end:][:12]
+    told = ' | '.join(o[:300] for o in lines[-19:])[-1800:].strip(' |')
+    return told if cuda in told else f'{cuda} | {told}'
 
 def run_apart(name: str, seconds: float, args: argparse.Namespace) -> Step:
     "One step in a process group of its own, which is ended when its time is over"
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder)/'figures.json', Path(folder)/'log'
-        command = [sys.executable, __file__, '--only', name, '--out', str(out)] + ['--wide'] * args.wide
+        command = [sys.executable, '-X', 'faulthandler', __file__, '--only', name, '--out', str(out)] + ['--wide'] * args.wide
         out.touch()
         def step(error: str | None) -> Step:
             return Step(name, error is None, time.perf_counter() - began, error, read_figures(out.read_text()))
@@ -740,13 +952,13 @@ def run_apart(name: str, seconds: float, args: argparse.Namespace) -> Step:
             child = subprocess.Popen(command, cwd=ROOT, stdout=told, stderr=subprocess.STDOUT, start_new_session=True)
             try: child.wait(seconds)
             except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
+                child.send_signal(signal.SIGABRT)    # it says where it is
+                with suppress(subprocess.TimeoutExpired): child.wait(2)
+                with suppress(ProcessLookupError): os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-                return step(f'not done after {seconds:.0f} s: …{tail(log)}')
-        if child.returncode: return step(tail(log) or f'ended with {child.returncode}')
+                return step(f'not done after {seconds:.0f} s: {what_failed(log.read_text(errors="replace"))}')
+        if child.returncode: return step(what_failed(log.read_text(errors='replace')) or f'ended with {child.returncode}')
         return step(None)
-
-def tail(log: Path) -> str: return ' | '.join(log.read_text(errors='replace').split('\n')[-12:])[-1500:].strip(' |')
 
 def run_all(args: argparse.Namespace, run: Callable[[str, float, argparse.Namespace], Step] = run_apart) -> dict:
     "All steps; the JSON is written anew after each, so that an interrupted run has told what it knew"
@@ -771,8 +983,13 @@ def main(argv: list[str]) -> int:
         return 2
     if args.only:
         with args.out.open('w') as told:
-            for figures in STEPS[args.only](args): print(json.dumps(figures), file=told, flush=True)
-        return 0
+            try:
+                for figures in STEPS[args.only](args): print(json.dumps(figures), file=told, flush=True)
+                return 0
+            except Exception:
+                traceback.print_exc()
+                sys.stdout.flush()
+                os._exit(1)   # before destructors meet the same error, abort the process, and say so at length
     told = run_all(args)
     check_report(told)
     return 0 if told['ok'] else 1

@@ -48,10 +48,10 @@ MOST = dict(greedy=dict(copies=1, kernels=4), random=dict(copies=1, kernels=7))
 LAYER = ['fused_add_rmsnorm', 'aten.linear.default', 'heads', 'decode', 'aten.linear.default', 'fused_add_rmsnorm', 'aten.linear.default', 'silu_and_mul', 'aten.linear.default']
 ROUTER = ['aten.linear.default', 'aten.softmax.int', 'aten.topk.default', 'aten.sum.dim_IntList', 'aten.div.Tensor', 'aten.to.dtype']
 EXPERTS_LAYER = [*LAYER[:6], *ROUTER, 'aten.sort.stable', 'aten.arange.default', 'aten.searchsorted.Tensor', 'gate_up', 'down', 'aten.sum.dim_IntList']
-STEPS = ['machine', 'modules', 'kernels', 'recorded', 'bench256', 'low', 'decode', 'sampling', 'experts', 'fp8']
+STEPS = ['machine', 'modules', 'recorded', 'prefill', 'bench256', 'profile', 'sampling', 'attend', 'fp8', 'serve', 'first_start', 'kernels', 'low', 'experts', 'late']
 
 def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_their_end():
-    "On a real GPU there is one run of nine minutes: no line of it may be the first to be wrong"
+    "On a real GPU there is one run of seven minutes: no line of it may be the first to be wrong"
     told = on_fake_gpu(*MOST, 'layer', 'kv_fp8_layer', 'experts_layer', 'fp8_layer', 'experts_fp8_layer', *STEPS)
     for name, o in told.items(): assert o['ok'], (name, o['error'], o['at'])
     for name in MOST:
@@ -68,10 +68,23 @@ def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_thei
     figures = {name: told[name]['figures'] for name in STEPS}
     assert figures['machine']['arch'] == 'sm_90' and figures['machine']['flashinfer'] and 'torch' in figures['machine']['doctor']
     assert {'heads_steps_us', 'heads_fused_us', 'heads_error', 'heads_fp8_error', 'sampling_error'} <= set(figures['kernels'])
-    assert len(figures['modules']) == 6 and {o['how'] for o in figures['modules'].values()} <= {'aot', 'kept', 'compiled'}
-    assert len(figures['recorded']['errors']) == 20 and len(figures['decode']) == 2 + 2 * (4 * 2 + 2) + 2 and len(figures['sampling']) == 17
+    late = {'prefill_fa3', 'decode_fp8_cuda_cores', 'decode_fp8_tensor_cores'}
+    assert len(figures['modules']) == 8 and set(figures['modules']) >= late and {o['how'] for o in figures['modules'].values()} <= {'aot', 'kept', 'compiled'}
+    assert figures['recorded']['errors'] == [0.] * 20 and len(figures['recorded']['unpadded']) == 20
+    assert set(figures['prefill']) == {f'{kernel}_{what}' for kernel in ('fa2', 'fa3') for what in (8, 300, 'layer')} and set(figures['prefill']['fa3_layer']) == {'fresh_us', 'cached_us'}
+    kinds = {'overlap_greedy', 'overlap_random', 'overlap_qwen3', 'normal_greedy'}
+    assert kinds | {f'{o}_step_ms' for o in kinds} <= set(figures['bench256'])
+    assert set(figures['profile']) == {'n1', 'n1_longest_us', 'n4', 'n4_longest_us'}
+    assert len(figures['sampling']) == 12 + 6 * 2 and 'qwen3_16_bits_kernels_us' in figures['sampling']
+    attend = {f'n{n}_page{page}_{kernel}' for n in (1, 32, 128, 256) for page in (16, 64) for kernel in ('cuda_cores', 'tensor_cores', 'batch_attention')}
+    cache = {f'{kv}_{kernel}' for kv in ('kv_bf16', 'kv_fp8') for kernel in ('cuda_cores', 'tensor_cores')}
+    assert set(figures['attend']) == attend and set(figures['fp8']) == {'multiplies', 'n1', 'n16', 'n256', 'n4096'} | cache and figures['fp8']['multiplies']
+    for o in cache: assert set(figures['fp8'][o]) == {'attend_us', 'us'}
+    for n in (2, 3):
+        o = figures['serve'][f'callers_{n}']
+        assert o['answers'] > 0 == o['errors'] and o['first_token_50_ms'] <= o['first_token_99_ms'] and o['between_50_ms'] <= o['between_99_ms'] and o['share_of_own'] > 0, o
+    assert [*figures['first_start']] == ['nothing_kept', 'compiled', 'all_kept'] and 'sampled_again_s' in figures['first_start']['all_kept']
+    parts = {o for o in set(figures['prefill']) | attend if o.startswith('fa3') or o.endswith('batch_attention')} | cache
+    assert set(figures['late']) == {'parts'} | late | parts
     assert set(figures['experts']) == {f'n{n}' for n in (1, 16, 64, 256, 2048)}
-    assert set(figures['fp8']) == {'multiplies', 'n1', 'n16', 'n256', 'n4096', 'kv_bf16_us', 'kv_fp8_us'} and figures['fp8']['multiplies']
-    assert {f'{a}_{b}' for a in ('overlap', 'normal') for b in ('greedy', 'random', 'step_ms')} <= set(figures['bench256'])
-    assert not any(isinstance(o, str) for o in figures['decode'].values()), figures['decode']   # or it would say why
     assert set(figures['low']) == {f'{a}_{b}' for a in ('overlap', 'normal') for b in (1, 2, 4, 'host_us')} and 'all' in figures['low']['overlap_host_us']
