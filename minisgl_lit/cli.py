@@ -158,6 +158,14 @@ def _exit_code(errors: Iterable[str | None]) -> int:
     return 1 if found else 0
 
 # %% ../nbs/63_cli.ipynb #11b13751
+_CHAT_MODEL = ('this is a chat model, and generate continues texts without its template; '
+               'minisgl-lit chat asks it as it was trained')
+
+def _advised(code: int, llm: 'LLM', as_json: bool) -> int:
+    "The exit code, after a hint for people whose texts a chat model has continued"
+    if not code and not as_json and llm.tokenizer.chat_template: print(_CHAT_MODEL, file=sys.stderr)
+    return code
+
 def generate(
     args: Namespace,  # Fields of `EngineConfig`, sampler, `prompts`, `file`, `json`, `jsonl`
 ) -> int:
@@ -176,13 +184,13 @@ def generate(
                     print(piece.text, end='', flush=True)
                     error = piece.error
             print()
-            return _exit_code([error])
+            return _advised(_exit_code([error]), llm, as_json)
         prompts = [_prompt(llm, asked) for asked, _ in questions]
         answers = llm.generate(prompts, [own for _, own in questions])
     outs = [(asked, out) for (asked, _), one in zip(questions, answers) for out in one.outputs]
     for asked, out in outs:
         print(json.dumps(asked | out.to_dict(False), ensure_ascii=False) if as_json else out.text)
-    return _exit_code(out.error for _, out in outs)
+    return _advised(_exit_code(out.error for _, out in outs), llm, as_json)
 
 # %% ../nbs/63_cli.ipynb #8bc9060a
 benchmarks = dict(
@@ -320,9 +328,11 @@ def complete() -> None:
 examples = dict(
     serve=['',
            '--config serve.toml --port 8000',
-           '--model path/to/checkpoint --num-pages 4096'],
+           '--model path/to/checkpoint --num-pages 4096',
+           '--model path/to/file.gguf'],
     chat=['',
-          '--temperature 0 --system "Answer in one sentence."',
+          '"What is a radix cache?"',
+          '--model path/to/file.gguf --temperature 0 --system "Answer in one sentence."',
           '--url http://127.0.0.1:1919'],
     batch=['asked.jsonl -o told.jsonl --max-tokens 200',
            'asked.jsonl -o told.jsonl --url http://127.0.0.1:1919'],
@@ -333,7 +343,8 @@ examples = dict(
            'serving --rate 4 --first-limit 200',
            'start --json'],
     doctor=['',
-            '--model Qwen/Qwen3-0.6B'],
+            '--model Qwen/Qwen3-0.6B',
+            '--model path/to/file.gguf'],
     config=['--config serve.toml --port 8000',
             '--all'],
     quantize=['Qwen/Qwen3-0.6B small --bits 4',
@@ -367,6 +378,8 @@ def make_parser() -> Parser:
     parser.add_commands(title='commands', dest='command', metavar='COMMAND')
     _add_command(parser, serve, ServerConfig)
     talking = _add_command(parser, chat, ChatConfig)
+    talking.add_argument('question', nargs='*', metavar='QUESTION',
+                         help='answer this, and leave')
     talking.add_argument('--system', metavar='TEXT',
                          help='what the model should know about itself')
     talking.add_argument('--load', metavar='FILE',
@@ -397,8 +410,8 @@ def make_parser() -> Parser:
         '"text" in each line: weights are rounded by GPTQ, so that outputs for these stay close')
     looking = _add_command(parser, doctor, None)
     looking.add_argument('--json', action='store_true', help='print JSON, in one line')
-    looking.add_argument('--model', metavar='NAME', help='say, too, what of this model fits; on '
-                         'the hub only its config is read')
+    looking.add_argument('--model', metavar='NAME', help='say, too, what of this model fits: a '
+                         'folder, a .gguf file, or a name on the hub (its config is read)')
     asking = _add_command(parser, config, ServerConfig)
     asking.add_argument('--all', action='store_true', help='show defaults, too')
     asking.add_argument('--json', action='store_true', help='print JSON, in one line')

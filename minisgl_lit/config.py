@@ -105,7 +105,8 @@ def check_names(
 class EngineConfig:
     "How to run a model. Checked when made: the first wrong value is a `ValueError`."
     model: str = setting(
-        'embedded', "A folder, a name on the model hub, or 'embedded' for the package's own")
+        'embedded', "A folder, a .gguf file, a name on the model hub (owner/model, or of a file "
+        "hf:owner/model/file.gguf), or 'embedded' for the package's own")
     device: str = setting('auto', 'Where the model runs; auto takes a GPU if there is one',
         form=r'auto|cpu|cuda(:\d+)?', words="'auto', 'cpu', 'cuda' or 'cuda:N'")
     dtype: DTypeName = setting('auto', "The model's number format; auto is the checkpoint's")

@@ -154,6 +154,70 @@ def test_a_conversation_here(run, llm):
     assert err.startswith('weights ') and 'pages of 16 tokens' in err.split('\n')[0]
     assert run('chat', *TINY, '--system', 'Be kind.', stdin='Hi\n/reset\nHi\n')[1] == f'{kind}\n{kind}\n'
 
+def test_one_question(run, llm, tmp_path):
+    "Nothing but its answer; with what a conversation was before; words need no quotes"
+    assert run('chat', 'Hi', *TINY) == (0, llm.chat(HI, FEW).text + '\n', '')
+    assert run('chat', *TINY, 'Hi', 'you')[1] == llm.chat('Hi you', FEW).text + '\n'
+    before = [*HI, dict(role='assistant', content='Hello')]
+    (tmp_path/'talk.json').write_text(json.dumps(before))
+    assert run('chat', 'Hi', *TINY, '--load', str(tmp_path/'talk.json'))[1] == llm.chat([*before, *HI], FEW).text + '\n'
+    kind = [dict(role='system', content='Be kind.'), *HI]
+    assert run('chat', 'Hi', *TINY, '--system', 'Be kind.')[1] == llm.chat(kind, FEW).text + '\n'
+    code, out, err = run('chat', 'a '*99, *TINY)
+    assert (code, out, err.count('\n')) == (2, '', 1) and 'max_seq_len' in err and '/reset' not in err
+
+def test_one_question_to_a_server(run, server):
+    server.script = [words('Hel', 'lo'), b'{"error": {"message": "no"}}', words('half', end=b'')]
+    assert run('chat', '--url', server.url, 'Hi') == (0, 'Hello\n', '') and server.asked[0][2]['messages'] == HI
+    code, out, err = run('chat', '--url', server.url, 'Hi')
+    assert (code, out) == (2, '') and err.endswith('answers 400: no\n') and err.count('\n') == 1
+    code, out, err = run('chat', '--url', server.url, 'Hi')
+    assert (code, out) == (2, 'half') and 'broke off' in err
+
+def test_generate_says_that_a_chat_model_is_asked_otherwise(run):
+    "A line for people, and none for programs or beside an error"
+    code, out, err = run('generate', 'Hi', *TINY)
+    assert code == 0 and err.count('\n') == 1 and 'minisgl-lit chat' in err
+    assert run('generate', 'Hi', 'you', *TINY)[2] == err and run('generate', 'Hi', '--json', *TINY)[2] == ''
+    assert 'chat' not in run('generate', 'x '*99, *TINY)[2]
+
+# what a model is called
+
+def test_a_folder_that_holds_one_gguf(run, tmp_path):
+    "Every command that loads a model says which name to give; with that name it works. Ollama's names are hashes"
+    import shutil
+    from pathlib import Path
+    file = shutil.copy(Path(__file__).parent/'data'/'embedded-Q4_K_M.gguf', tmp_path/'some.gguf')
+    for command in ('generate', 'Hi'), ('chat', 'Hi'), ('doctor',):
+        code, out, err = run(*command, '--model', str(tmp_path), *(TINY if command != ('doctor',) else []))
+        assert (code, out, err.count('\n')) == (2, '', 1) and err.endswith(f' {file}\n'), err
+    told = run('chat', 'Hi', '--model', err.split()[-1], *TINY)
+    assert told[0] == 0 and told[1]
+    blob = shutil.copy(file, tmp_path/'sha256-93a1')
+    assert run('chat', 'Hi', '--model', str(blob), *TINY) == told
+
+def test_help_and_errors_name_all_that_a_model_may_be(run):
+    for command in 'serve', 'chat', 'generate':
+        shown = ' '.join(run(command, '--help')[1].split())
+        assert '.gguf' in shown and 'hf:owner/model' in shown and 'folder' in shown, command
+    for name in 'smollm2:135m', './nowhere', '/no/such/file.bin':
+        err = run('generate', 'Hi', '--model', name)[2]
+        assert err.count('\n') == 1 and 'hf:owner/model/file.gguf' in err, err
+
+# doctor
+
+def test_doctor_lists_what_a_file_is(run):
+    "A compressed file has one format; others are not offered. What is not compressed may be"
+    from pathlib import Path
+    from minisgl_lit.models.embedded import embedded_path
+    for path in [*(Path(__file__).parent/'data').glob('*.gguf'), *(o.parent for o in (Path(__file__).parent/'data').glob('*/config.json'))]:
+        found = {o['name']: o['found'] for o in json.loads(run('doctor', '--json', '--model', str(path))[1])}
+        assert [o for o in found if o.startswith('weights ')] == ['weights as stored'], path
+        kind = path.stem.split('-')[1] if path.suffix else path.name.split('-')[0]
+        assert kind.split('_')[0] in found['stored as'] or kind == 'fp8', (kind, found['stored as'])
+    found = [o['name'] for o in json.loads(run('doctor', '--json', '--model', str(embedded_path()))[1])]
+    assert found[-3:] == ['weights 16 bits', 'weights int8', 'weights int4']
+
 # bench
 
 def test_every_benchmark_has_flags_for_all_it_takes():

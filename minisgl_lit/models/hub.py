@@ -17,7 +17,7 @@ from io import BufferedWriter, FileIO
 from pathlib import Path
 
 from ..kernels.compiler import cache_folder
-from .gguf import gguf_folder, split_files
+from .gguf import INDEX, gguf_folder, split_files
 from .weights import shard_names
 
 # %% ../../nbs/36c_models.hub.ipynb #1db83235
@@ -140,19 +140,37 @@ def _resolve_gguf(name: str) -> Path:
 # %% ../../nbs/36c_models.hub.ipynb #315ca257
 _REPO, _REVISION = r'[\w-][\w.-]*(?:/[\w-][\w.-]*)?', r'[\w.-][\w./-]*'
 
+def _is_gguf(path: Path) -> bool:
+    if path.suffix == '.gguf' or not path.is_file(): return path.suffix == '.gguf'
+    with path.open('rb') as file: return file.read(4) == b'GGUF'
+
+def _check_weights(folder: Path, asked: str, hub: str = '') -> None:
+    "`ValueError` that says what to give if a folder has GGUF files, or may have, and no others"
+    if (folder/INDEX).exists() or any(folder.glob('*.safetensors*')): return
+    first = min((o.name for o in folder.glob('*.gguf')), default='file.gguf' if hub else '')
+    if first: raise ValueError(f'model={asked!r} has no safetensors; a GGUF file is named itself, '
+                               f'as in {hub or folder}/{first}')
+
 def resolve_config(
     name: str | Path,  # A folder, a GGUF file, or a name on the hub: model or model@revision
 ) -> Path:             # A folder with its `config.json`
     "Find what says what a checkpoint is; of safetensors on the hub, nothing large is downloaded"
     path, text = Path(name).expanduser(), str(name)
-    if path.is_dir(): return path
-    if path.suffix == '.gguf': return _resolve_gguf(text)
-    if path.exists():
-        raise ValueError(f'model={text!r} is a file; give the folder that it lies in')
-    on_hub = re.fullmatch(f'({_REPO})(?:@({_REVISION}))?', text)
-    if on_hub is None: raise ValueError(f'model={text!r}: there is no such folder')
+    if path.is_dir():
+        _check_weights(path, text)
+        return path
+    if _is_gguf(path): return _resolve_gguf(text)
+    if path.exists(): raise ValueError(
+        f'model={text!r} is a file and no GGUF; give the folder that it lies in')
+    on_hub = re.fullmatch(f'(?:{HUB})?({_REPO})(?:@({_REVISION}))?', text)
+    if on_hub is None: raise ValueError(
+        f'model={text!r}: there is no such folder or file; on the hub, a model is named '
+        f'owner/model, a GGUF file {HUB}owner/model/file.gguf')
     with _explained(f'model={text!r} is no folder here, and the hub did not give it'):
-        return _snapshot(on_hub[1], on_hub[2], _SMALL)
+        folder = _snapshot(on_hub[1], on_hub[2], _SMALL)
+    if not (folder/'config.json').exists():
+        _check_weights(folder, text, HUB + text.removeprefix(HUB))
+    return folder
 
 # %% ../../nbs/36c_models.hub.ipynb #aad5b33b
 def resolve_model(
@@ -160,10 +178,11 @@ def resolve_model(
 ) -> Path:             # Its folder
     "Find a checkpoint: a folder as it is; what is on the hub, downloaded or found in the cache"
     path, given = resolve_config(name), Path(name).expanduser()
-    if given.is_dir() or given.suffix == '.gguf': return path
+    if given.exists() or given.suffix == '.gguf': return path
     index = path/'model.safetensors.index.json'
     try: weights = shard_names(index) if index.exists() else ['model.safetensors']
     except ValueError as e: raise ValueError(f'model={str(name)!r}: {e}') from None
     with _explained(f'model={str(name)!r}: the hub did not give its weights'):
-        _fetch(str(name).partition('@')[0], path, weights)
+        _fetch(str(name).removeprefix(HUB).partition('@')[0], path, weights)
+    _check_weights(path, str(name), HUB + str(name).removeprefix(HUB))
     return path

@@ -227,11 +227,17 @@ class ChatConfig(EngineConfig):
         'What that server wants as a bearer token; None takes the variable OPENAI_API_KEY',
         form='[ -~]+', words='ASCII text that is not empty')
 
-def _begin(args: Namespace, ask: Ask) -> None:
-    "Talk, from the conversation that was named if there is one"
+def _begin(args: Namespace, ask: Ask, about: str) -> None:
+    "Talk, from the conversation that was named if there is one; or answer what is asked there"
     conversation = Conversation(ask, args.system)
     if args.load: conversation.load(args.load)
-    talk(conversation)
+    if not args.question:
+        print(f'{about}: {keys}', file=sys.stderr)
+        return talk(conversation)
+    asked = dict(role='user', content=' '.join(args.question))
+    with closing(ask([*conversation.messages, asked])) as pieces:
+        for text in pieces: print(text, end='', flush=True)
+    print()
 
 def _chat_with(url: str, config: ChatConfig, params: 'SamplingParams', args: Namespace) -> int:
     "Talk with a server; with its first model unless one is named"
@@ -240,15 +246,14 @@ def _chat_with(url: str, config: ChatConfig, params: 'SamplingParams', args: Nam
     interruptible()
     key, model = config.api_key or os.environ.get('OPENAI_API_KEY'), config.model
     if model == EngineConfig.model: model = first_model(url, key)
-    print(f'{model} at {url}: {keys}', file=sys.stderr)
-    _begin(args, remote(url, key, model, params))
+    _begin(args, remote(url, key, model, params), f'{model} at {url}')
     return 0
 
 # %% ../../nbs/62e_tools.chat.ipynb #4ccbb7be
 def chat(
-    args: Namespace,  # With the fields of `ChatConfig`, the sampler's flags, `system`, `load`
+    args: Namespace,  # With `question`, `system`, `load`, fields of `ChatConfig`, the sampler's
 ) -> int:
-    "Talk with a model in the terminal. Ctrl-C stops an answer, /help lists commands."
+    "Talk with a model in the terminal, or ask it one question. Ctrl-C stops an answer."
     params, config = read_sampling_params(args), from_args(ChatConfig, args)
     with suppress(ImportError): import readline   # noqa: F401  (arrow keys, where there are any)
     if config.url: return _chat_with(config.url, config, params, args)
@@ -257,6 +262,6 @@ def chat(
     with LLM(model=config.model, **engine_settings(config)) as llm:
         if not llm.tokenizer.chat_template:
             raise ValueError(f'{config.model} has no chat template; use minisgl-lit generate')
-        print(llm.runtime.memory, f'{config.model}: {keys}', sep='\n', file=sys.stderr)
-        _begin(args, local(llm, params))
+        if not args.question: print(llm.runtime.memory, file=sys.stderr)
+        _begin(args, local(llm, params), config.model)
     return 0
