@@ -1,12 +1,14 @@
 """Many threads on one driver: streams read to the end, left halfway, forgotten; lists; an engine that fails once."""
-import random, subprocess, sys, threading
+import os, random, re, subprocess, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from minisgl_lit import LLM
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import SamplingParams
@@ -214,6 +216,18 @@ def test_released_before_it_was_opened():
     assert driver._open == {} and not driver._submitted
     driver.runtime.control.self_check()
     driver.close()
+
+
+def test_what_is_reserved_is_not_used():
+    "The line at the start says both: weights are in memory, pages take it as they fill"
+    def rss(): return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    before = rss()
+    with LLM(num_pages=100_000, device="cpu") as llm:
+        told = str(llm.runtime.memory)
+        assert llm.runtime.memory.kv > 2 * 2**30 and rss() - before < 300e6
+        llm.generate("The page", SamplingParams(max_tokens=20, ignore_eos=True))
+        assert rss() - before < 300e6
+    assert re.match(r"weights [\d.]+ GiB in use, keys and values [\d.]+ GiB reserved, in use as they fill: 100,000 pages of 16 tokens, ", told), told
 
 
 def test_transformers_stays_out():

@@ -134,6 +134,7 @@ class MemoryPlan:
     page_size: int     # Tokens in a page
     num_pages: int     # Pages of the pool; the dummy page is one more
     ratio: MemoryRatio # The share of memory that `weights` and `free` are
+    on_demand: bool = False   # Pages take memory when they are first written, as on a CPU
 
     @property
     def kv(self) -> int:
@@ -143,8 +144,10 @@ class MemoryPlan:
     def __str__(self) -> str:
         pages = f'{self.num_pages:,} pages of {self.page_size} tokens'
         context = f'{self.num_pages * self.page_size:,} tokens of context'
-        return (f'weights {gib(self.weights)}, keys and values {gib(self.kv)}: {pages}, '
-                f'{context}; {gib(self.free - self.kv)} left by {self.ratio}')
+        weights, kv = f'weights {gib(self.weights)}', f'keys and values {gib(self.kv)}'
+        if self.on_demand: weights, kv = f'{weights} in use', f'{kv} reserved, in use as they fill'
+        left = f'{gib(self.free - self.kv)} left by {self.ratio}'
+        return f'{weights}, {kv}: {pages}, {context}; {left}'
 
     @classmethod
     def make(

@@ -257,8 +257,9 @@ def plan_memory(
     shape = config.page_size, shard.num_kv_heads, shard.head_dim, resolved.kv_dtype
     usable = config.max_running_req * -(-resolved.max_seq_len // config.page_size)
     each = page_bytes(shard.num_layers, *shape)
-    return MemoryPlan.make(config.num_pages, config.page_size, each, weights, free, usable,
+    plan = MemoryPlan.make(config.num_pages, config.page_size, each, weights, free, usable,
                            resolved.ratio)
+    return replace(plan, on_demand=resolved.device.type == 'cpu')
 
 def make_tables(
     resolved: ResolvedConfig,  # Sizes, and what computes attention
