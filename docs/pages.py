@@ -1,4 +1,4 @@
-"""Pages made from what the project already says: the command line from its own parser, the benchmarks from `61_peers.json`."""
+"""Pages made from what the project already says: the command line from its own parser, the benchmarks from `61_peers.json`, a GPU's figures from `gpu/`."""
 import argparse, json
 
 def cell(text): return " ".join((text or "").replace("|", "\\|").split())
@@ -92,10 +92,11 @@ A machine shared with other tenants runs at two speeds, a third apart, for secon
 """
 
 def write(docs, nbs):
-    "Write both, if they changed"
+    "Write them, if they changed"
+    import measured    # which makes tables, too
     from minisgl_lit.cli import make_parser
     peers = json.loads((nbs/"61_peers.json").read_text(encoding="utf-8"))
-    for name, text in {"cli.md": cli(make_parser()), "benchmarks.md": benchmarks(peers)}.items():
+    for name, text in {"cli.md": cli(make_parser()), "benchmarks.md": benchmarks(peers), "gpu-measured.md": measured.read(docs)}.items():
         path = docs/"made"/name
         path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text(encoding="utf-8") != text: path.write_text(text, encoding="utf-8")

@@ -1,9 +1,13 @@
 "The makers of the site (`docs/`): links to definitions and to the glossary; and its check: a sound page passes, and each kind of trouble is named."
-import ast, sys
+import ast, json, re, sys
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+import gpu_check
 from nbrun import root
 
 sys.path.insert(0, str(root/"docs"))
+import measured
 from chapters import Book
 from check_links import trouble
 from names import Names, Terms
@@ -84,3 +88,59 @@ def test_only_plain_text_is_linked(tmp_path):
     book = Book(tmp_path, "m", "```{glossary}\ntoken\n    A.\n```")
     plain = "`a token b` [a token](x.md) $token$ <b token>\n# token\n```\ntoken\n```"
     assert book.other(plain) == plain and "{term}" in book.other(plain + "\ntoken")
+
+FIGURES = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(-9, 10**6), st.floats(0, 1e6), st.text("ab|`<*_ \n", max_size=9), st.lists(st.floats(0, 9), max_size=3)),
+                       lambda of: st.dictionaries(st.text("ab_<|", min_size=1, max_size=9), of, max_size=4), max_leaves=12)
+REPORTS = st.dictionaries(st.sampled_from(["machine", "bench256", "kernels", "gone"]), st.tuples(st.booleans(), st.dictionaries(st.sampled_from(["us", "share", "a_ms", "a_error", "note"]), FIGURES, max_size=4)))
+
+def as_report(steps): return dict(ok=True, steps={k: dict(ok=ok, seconds=1., error=None if ok else "x | <y>", figures=figures) for k, (ok, figures) in steps.items()})
+
+def rows_of(text):
+    "The tables of a page, each a list of rows, each the number of its cells"
+    found = [[len(re.split(r"(?<!\\)\|", o)) for o in part.split("\n") if o.startswith("|")] for part in text.split("\n\n")]
+    return [o for o in found if o]
+
+@given(st.dictionaries(st.sampled_from(["2026-01-01", "2026-01-02", "2026-02-01"]), REPORTS, min_size=1))
+def test_any_report_of_a_gpu_becomes_a_page(runs):
+    "Each step has a section, of the newest run in which it did not fail, and no figure breaks a table"
+    reports = {date: as_report(o) for date, o in runs.items()}
+    for o in reports.values():    # what the first table reads must be as `gpu_check` writes it
+        if "kernels" in o["steps"]: o["steps"]["kernels"]["figures"] = dict(a_error=.25, b_error='refused')
+    text = measured.page(reports, {}, [], dict(machine="What there is", late="Last"))
+    assert all(len(set(o)) == 1 and len(o) >= 2 for o in rows_of(text)), text
+    assert set(re.findall(r"(?m)^## (\w+)$", text)) == {k for o in runs.values() for k in o} and "* `late`: Last" in text
+    for name, (date, step) in measured.newest(reports).items():
+        better = [d for d, o in runs.items() if name in o and (o[name][0], d) > (step["ok"], date)]
+        assert not better and f"## {name}\n" in text
+
+def test_the_page_of_a_gpu_says_what_its_json_says():
+    "What people ask first, with the other engine beside it; what failed, with its note; and what has not run, by the names of the check"
+    text = measured.read(root/"docs")
+    newest = json.loads(max((root/"docs/gpu/runs").glob("*.json")).read_text())["steps"]
+    run, told = newest["bench256"]["figures"], json.loads((root/"docs/gpu/beside.json").read_text())
+    assert f"{run['overlap_greedy']['tokens_per_s']:,.0f} output tokens a second, {100*run['share_of_limit']:.0f} % of the {run['limit_tokens_per_s']:,.0f}" in text
+    for o in told: assert " and ".join(f"{x:,}" for x in o["tokens_per_s"]) in text
+    assert f"{newest['parity']['figures']['float32_tokens']} tokens, all equal" in text and newest["tests"]["figures"]["pytest"] in text
+    for name in gpu_check.LIMITS: assert f"## {name}\n" in text or f"* `{name}`: " in text, name
+    for path in (root/"docs/gpu").rglob("*.json"): assert not re.search(r"(?<![\w.])/(?:opt|usr|home|root|work)/|Linux-\d", path.read_text()), f"{path.name} names a machine"
+
+@pytest.mark.parametrize("name, x, words, value", [
+    ("plan_us", 478.6, "plan [µs]", "478.6"), ("tokens_per_s", 22830.7, "tokens per second", "22,831"), ("share_of_limit", .638, "share of limit", "63.8 %"), ("attend_share", 1 / 3, "attend share", "33.3 %"),
+    ("memory_read_gb_s", 4201.8, "memory read [GB/s]", "4,202"), ("us", .5, "[µs]", "0.5"), ("same", True, "same", "yes"), ("pairs", [[0, .5], [1, 2]], "pairs", "0 and 0.5, 1 and 2"), ("how", "a|b", "how", "a\\|b")])
+def test_a_figure_is_read_with_its_unit(name, x, words, value):
+    assert measured.words(name) == words and measured.value(name, x) == value
+
+def test_figures_in_prose_are_those_that_were_measured():
+    "README, guide and notes repeat a few; a newer JSON changes them, or this fails. And none says of what has run that it has not."
+    newest = json.loads(max((root/"docs/gpu/runs").glob("*.json")).read_text())["steps"]
+    run = newest["bench256"]["figures"]
+    rates = f"{round(run['overlap_greedy']['tokens_per_s'], -1):,.0f}", f"{round(run['limit_tokens_per_s'], -2):,.0f}"
+    for name in ("README.md", "docs/guides/gpu.md", "docs/design.md"):
+        text = (root/name).read_text()
+        for rate in rates: assert rate in text, f"{name} does not say {rate}"
+    guide = (root/"docs/guides/gpu.md").read_text()
+    for o in json.loads((root/"docs/gpu/beside.json").read_text()): assert all(f"{x:,}" in guide for x in o["tokens_per_s"])
+    assert f"{newest['parity']['figures']['float32_tokens']} greedy" in guide.replace("384 of ", "") and guide.index("gpu-measured.md") < guide.index("##")
+    for path in [root/"README.md", root/"CHANGELOG.md", *(root/"docs").glob("*.md"), *(root/"docs/guides").glob("*.md"), *(root/"nbs").glob("*.ipynb")]:
+        said = re.search(r"(?i)(?:not|never)\s+(?:yet\s+)?(?:been\s+)?run\s+on\s+(?:an?|one)\s*(?:real\s+)?(?:GPU|one|yet)|no\s+GPU\s+has\s+run", path.read_text(encoding="utf-8"))
+        assert not said, f"{path.name}: {said[0]!r}"
