@@ -298,6 +298,7 @@ def late(args) -> Figures:
     "What had to be compiled, and was left to the end: how long it takes, and then the figures that were left out of the other steps"
     names = [name for name, (module, _) in parts().items() if not is_compiled(module)]
     yield dict(parts=names)
+    if not names: return
     yield from load_modules({name: o for name, o in all_trials().items() if is_late(name, o)})
     yield from run_parts(names)
 
