@@ -1,5 +1,5 @@
 """The parts of `gpu_check` that need no GPU: what it is asked, how time is shared, what it writes, and that it says when there is none."""
-import json, platform, subprocess, time
+import json, platform, re, subprocess, time
 from dataclasses import replace
 from pathlib import Path
 
@@ -232,7 +232,10 @@ def test_chapters_as_programs():
     book = dict(cells=[cell('#| export', 'a'), cell('prose', kind='markdown'), cell('#| gpu', '#| volatile', 'b'), cell('#| eval: false', 'c'), cell('#| slow', 'd')])
     source = script_of(book)
     assert 'a\n' in source and 'b\n' in source and not {'prose', 'c', 'd'} & set(source.split())
-    for name in gpu_check.CELL_CHAPTERS: compile(script_of(json.loads((gpu_check.ROOT/'nbs'/f'{name}.ipynb').read_text())), name, 'exec')
+    book = gpu_check.CELL_CHAPTERS + gpu_check.WIDE_CHAPTERS
+    having = [o.stem for o in sorted((gpu_check.ROOT/'nbs').glob('*.ipynb')) if re.search(r'"#\| gpu\\n', o.read_text(encoding='utf-8'))]
+    assert sorted(book) == having, 'each chapter with a cell for a GPU, and no other'
+    for name in book: compile(script_of(json.loads((gpu_check.ROOT/'nbs'/f'{name}.ipynb').read_text())), name, 'exec')
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='this machine has a GPU')
 def test_without_a_gpu_it_says_so():
