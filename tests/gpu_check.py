@@ -423,7 +423,7 @@ def recorded(args) -> Figures:
         errors.append(float((got - want).abs().max() / want.abs().max()))
         unpadded.append(float((got - other).abs().max() / want.abs().max()))
         torch.cuda.synchronize()
-    yield dict(worst_error=max(errors), errors=errors, unpadded=[float(f'{o:.2g}') for o in unpadded])
+    yield dict(rows=dict(requests=n, replayed=size, one_by_one=len(alike.sampled)), worst_error=max(errors), errors=errors, unpadded=[float(f'{o:.2g}') for o in unpadded])
     if not max(errors) == 0: raise AssertionError(f'a recorded step says something else than its rows one by one: {max(errors):.3g} of the largest logit')
 
 def decode_ms(runtime, n: int, context: int = 500, steps: int = 40, **params) -> float:

@@ -70,7 +70,7 @@ def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_thei
     assert {'heads_steps_us', 'heads_fused_us', 'heads_error', 'heads_fp8_error', 'sampling_error'} <= set(figures['kernels'])
     late = {'prefill_fa3', 'decode_fp8_cuda_cores', 'decode_fp8_tensor_cores'}
     assert len(figures['modules']) == 8 and set(figures['modules']) >= late and {o['how'] for o in figures['modules'].values()} <= {'aot', 'kept', 'compiled'}
-    assert figures['recorded']['errors'] == [0.] * 20 and len(figures['recorded']['unpadded']) == 20
+    assert figures['recorded']['errors'] == [0.] * 20 and figures['recorded']['rows'] == dict(requests=48, replayed=64, one_by_one=64)
     assert set(figures['prefill']) == {f'{kernel}_{what}' for kernel in ('fa2', 'fa3') for what in (8, 300, 'layer')} and set(figures['prefill']['fa3_layer']) == {'fresh_us', 'cached_us'}
     kinds = {'overlap_greedy', 'overlap_random', 'overlap_qwen3', 'normal_greedy'}
     assert kinds | {f'{o}_step_ms' for o in kinds} <= set(figures['bench256'])

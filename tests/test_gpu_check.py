@@ -1,7 +1,9 @@
 """The parts of `gpu_check` that need no GPU: what it is asked, how time is shared, what it writes, and that it says when there is none."""
 import json, platform, re, subprocess, time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -204,6 +206,26 @@ def test_what_has_to_be_compiled_comes_last(monkeypatch):
                                  ('abc', [dict(prefill_a=1), dict(prefill_b='no such kernel'), dict(prefill_c=1), 'these parts fail: prefill_b'], [dict(parts=[])])):
         monkeypatch.setattr(gpu_check, 'is_compiled', lambda module, compiled=compiled: module in compiled)
         assert step(gpu_check.parts_of('prefill')) == now and step(gpu_check.late(parse([]))) == later
+
+def test_each_shape_of_prompts_is_timed_before_the_next_is_prepared(monkeypatch):
+    "All shapes share the memory of a plan; and one that cannot be prepared fails its part, not the step's others"
+    order = []
+    def works(kernel):
+        for shape in ('fresh', 'cached'):
+            if (kernel, shape) == ('fa3', 'cached'): raise ValueError('no such plan')
+            order.append(f'prepare {shape}')
+            yield shape
+    no_llm = SimpleNamespace(runtime=SimpleNamespace(model_config=None, engine=SimpleNamespace(model=SimpleNamespace(head=torch.zeros(1)), device='cpu')))
+    for name, o in dict(prefill_works=works, recorded_us=lambda work: order.append(f'time {work}') or 1., PROMPTS=(1,), make_llm=lambda *args, **settings: nullcontext(no_llm), arch=lambda: '90',
+                        is_compiled=lambda module: True, prompt_seconds=lambda llm, prompts: 1., compiled_attention=lambda: 'fa2').items(): monkeypatch.setattr(gpu_check, name, o)
+    monkeypatch.setattr(limits, 'measure_roofline', lambda *o: SimpleNamespace(prefill=lambda lengths: SimpleNamespace(seconds=.5)))
+    monkeypatch.setattr(limits.WorkloadShape, 'draw', lambda *o, **seed: SimpleNamespace(prompts=[[1]]))
+    no_llm.runtime.model_config = SimpleNamespace(vocab_size=9)
+    told = []
+    with pytest.raises(AssertionError, match='these parts fail: prefill_fa3'):
+        for o in gpu_check.prefill(parse([])): told.append(o)
+    assert order == ['prepare fresh', 'time fresh', 'prepare cached', 'time cached', 'prepare fresh', 'time fresh']
+    assert dict(fa2_layer=dict(fresh_us=1., cached_us=1.)) in told and told[-1] == dict(prefill_fa3='no such plan')
 
 def test_attention_is_named_so_that_no_step_compiles(monkeypatch):
     for arch, compiled, name in (('90', True, 'flashinfer'), ('90', False, 'fa2,flashinfer'), ('80', False, 'flashinfer')):
