@@ -37,6 +37,7 @@ class Device:
     capturing: bool = False                             # Whether a graph is being captured
     streams: list = field(default_factory=lambda: [Stream(None)])   # The current one is the last
     broken: str = ''                                # A module of FlashInfer that does not compile
+    accidents: dict[str, str] = field(default_factory=dict)   # By the module of a trial: what of `strange_kernels` runs in its place
     may_wait: bool = False                          # Whether the host may read numbers, all 0; `gpu_check` does
     plans: 'dict[int, Held]' = field(default_factory=dict)   # By workspace: by which wrapper's pinned memory it was planned last
     lists: 'dict[int, Held]' = field(default_factory=dict)   # By list of pages: by which pointers it was written last
@@ -339,13 +340,24 @@ class Launch:
 def fake_triton(): return SimpleNamespace(jit=Launch), SimpleNamespace(constexpr=int)
 
 def all_alike(record, synchronize):
-    "In place of a stopwatch: candidates are recorded, which counts as nothing, and take equally long"
+    "In place of a stopwatch: candidates are recorded, and take equally long"
     def seconds(work):
-        kernels = device.kernels.copy()
         record(lambda: [work()])
-        device.kernels = kernels
         return 1.
     return seconds
+
+def try_uncounted(tried, where, known):
+    "In place of a child, which would not see the fake device; what a trial launches is not counted"
+    from minisgl_lit.kernels.trials import Trial, run_apart, try_here
+    for trial in tried:
+        accident = device.accidents.get(trial.function.split(':')[0].split('.')[-1])
+        if accident:
+            yield from run_apart([Trial(f'strange_kernels:{accident}')], torch.device('cpu'), {}, limit=2)
+            continue
+        kernels = device.kernels.copy()
+        outcome = try_here(trial, where)
+        device.kernels = kernels
+        yield outcome
 
 # ---- the engine on it -------------------------------------------------------------------------------------------------------
 
@@ -362,6 +374,7 @@ class Case:
     params: list[dict] = field(default_factory=lambda: [dict(temperature=0)])   # Sampling parameters, in turn
     prompts: list[list[int]] | None = None          # Token ids; `None`: four or more, of any length
     broken: str = ''                                # A module that does not compile
+    accidents: dict[str, str] = field(default_factory=dict)   # See `Device`
     says: list[str] = field(default_factory=list)   # What the lines on the log then begin with
 
 EXPERTS = dict(architectures=['Qwen3MoeForCausalLM'], model_type='qwen3_moe', num_experts=16, num_experts_per_tok=4, moe_intermediate_size=768, norm_topk_prob=True)
@@ -375,6 +388,8 @@ CASES = dict(
     qwen3moe=Case(EXPERTS), moe_fp8=Case(EXPERTS, settings=dict(quantization='fp8')), kv_fp8=Case(settings=dict(kv_dtype='fp8')), weights_fp8=Case(settings=dict(quantization='fp8')),
     window=Case(dict(architectures=['MistralForCausalLM'], model_type='mistral', sliding_window=64)),
     page1=Case(settings=dict(page_size=1, num_pages=8000)),
+    accidents=Case(accidents=dict(sampling='crashes', page_list='hangs'), params=SAMPLED[:3],
+                   says=['In plain torch: list of pages. Triton: it was not done after', 'In plain torch: sampling. Triton: its process ended by SIGABRT']),
     no_norm=Case(broken='norm', says=['In plain torch: rmsnorm, fused_add_rmsnorm.']),
     no_rope=Case(settings=dict(attention='torch'), broken='rope', says=['In plain torch: apply_rope_with_cos_sin_cache_inplace.']),
     no_prefill=Case(settings=dict(attention='auto'), broken='batch_prefill', says=['Attention in plain torch: its kernels for prefill fail:']))
@@ -382,24 +397,27 @@ CASES = dict(
 @contextlib.contextmanager
 def engine(case: Case):
     "A runtime on the fake device, with what it has said; FlashInfer's modules are built anew"
-    from minisgl_lit.attention import choice as attention
     from minisgl_lit.config import EngineConfig
-    from minisgl_lit.kernels import compiler, flashinfer_reference as kernels
+    from minisgl_lit.kernels import compiler, flashinfer_reference as kernels, trials
     from minisgl_lit.runtime import build
     import flashinfer
+    from minisgl_lit.engine.sampler import _find_kernel
     from minisgl_lit.kernels.page_list import page_lister
-    for o in (kernels.find_library, attention._failed_attention, compiler.warn_once, page_lister): o.cache_clear()
+    from minisgl_lit.kernels.sampling import can_sample
+    for o in (kernels.find_library, kernels.load_library, trials._findings, compiler.warn_once, page_lister, can_sample, _find_kernel): o.cache_clear()
+    found = trials.findings(GPU)
+    found.known, found.file, found.run = {}, None, try_uncounted
     for o in (flashinfer.norm.get_norm_module, flashinfer.rope.get_rope_module, flashinfer.prefill.get_batch_prefill_module,
               flashinfer.decode.get_batch_decode_module, flashinfer.activation.get_act_and_mul_module): o.cache_clear()
-    device.broken, said = case.broken, []
+    device.broken, device.accidents, said = case.broken, case.accidents, []
     device.counts.clear()
     device.kernels.clear()
     given = dict(device='cuda', dummy_weights=True, attention='flashinfer', max_running_req=4, max_seq_len=512, num_pages=2000)
     with (tempfile.TemporaryDirectory() as folder, patch.object(compiler, 'print', lambda *o, **_: said.append(*o), create=True),
-          patch.object(kernels, 'largest_error', compare_shapes)):
+          patch.object(trials, 'largest_error', compare_shapes)):
         (Path(folder)/'config.json').write_text(json.dumps(SHAPE | case.shape))
         runtime = build(EngineConfig.of(folder, **given | case.settings))
-        try: yield runtime, [o for o in said if 'has to compile' not in o and not o.startswith('Attention, measured')]
+        try: yield runtime, said
         finally: runtime.close()
 
 def run(case: Case) -> dict:
@@ -416,6 +434,7 @@ def run(case: Case) -> dict:
                 if o.error: raise RuntimeError(o.error)
                 told[o.rid] += len(o.token_ids)
         runtime.control.self_check()
+        said = [o for o in said if 'has to compile' not in o and not o.startswith('Attention, measured')]
         assert said == [o for o in said if o.startswith(tuple(case.says))] and len(said) == len(case.says), said
         return dict(requests=len(told), tokens=sum(told.values()), captured=len(getattr(runtime.engine, 'steps', SimpleNamespace(sizes=[])).sizes),
                     **device.counts, **device.kernels)
@@ -477,7 +496,7 @@ def server_on_the_cpu(start: Callable, config):
 def check_step(name: str) -> dict:
     "All figures of a step of `gpu_check`, of a small model and few requests; they mean nothing, but every line has run"
     import gpu_check
-    from minisgl_lit.kernels import flashinfer_reference as kernels
+    from minisgl_lit.kernels import trials
     from minisgl_lit.tools import load_generator, roofline
     def make_llm(path, graphs, make=gpu_check.make_llm, **settings): return make(path, graphs, **settings | dict(max_running_req=4, num_pages=2000))
     def measured(model, dtype, where): return roofline.Roofline(roofline.ModelCosts.of(model, dtype), 1e12, 1e14)
@@ -490,7 +509,7 @@ def check_step(name: str) -> dict:
     def is_compiled(module): return name != 'late' or module.startswith('batch') and 'e4m3' not in module and not module.endswith('sm90') and 'attention' not in module
     changes = [(gpu_check, dict(make_llm=make_llm, QWEN3_06B=SHAPE, ThreadPoolExecutor=AtOnce, ProcessPoolExecutor=AtOnce, apart=apart, kernel_spans=spans, is_compiled=is_compiled,
                                 PROMPTS=(8, 300), PROMPT_TOKENS=600, CALLERS=(2, 3), SERVE_SECONDS=.5, CLIENTS=2, ASKED=dict(input_len=20, output_len=4))),
-               (kernels, dict(largest_error=compare_shapes)), (load_generator, dict(own_server=partial(server_on_the_cpu, load_generator.own_server))),
+               (trials, dict(largest_error=compare_shapes)), (load_generator, dict(own_server=partial(server_on_the_cpu, load_generator.own_server))),
                (roofline, dict(best_time=once, measure_roofline=measured, workloads=dict(bench256=roofline.WorkloadShape(6, (10, 40), (3, 9)))))]
     with contextlib.ExitStack() as stack:
         for module, names in changes: stack.enter_context(patch.multiple(module, **names))
@@ -501,11 +520,11 @@ def main(names: list[str]) -> None:
     torch._C._ensureCUDADeviceGuardSet()
     from flashinfer.jit.core import JitSpec
     from minisgl_lit.kernels import triton_reference
-    changes = dict(find_triton=fake_triton, find_spec=lambda name: True, largest_error=compare_shapes)
+    changes = dict(find_triton=fake_triton, find_spec=lambda name: True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(triton_reference, **changes))
-        from minisgl_lit.engine import worker    # only now, since its kernels look for Triton
-        stack.enter_context(patch.object(worker, 'stopwatch', all_alike))
+        from minisgl_lit.engine import kernel_trials    # only now, since its kernels look for Triton
+        stack.enter_context(patch.multiple(kernel_trials, stopwatch=all_alike, find_spec=lambda name: True))
         for name, o in CUDA.items(): stack.enter_context(patch.object(torch.cuda, name, o))
         stack.enter_context(patch.object(torch.Tensor, 'record_stream', lambda *_: None))
         stack.enter_context(patch.object(JitSpec, 'build_and_load', build_and_load))

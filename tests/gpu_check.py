@@ -186,7 +186,7 @@ def module_of(kernel: str, stored: str = 'bf16') -> str:
 
 def is_compiled(module: str) -> bool:
     "Whether FlashInfer need not compile it any more"
-    from minisgl_lit.kernels.flashinfer_reference import compiled_modules
+    from minisgl_lit.kernels.trials import compiled_modules
     flashinfer_folder()
     return bool(fnmatch.filter(compiled_modules(), module))
 
@@ -196,38 +196,37 @@ def compiled_attention() -> str:
 
 def all_trials() -> dict:
     "Every kernel of FlashInfer once: the small ones, and attention for the shape that is timed, by all kernels that this card may have"
+    from functools import partial
+    from types import SimpleNamespace
     import torch
-    from minisgl_lit.attention.choice import attention_trials
-    from minisgl_lit.attention.flashinfer import KERNELS, Kernels
-    from minisgl_lit.kernels.flashinfer_reference import KernelLibrary, small_trials
+    from minisgl_lit.attention.choice import attention_trial
+    from minisgl_lit.attention.flashinfer import KERNELS
+    from minisgl_lit.kernels.flashinfer_reference import small_trials
     from minisgl_lit.kv_cache.pool import FP8
-    flashinfer_folder()
-    import flashinfer
-    library, device = KernelLibrary(*(getattr(flashinfer, o.name) for o in fields(KernelLibrary))), torch.device('cuda', 0)
-    told, methods = small_trials(library, device), [o for o in KERNELS['prefill'] if o != 'fa3' or arch() == '90']
-    def attention(kind: str, kernels: Kernels, module: str, stored: torch.dtype | None = None):
-        return replace(attention_trials(library, device, torch.bfloat16, SHAPES[0], (None,), kernels, stored)[kind], module=module)
-    for prefill in methods: told[f'prefill_{prefill}'] = attention('prefill', Kernels(prefill, 'cuda_cores'), module_of(prefill))
+    def attention(kind: str, kernel: str, stored: torch.dtype = torch.bfloat16): return attention_trial(kind, kernel, torch.bfloat16, SHAPES[0], (None,), stored)
+    told, methods = small_trials(), [o for o in KERNELS['prefill'] if o != 'fa3' or arch() == '90']
+    for prefill in methods: told[f'prefill_{prefill}'] = attention('prefill', prefill)
     for decode in KERNELS['decode']:
-        told[f'decode_{decode}'] = attention('decode', Kernels('fa2', decode), module_of(decode))
-        told[f'decode_fp8_{decode}'] = attention('decode', Kernels('fa2', decode), module_of(decode, 'e4m3'), FP8)
-    return told
+        told[f'decode_{decode}'] = attention('decode', decode)
+        told[f'decode_fp8_{decode}'] = attention('decode', decode, FP8)
+    return {name: SimpleNamespace(module=o.compiles, run=partial(o.run, torch.device('cuda', 0))) for name, o in told.items()}
 
 def is_late(name: str, trial) -> bool:
     "Whether a kernel is left to the last step: the others do without, and it has to be compiled"
     return name.startswith(('prefill_fa3', 'decode_fp8')) and not is_compiled(trial.module)
 
 def triton_trials() -> dict:
-    "Our kernels in Triton, once, against their definitions"
+    "Our kernels in Triton, once, against their definitions: their errors"
     from functools import partial
     import torch
-    from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
-    from minisgl_lit.kv_cache.pool import FP8
-    from minisgl_lit.models import stored_heads
-    device = torch.device('cuda', 0)
-    heads = partial(stored_heads._trial, fused_heads.norm_rope_store, device)   # for a cache of some dtype
-    return dict(pages=partial(page_list._trial, device), heads=partial(heads, torch.bfloat16), heads_fp8=partial(heads, FP8), sampling=partial(sampling._trial, device), fp8=partial(fp8._trial, device),
-                experts=partial(grouped_matmul._trial, device, torch.bfloat16, False), experts_fp8=partial(grouped_matmul._trial, device, torch.bfloat16, True))
+    from minisgl_lit.kernels.fp8 import FP8_TRIAL
+    from minisgl_lit.kernels.grouped_matmul import experts_trial
+    from minisgl_lit.kernels.page_list import PAGES_TRIAL
+    from minisgl_lit.kernels.sampling import SAMPLING_TRIAL
+    from minisgl_lit.models.stored_heads import heads_trial
+    told = dict(pages=PAGES_TRIAL, heads=heads_trial(False), heads_fp8=heads_trial(True), sampling=SAMPLING_TRIAL, fp8=FP8_TRIAL,
+                experts=experts_trial(torch.bfloat16, False), experts_fp8=experts_trial(torch.bfloat16, True))
+    return {name: partial(o.run, torch.device('cuda', 0)) for name, o in told.items()}
 
 def heads_us(n: int, times: int = 20) -> dict:
     "Microseconds of QK norm, RoPE and KV store in a graph, step by step and in one kernel"
@@ -355,11 +354,11 @@ def kernels(args) -> Figures:
     from minisgl_lit.attention.choice import choose_attention
     from minisgl_lit.attention.flashinfer import kind_of
     from minisgl_lit.attention.torch import TorchAttention
-    from minisgl_lit.kernels.flashinfer_reference import TOLERANCE, largest_error
+    from minisgl_lit.kernels.trials import TOLERANCE, largest_error
     bad = []
     for name, run in ({k: o.run for k, o in all_trials().items() if not is_late(k, o)} | triton_trials()).items():
         try:
-            with torch.inference_mode(): told = largest_error(run())
+            told = run()
         except Exception as e: told = str(e)[-300:]
         bad += [name] * (not isinstance(told, float) or not told <= TOLERANCE)
         yield {f'{name}_error': told}

@@ -19,7 +19,7 @@ chapters = {'process': '02a_process', 'kv_cache/table': '11_kv_cache.table', 'kv
             'scheduler/decode': '22_scheduler.decode', 'scheduler/lifecycle': '23_scheduler.lifecycle', 'scheduler/batch': '24_scheduler.batch',
             'scheduler/scheduler': '25_scheduler.scheduler', 'scheduler/control': '26_scheduler.control',
             'kernels/fused_heads': '14b_kernels.fused_heads', 'kernels/sampling': '14c_kernels.sampling', 'kernels/grouped_matmul': '14d_kernels.grouped_matmul',
-            'kernels/page_list': '14e_kernels.page_list', 'kernels/fp8': '14f_kernels.fp8', 'models/stored_heads': '30a_models.stored_heads',
+            'kernels/page_list': '14e_kernels.page_list', 'kernels/trials': '13a_kernels.trials', 'engine/kernel_trials': '43a_engine.kernel_trials', 'kernels/fp8': '14f_kernels.fp8', 'models/stored_heads': '30a_models.stored_heads',
             'attention/choice': '33a_attention.choice', 'engine/sampler': '40_engine.sampler'}
 gpu = 'kernels/', 'models/stored_heads', 'attention/choice', 'engine/sampler'   # their other tests are those of kernels
 
@@ -338,11 +338,14 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('GPU: inputs of any dtype are rounded', 'kernels/fp8', ' and x.dtype == torch.bfloat16', ''),
     ('GPU: old cards multiply fp8', 'kernels/fp8', ' or torch.cuda.get_device_capability(device) < (8, 9)', ''),
     ('GPU: noise chooses a kernel', 'attention/choice', '* (1 + MARGIN)', ''),
-    ('GPU: a kernel that fails stops the engine', 'attention/choice', 'except Exception as e: failed', 'except ZeroDivisionError as e: failed'),
+    ('GPU: a kernel that fails stops the engine', 'kernels/trials', 'except Exception as e:\n', 'except ZeroDivisionError as e:\n'),
     ('GPU: the first replay counts', 'attention/choice', 'return min(times) / RUNS', 'return times[0] / RUNS'),
-    ('GPU: a named kernel is measured', 'attention/choice', "if part not in ('auto', 'flashinfer'): continue", 'pass'),
+    ('GPU: a named kernel is measured', 'attention/choice', "if part in KERNELS[kind]: first = [part]\n    elif", 'if'),
     ('GPU: keys of any dtype are read', 'attention/choice', 'if stored not in (dtype, torch.float8_e4m3fn):', 'if False:'),
-    ('GPU: both kinds are tried for one', 'attention/choice', 'try_kernels({kind: trials[kind]})', 'try_kernels(trials)'),
+    ('GPU: the next trial is blamed for a crash', 'kernels/trials', 'if why and left:\n', 'if why and left[1:]:\n'),
+    ('GPU: compiling counts as a hang', 'kernels/trials', 'if has_children(child.pid): compiled += _TICK\n            else: spent', 'spent'),
+    ('GPU: what does not last is kept', 'kernels/trials', 'if o.lasts}', '}'),
+    ('GPU: all shapes are prepared before one is timed', 'attention/choice', 'for batch in bench.batches[kind]: yield work(batch)', 'yield from [work(o) for o in bench.batches[kind]]'),
     ('callers from vLLM are misunderstood', 'scheduler/lifecycle', 'params = replace(params, priority=-params.priority)', 'pass'),
 ]
 

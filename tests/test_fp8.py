@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.engine.worker import ResolvedConfig, plan_memory
 from minisgl_lit.kernels import fp8
-from minisgl_lit.kernels.flashinfer_reference import TOLERANCE, largest_error
+from minisgl_lit.kernels.trials import TOLERANCE, largest_error
 from minisgl_lit.kernels.fp8 import Fp8Weight
 from minisgl_lit.kv_cache.pool import FP8, round_to_fp8
 from minisgl_lit.models.quantization import Fp8Projections, weight_bytes

@@ -14,7 +14,7 @@ from minisgl_lit.kernels.triton_reference import BlockPointer, Language, TritonK
 from minisgl_lit.kv_cache.pool import FP8, KVPool, layouts
 from minisgl_lit.models.layers import _plain_apply_rope, _plain_norm, rope_angles
 from minisgl_lit.models.stored_heads import _trial as heads_trial
-from minisgl_lit.kernels.flashinfer_reference import TOLERANCE, largest_error
+from minisgl_lit.kernels.trials import TOLERANCE, largest_error
 
 interpreted = os.environ.get('TRITON_INTERPRET') == '1'
 lacks_package = importlib.util.find_spec('triton') is None
@@ -228,7 +228,7 @@ def test_the_trial_of_experts_passes(coded):
 
 def test_experts_of_16_bits_are_tried(monkeypatch):
     "And no others; and codes where the device knows them"
-    monkeypatch.setattr(grouped_matmul, 'serves', lambda what, trial: True)
+    monkeypatch.setattr(grouped_matmul, 'serves', lambda what, device, trial: True)
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (8, 9 * (device.index == 1)))
     can = grouped_matmul.can_compute_experts.__wrapped__
     assert [can(torch.device('cuda'), o) for o in (torch.bfloat16, torch.float16, torch.float32, torch.float64)] == [True, True, False, False]

@@ -39,15 +39,15 @@ from ..kv_cache.pool import FP8, KVPool, page_bytes
 from ..kv_cache.table import TableManager, dummy_batch
 from ..attention.torch import AttentionBackend
 from ..attention.flashinfer import graph_attention
-from ..attention.choice import (
-    Record, Served, choose_attention, measured_attention, stopwatch)
+from ..attention.choice import Served, choose_attention
 from .cuda_graph import (
     Capture, CudaCapture, DecodeSteps, GraphEngine, CudaGraphs, bucket_sizes, why_not_captured)
+from .kernel_trials import tried_attention
 from .recorded_steps import RecordedSteps
 from ..attention.cpu import CpuAttention
 from ..kernels.plan import NotRecordable
 from ..models.decoder import (
-    Decoder, ModelConfig, Weights, dtypes, shard_config, weight_shapes)
+    Decoder, DenseMlp, ModelConfig, Weights, dtypes, shard_config, weight_shapes)
 from ..models.embedded import embedded_path
 from ..models.checkpoint import read_config
 from ..models.hub import resolve_model
@@ -225,25 +225,17 @@ class ResolvedConfig:
         return EngineConfig(**settings)
 
     # %% ../../nbs/44_engine.worker.ipynb #4a1949ed
-    def with_kernels(
-        self,
-        record: Record,   # How to record work, to time it
-    ) -> 'ResolvedConfig':
+    def with_kernels(self) -> 'ResolvedConfig':
         "With the attention kernels that are the quickest on this GPU; as it is elsewhere"
-        config, shard = self.config, self.shard
+        config, shard, model = self.config, self.shard, self.model
         if self.device.type != 'cuda': return self
         heads = shard.num_heads, shard.num_kv_heads, shard.head_dim
         served = Served(self.device, self.dtype, heads, tuple(shard.windows) or (None,),
                         config.page_size, config.max_running_req, config.max_prefill_tokens,
                         self.max_seq_len, self.kv_dtype)
-        seconds = stopwatch(record, lambda: torch.cuda.synchronize(self.device))
-        try:
-            with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.device)):
-                chosen = measured_attention(config.attention, served, seconds)
-        except torch.OutOfMemoryError:
-            warn_once('Attention is not measured, by the usual kernels: there is no room to try others')
-            return self
-        finally: gc.collect()   # its pools are weights' room
+        experts = not all(isinstance(model.mlp(i), DenseMlp) for i in range(model.num_layers))
+        fp8 = config.quantization == 'fp8'
+        chosen = tried_attention(config.attention, served, experts=experts, fp8=fp8)
         return replace(self, config=replace(config, attention=chosen))
 
 # %% ../../nbs/44_engine.worker.ipynb #fc71d0ce
@@ -464,7 +456,7 @@ def make_engine(
                          resolved.quantization, resolved.stored_bytes())
     device = resolved.device
     if device.type == 'cuda' and device.index is not None: torch.cuda.set_device(device)
-    resolved = resolved.with_kernels(CudaCapture())
+    resolved = resolved.with_kernels()
     decoder, memory, sizes = load_model(resolved, ranks, size)
     table_type = LeaderTable if ranks.size > 1 else TableManager
     table, attention = make_tables(resolved, memory.num_pages, table_type)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['triton', 'tl', 'COLUMNS', 'DEPTH', 'plain_experts', 'SortedChoices', 'sort_choices', 'most_tiles', 'tile_rows',
-           'expert_mlps', 'can_compute_experts']
+           'expert_mlps', 'experts_trial', 'can_compute_experts']
 
 # %% ../../nbs/14d_kernels.grouped_matmul.ipynb #e9b71281
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 
-from .flashinfer_reference import Pairs, numbers
+from .flashinfer_reference import numbers
+from .trials import Pairs, Trial
 from .triton_reference import find_triton, serves
 
 # pyright: reportInvalidTypeForm=false
@@ -197,6 +198,13 @@ def _trial(device: torch.device, dtype: torch.dtype, fp8: bool) -> Pairs:
         return expert_mlps(*given, gate_up, down, *scales), wanted
     return [both(1), both(10), both(40)]   # tiles of 16, 32 and 64
 
+def experts_trial(
+    dtype: torch.dtype,   # Of tokens, and of weights of 16 bits
+    fp8: bool,            # Whether the weights are E4M3
+) -> Trial:
+    "The trial of these kernels"
+    return Trial('minisgl_lit.kernels.grouped_matmul:_trial', (dtype, fp8))
+
 @cache
 def can_compute_experts(
     device: torch.device,   # Where the experts are
@@ -207,4 +215,4 @@ def can_compute_experts(
     if device.type != 'cuda' or dtype not in (torch.bfloat16, torch.float16): return False
     if fp8 and torch.cuda.get_device_capability(device) < (8, 9): return False
     name = 'routed experts of fp8' if fp8 else 'routed experts'
-    return serves(name, partial(_trial, device, dtype, fp8))
+    return serves(name, device, experts_trial(dtype, fp8))

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .compiler import warn_once
-from .flashinfer_reference import Pairs, TOLERANCE, largest_error, one_line
+from .trials import Trial, findings
 
 # %% ../../nbs/14a_kernels.triton_reference.ipynb #8d5eef21
 class _Launches(TorchDispatchMode):
@@ -217,16 +217,12 @@ reference = ReferenceTriton()
 
 # %% ../../nbs/14a_kernels.triton_reference.ipynb #ed55454d
 def serves(
-    name: str,                   # What the kernel computes, for the line on the log
-    trial: Callable[[], Pairs],  # Runs it: what it computes, and what its definition does
+    name: str,              # What the kernel computes, for the line on the log
+    device: torch.device,   # A GPU
+    trial: Trial,           # Runs it: what it computes, and what its definition does
 ) -> bool:
-    "Whether a kernel of ours can be used on this GPU; tried now, and told if not"
-    try:
-        if find_spec('triton') is None: raise ImportError('the package triton is not installed')
-        error = largest_error(trial())
-        if error <= TOLERANCE: return True
-        why = f'it is wrong by {error:.2g}'
-    except torch.OutOfMemoryError: raise   # says nothing about the kernel
-    except Exception as e: why = one_line(e)
-    warn_once(f'In plain torch: {name}. Triton: {why}')
-    return False
+    "Whether a kernel of ours can be used there; tried if that is not known, and told if not"
+    installed = find_spec('triton') is not None
+    why = findings(device).of(trial)[0].failure if installed else 'the package is not installed'
+    if why: warn_once(f'In plain torch: {name}. Triton: {why}')
+    return not why

@@ -28,7 +28,8 @@ from ..engine.memory import (
 from ..engine.worker import ResolvedConfig
 from ..kernels.compiler import (
     find_compiler, levels_here, run_compiler, shipped_folder)
-from ..kernels.flashinfer_reference import compiled_modules, set_environment
+from ..kernels.flashinfer_reference import set_environment
+from ..kernels.trials import compiled_modules
 from ..kv_cache.pool import page_bytes
 from ..models.checkpoint import read_config
 from ..models.gguf import INDEX
