@@ -47,7 +47,8 @@ class Measured:
     ) -> 'Measured':
         "Those that have a time, and the reasons of the others"
         times = {name: o.value for name, o in outcomes.items() if o.value is not None}
-        return cls(times, {name: o.why or 'no time' for name, o in outcomes.items() if o.value is None})
+        failed = {name: o.why or 'no time' for name, o in outcomes.items() if o.value is None}
+        return cls(times, failed)
 
     @property
     def best(self) -> str:

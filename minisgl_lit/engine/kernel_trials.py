@@ -84,4 +84,4 @@ def tried_attention(
     "Try all that the engine will ask for, and choose the kernels of attention"
     known = findings(served.device)
     known.of(*needed_trials(name, served, experts, fp8))
-    return measured_attention(name, served, lambda o: known.of(timing(o, served))[0])
+    return measured_attention(name, served, lambda each: known.of(timing(each, served))[0])

@@ -16,7 +16,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ def largest_error(
 
 @dataclass(frozen=True)
 class Trial:
-    "A function that a child process calls with a device and `args`; what it says is kept by `repr`."
+    "A function that a child process calls with a device and `args`; its `repr` is its name."
     function: str   # 'module:name'; it returns `Pairs`, or seconds
     args: tuple[object, ...] = ()
     compiles: str = field(default='', repr=False)   # Modules of FlashInfer's: a pattern of names
@@ -219,7 +218,7 @@ def run_apart(
             yield outcome
 
 # %% ../../nbs/13a_kernels.trials.ipynb #5d16c8eb
-_SOURCES = 'kernels', 'attention', 'models'   # folders of the package that decide what a trial finds
+_SOURCES = 'kernels', 'attention', 'models'   # folders that decide what is found
 
 def what_decides(
     device: torch.device,   # A GPU
