@@ -82,11 +82,16 @@ clean:           ## remove what was built, .venv included
 
 .venv/bin/python:
 	$(PY) -m venv .venv
+# what pip fetches for a first start, a line for each file of a megabyte or more; standard output is the server's
+pip_install = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e '$(1)' | \
+	  sed -nE 's/^ *(Downloading|Using cached) ([^ ]+) \(([0-9.]+ [MG]B)\)$$/  \1 \2, \3/p' >&2
 .venv/.core: settings.ini setup.py | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.$(EXTRA:%=[%])'
+	@echo 'Installing into .venv what settings.ini requires: torch, transformers and some fifty packages more (README says how large)' >&2
+	@$(call pip_install,.$(EXTRA:%=[%]))
 	@touch $@
 .venv/.all: settings.ini setup.py | .venv/bin/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev$(EXTRA:%=,%)]'
+	@echo 'Installing into .venv what chapters, tests and docs need, too' >&2
+	@$(call pip_install,.[dev$(EXTRA:%=,%)])
 	@touch .venv/.core $@
 .venv/.lab: .venv/.all
 	$(BIN)/python -m pip install -q --disable-pip-version-check jupyterlab

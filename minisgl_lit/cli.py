@@ -194,6 +194,7 @@ def generate(
 
 # %% ../nbs/63_cli.ipynb #8bc9060a
 benchmarks = dict(
+    model='Tokens a second of a prompt of 512, and of decoding 128, as llama-bench prints them',
     offline='Throughput of `LLM.generate`, and its distance from the limit, phase by phase',
     prefix='Requests with a common beginning, with the prefix cache and without',
     latency='Time to the first token (TTFT), and between tokens (ITL)',
@@ -338,7 +339,8 @@ examples = dict(
            'asked.jsonl -o told.jsonl --url http://127.0.0.1:1919'],
     generate=['"Once upon a time" --max-tokens 50',
               '--file questions.jsonl > answers.jsonl'],
-    bench=['offline -o before.html',
+    bench=['model --model path/to/file.gguf',
+           'offline -o before.html',
            'offline --beside before.html',
            'serving --rate 4 --first-limit 200',
            'start --json'],

@@ -244,6 +244,24 @@ def test_make_knows(command):
     done = subprocess.run(shlex.split(command) + ["-n"], cwd=root, text=True, capture_output=True)
     assert done.returncode == 0 and done.stdout, done.stderr
 
+def test_the_first_install_says_what_it_fetches(tmp_path):
+    "In a checkout without .venv: a line before, and one for each large file, as pip names it; none of it on standard output"
+    for name in ("Makefile", "settings.ini", "setup.py"): shutil.copy(root/name, tmp_path)
+    (tmp_path/".venv"/"bin").mkdir(parents=True)
+    said = ["Looking in indexes: x", "Collecting torch", "  Downloading torch-2.13-cp311.whl.metadata (29 kB)", "Downloading torch-2.13-cp311.whl (899.8 MB)",
+            "  Using cached numpy-2.whl (16.9 MB)", "Downloading idna-3.whl (71 kB)", "Successfully installed torch"]
+    fake = tmp_path/".venv"/"bin"/"python"
+    fake.write_text("#!/bin/sh\ncat <<'E'\n" + "\n".join(said) + "\nE\n")
+    fake.chmod(0o755)
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    done = subprocess.run(["make", ".venv/.core"], cwd=tmp_path, env=env, text=True, capture_output=True)
+    first, *files = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (0, "") and "torch" in first and "README" in first
+    assert files == ["  Downloading torch-2.13-cp311.whl, 899.8 MB", "  Using cached numpy-2.whl, 16.9 MB"]
+    fake.write_text("#!/bin/sh\nexit 3\n")   # an install that fails is none
+    (tmp_path/".venv"/".core").unlink()
+    assert subprocess.run(["make", ".venv/.core"], cwd=tmp_path, env=env, capture_output=True).returncode and not (tmp_path/".venv"/".core").exists()
+
 @pytest.mark.skipif(not shutil.which("curl"), reason="there is no curl here")
 @pytest.mark.parametrize("command", [o for o in told if o.startswith("curl ")])
 def test_first_chat(command, shared):

@@ -43,6 +43,7 @@ from ..server.engine_core import receive_messages
 from ..server.messages import encode
 from ..text.tokenizer import RequestOutput
 from .load_generator import base, call, own_server
+from .model_rate import model
 from .roofline import (
     Measurement, ModelCosts, Report, Roofline, StepReport, Workload, WorkloadShape)
 from .roofline import lower_bound, machine_rates, measure_roofline
@@ -515,4 +516,4 @@ def start(
 
 # %% ../../nbs/61_tools.bench.ipynb #759cd6c9
 benchmarks: dict[str, Callable[..., Report]] = {
-    run.__name__: run for run in (offline, prefix, latency, cpu, scheduler, limits, start)}
+    run.__name__: run for run in (model, offline, prefix, latency, cpu, scheduler, limits, start)}

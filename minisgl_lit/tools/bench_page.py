@@ -9,6 +9,7 @@ __all__ = ['verdict_on', 'differing', 'compare', 'bars', 'page', 'read_report']
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from html import escape
 from pathlib import Path
 
@@ -121,7 +122,9 @@ def read_report(
         found = Path(path).read_text(encoding='utf-8')
         held = re.search(re.escape(_MARK) + '(.*?)</script>', found)
         data = json.loads(held[1] if held else found)
-        return Report(data['name'], data['setting'], [Measurement(**o) for o in data['figures']])
+        known = [f.name for f in fields(Measurement)]   # a kind of its own may have more
+        figures = [{k: v for k, v in o.items() if k in known} for o in data['figures']]
+        return Report(data['name'], data['setting'], [Measurement(**o) for o in figures])
     except OSError as e: raise ValueError(f'{path} cannot be read: {e.strerror}') from None
     except (ValueError, KeyError, TypeError): raise ValueError(
         f'{path} is no report of a benchmark, as -o or --json writes it') from None
