@@ -1,6 +1,8 @@
 """Embeddings, scores and relevance equal those of `transformers`, pooled by hand, whatever the settings that must not matter."""
 import json
 import shutil
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -173,3 +175,13 @@ def test_over_http():
         with urllib.urlopen(request) as reply: results = json.load(reply)['results']
         assert [o['index'] for o in results] == sorted(range(3), key=lambda i: -relevance[i])
         assert all(abs(o['relevance_score'] - relevance[o['index']]) < EPS and o['document']['text'] == asked[o['index']] for o in results)
+
+
+def test_a_model_that_was_not_trained_to_rank_says_so_once():
+    "In a process of its own, by a server and then by `LLM`; chapter 51b has models that are called rerankers"
+    code = ("import json, urllib.request as u\nfrom minisgl_lit import LLM, serve\nask = json.dumps(dict(query='a', documents=['b'])).encode()\n"
+            "with serve(device='cpu', port=0, num_pages=64) as s:\n"
+            "    for _ in range(2): u.urlopen(u.Request(s.url + '/v1/rerank', ask, {'content-type': 'application/json'}))\n"
+            "with LLM(device='cpu', num_pages=64) as llm: llm.rerank('a', ['b'])")
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count('was trained to rank')) == (0, 1), done.stderr

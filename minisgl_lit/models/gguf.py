@@ -258,7 +258,7 @@ def read_tensor(
 
 # %% ../../nbs/35a_models.gguf.ipynb #ead87ef3
 INDEX = 'gguf.json'   # the index of tensors, in the folder
-_VERSION = 2   # of what is written there: another one is written anew
+_VERSION = 3   # of what is written there: another one is written anew
 
 def split_files(
     path: Path,    # A GGUF file; one of several ends with -00001-of-00003.gguf
@@ -324,7 +324,7 @@ def write_folder(
         factors = np.fromfile(found.file, np.float32, found.shape[0], offset=found.offset)
     config['rope_scaling'] = rope_fields(
         fields, config['head_dim'], config.get('rope_theta', 10000.0), factors)
-    config['dtype'] = _dtype(tensors)
+    config |= {'dtype': _dtype(tensors), '_name_or_path': path.name}
     index = {name: list(o) for name, o in index_tensors(tensors, config).items()}
     contents = {'config.json': config, 'generation_config.json': _generation(fields), INDEX: index}
     for name, content in contents.items():

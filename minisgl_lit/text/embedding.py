@@ -8,13 +8,16 @@ __all__ = ['EmbeddingConfig', 'embedding_params', 'embedding', 'joined', 'score_
 
 # %% ../../nbs/51b_text.embedding.ipynb #9d004aac
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from ..core.sampling_params import RequestError, SamplingParams
+from ..log import LogFile
 from .tokenizer import RequestOutput, Tokenizer
 
 # %% ../../nbs/51b_text.embedding.ipynb #e81b8900
@@ -138,6 +141,15 @@ def rerank_prompt(
     return (f'{_JUDGE}<Instruct>: {instruct or _WEB_SEARCH}\n<Query>: {query}\n'
             f'<Document>: {document}{_ANSWER}')
 
+@cache
+def _doubt(path: Path) -> None:
+    "Say once that a model may not have learnt the question, if no name of it says that it has"
+    names = str(path.absolute()), _read(path/'config.json').get('_name_or_path')
+    if any('rerank' in str(o).lower() for o in names): return
+    with LogFile(sys.stderr) as log: print(
+        'Rerank: nothing in the name of this model says that it was trained to rank, '
+        'as Qwen3-Reranker was; scores of one that was not mean little', file=log)
+
 def rerank_params(
     tokenizer: Tokenizer,   # Of the model
 ) -> SamplingParams:
@@ -145,6 +157,7 @@ def rerank_params(
     if missing := [o for o in _MARKS if o not in tokenizer.added_ids]: raise RequestError(
         'model', f'this model is no reranker that is served: its tokenizer has no '
                  f'{" and no ".join(missing)}; score takes any prompt and any labels')
+    _doubt(tokenizer.path)
     return score_params([int(tokenizer.encode(o, False)[0]) for o in ('yes', 'no')])
 
 def relevance(
