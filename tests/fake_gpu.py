@@ -337,7 +337,7 @@ class Launch:
             device.launch(self.run.__name__.strip('_'))
         return launch
 
-def fake_triton(): return SimpleNamespace(jit=Launch), SimpleNamespace(constexpr=int)
+def fake_triton(): return SimpleNamespace(jit=lambda run=None, **marks: Launch(run) if run else Launch), SimpleNamespace(constexpr=int)
 
 def all_alike(record, synchronize):
     "In place of a stopwatch: candidates are recorded, and take equally long"

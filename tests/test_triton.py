@@ -360,3 +360,62 @@ for arch in (80, 89, 90):
 def test_each_kernel_compiles_for_gpus():
     "Down to machine code, which needs no GPU; what it computes there is not shown"
     assert len(run_long('-c', COMPILE).splitlines()) == 3 * (2 * (7 + 3 * 2) + 1) + 2 * 2 * (1 + 3 * 2)
+
+KINDS = """
+import numpy as np, torch
+torch.cuda.is_available = lambda: True   # so that the modules take the package
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from minisgl_lit.attention.flashinfer import StepBlock
+from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
+from minisgl_lit.kv_cache.pool import KVPool
+
+kinds, backend = set(), make_backend(GPUTarget('cuda', 90, 32))
+class Seen:
+    "In place of a kernel: notes what Triton would compile it for, and computes nothing"
+    def __init__(self, kernel): self.name, self.bind = kernel.__name__, create_function_from_signature(kernel.signature, kernel.params, backend)
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            bound, kind, options = self.bind(*args, **options)
+            constants = {k: v for k, v in bound.items() if k.isupper()}
+            kinds.add((self.name, str(kind), str(constants), str(options)))
+        return launch
+for module in (fp8, fused_heads, grouped_matmul, page_list, sampling):
+    for name, kernel in list(vars(module).items()):
+        if name in ('_cut', '_weigh', '_pick', '_heads', '_pages', '_gate_up', '_down', '_round_row'): setattr(module, name, Seen(kernel))
+
+def sampled(rows, size, vocab):
+    block = StepBlock.empty(size, 'cpu')
+    logits, likeliest = torch.zeros(rows, vocab).bfloat16(), torch.zeros(size, dtype=torch.int64)[:rows].clone()
+    for cut in (True, False): sampling.sample_tokens(logits, likeliest, block.sampling[:, :rows], cut)
+    sampling.sample_tokens(logits, likeliest, torch.zeros(6, rows, dtype=torch.float64), True)   # a step that is not recorded
+
+def prompts(n, experts, k=4, hidden=96, width=80):
+    pool, half = KVPool(2, 9, 16, 2, 64, torch.bfloat16), torch.bfloat16
+    x = torch.zeros(n, 8 * 64, dtype=half).view(n, 8, 64)
+    fused_heads.norm_rope_store(x, None, 1e-6, torch.zeros(n, 64), pool.k(1), pool.v(1), torch.zeros(n, dtype=torch.int64))
+    fp8.to_fp8(torch.zeros(n, hidden, dtype=half))
+    chosen = torch.zeros(n, k, dtype=torch.int64)
+    grouped_matmul.expert_mlps(torch.zeros(n, hidden, dtype=half), chosen, torch.zeros(n, k, dtype=half),
+                               torch.zeros(experts, 2 * width, hidden, dtype=half), torch.zeros(experts, hidden, width, dtype=half))
+
+for vocab in (151936, 32001):
+    kinds.clear()
+    sampled(1, 1, vocab)
+    first = len(kinds)
+    for size in (1, 2, 3, 4, 7, 8, 16, 24, 250, 256):
+        for rows in {1, 2, size // 2 + 1, size}: sampled(min(rows, size), size, vocab)
+    assert first == len(kinds) == 3, (vocab, kinds)
+kinds.clear()
+for i in range(9): prompts(1 << i, 8)    # as `first_batches` does
+first = len(kinds)
+for n in (1, 3, 5, 7, 9, 12, 15, 17, 31, 33, 48, 100, 129, 255): prompts(n, 8)
+assert first == len(kinds) == 1 + 1 + 2 * 3, kinds
+print('no new kinds')
+"""
+
+@marked
+def test_no_size_of_a_batch_brings_a_new_kind_of_a_kernel():
+    "What Triton would compile for, as its own binder says: nothing new after the batches of the start"
+    assert run_long('-c', KINDS).strip() == 'no new kinds'

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SendToLeader', 'choose_dtype', 'choose_kv_dtype', 'choose_max_seq_len', 'choose_device', 'ResolvedConfig',
-           'plan_memory', 'make_tables', 'peak_batches', 'profile_run', 'kv_memory', 'StartMsg', 'JoinMsg',
-           'worker_main', 'start_ranks', 'load_model', 'decode_steps', 'make_engine']
+           'plan_memory', 'make_tables', 'peak_batches', 'first_batches', 'profile_run', 'kv_memory', 'StartMsg',
+           'JoinMsg', 'worker_main', 'start_ranks', 'load_model', 'decode_steps', 'make_engine']
 
 # %% ../../nbs/44_engine.worker.ipynb #87b4dc2e
 import gc
@@ -270,29 +270,42 @@ def make_tables(
 # %% ../../nbs/44_engine.worker.ipynb #641e42d3
 _PEAK_CONTEXT = 1 << 18   # tokens of all requests of the decode step together
 
+def _of_nobody(table: TableManager, mode: ForwardMode, cached: np.ndarray, lens: np.ndarray,
+               edits: LogitEdits | None = None) -> Batch:
+    "A batch of the dummy row that samples with a top-p"
+    rows = np.full(len(lens), table.dummy_row)
+    positions = np.concatenate([np.arange(*span) for span in zip(cached, lens)])
+    token_rows = np.full(len(positions), table.dummy_row)
+    sampling = SamplingArrays.empty(len(lens))
+    sampling.temperature[:], sampling.top_p[:] = 1, .9
+    return Batch([], mode, 0, rows, cached, lens, token_rows, positions,
+                 table.slots(token_rows, positions), np.arange(len(lens)), sampling, edits)
+
 def peak_batches(
     table: TableManager,      # Its dummy row is used, which points at the dummy page
     max_prefill_tokens: int,  # The most prompt tokens in one step
 ) -> list[Batch]:
     "Dummy batches of the steps that need the most memory: one prefill and one decode"
     n, longest = table.dummy_row, table.token_pool.shape[1] - 1
-    def batch(mode: ForwardMode, cached: np.ndarray, lens: np.ndarray) -> Batch:
-        rows = np.full(len(lens), table.dummy_row)
-        spans = [np.arange(*span) for span in zip(cached, lens)]
-        positions = np.concatenate(spans)
-        token_rows = np.full(len(positions), table.dummy_row)
-        sampling = SamplingArrays.empty(len(lens))
-        sampling.temperature[:], sampling.top_p[:] = 1, .9
-        return Batch([], mode, 0, rows, cached, lens, token_rows, positions,
-                     table.slots(token_rows, positions), np.arange(len(lens)), sampling, edits)
     none, first = np.array([], dtype=np.int64), np.zeros((2, 1), dtype=np.int64)
     # edited logits are widened to float32, and sampled in torch: that takes the most
     edits = LogitEdits(none, none, np.zeros((3, 0), np.float32), first, np.zeros(1, np.float32))
     starts = np.arange(min(n, -(-max_prefill_tokens // longest))) * longest
     prompts = np.minimum(longest, max_prefill_tokens - starts)
     lens = np.full(n, min(longest, max(_PEAK_CONTEXT // n, 1)))
-    return [batch(ForwardMode.PREFILL, np.zeros_like(prompts), prompts),
-            batch(ForwardMode.DECODE, lens - 1, lens)]
+    return [_of_nobody(table, ForwardMode.PREFILL, np.zeros_like(prompts), prompts, edits),
+            _of_nobody(table, ForwardMode.DECODE, lens - 1, lens, edits)]
+
+# %% ../../nbs/44_engine.worker.ipynb #b6e7c219
+def first_batches(
+    table: TableManager,      # As for `peak_batches`
+    max_prefill_tokens: int,  # The most prompt tokens in one step
+) -> list[Batch]:
+    "Dummy batches of each kind that will be served: short prompts and long ones"
+    most = min(max_prefill_tokens, table.token_pool.shape[1] - 1)
+    lens = [np.array([1 << i]) for i in range(most.bit_length())]
+    halves = [(cached, o) for o in lens for cached in dict.fromkeys((0, int(o[0]) // 2))]
+    return [_of_nobody(table, ForwardMode.PREFILL, np.array([cached]), o) for cached, o in halves]
 
 # %% ../../nbs/44_engine.worker.ipynb #9b51e9be
 _TRIED_GRAPHS = 4    # captured in a profile run
@@ -309,7 +322,8 @@ def profile_run(
     config, stream = resolved.config, make_stream(resolved.device, False)
     model = Decoder(resolved.model, weights, ProcessGroup(resolved.rank, config.tp))
     engine = Engine(model, attention, table.token_pool, stream)
-    for batch in peak_batches(table, config.max_prefill_tokens):
+    sizes_of = table, config.max_prefill_tokens
+    for batch in first_batches(*sizes_of) + peak_batches(*sizes_of):
         engine.sample(batch, engine.forward(batch)).copy_done.synchronize()
     left, graphable = [free()], graph_attention(attention)
     sizes = resolved.graph_sizes() if graphable else []

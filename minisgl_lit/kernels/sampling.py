@@ -73,7 +73,10 @@ def _share(row, n, top, temperature, k, lowest, BLOCK: tl.constexpr):
     return above + (k - more) * ((weight - above) // tl.maximum(count - more, 1))
 
 # %% ../../nbs/14c_kernels.sampling.ipynb #bf90c4f1
-@triton.jit
+# the size of a batch: no new kind for any of them
+_MARKS = dict(do_not_specialize=['settings_stride'], do_not_specialize_on_alignment=['settings'])
+
+@triton.jit(**_MARKS)
 def _cut(keys, logits, likeliest, settings, settings_stride, n, stride, BLOCK: tl.constexpr):
     "The smallest key that top-k and top-p leave, for each row"
     i = tl.program_id(0)
@@ -100,7 +103,7 @@ def _kept(row, at, n, top, temperature, key, min_p):
     least = tl.cast(min_p * 1099511627776.0, tl.int64)
     return tl.where((_keys(x) >= key) & (weights >= least), weights, 0)
 
-@triton.jit
+@triton.jit(**_MARKS)
 def _weigh(sums, keys, logits, likeliest, settings, settings_stride, n, stride, chunks,
            CHUNK: tl.constexpr):
     "First pass: the weight of a chunk of a row"
@@ -114,7 +117,7 @@ def _weigh(sums, keys, logits, likeliest, settings, settings_stride, n, stride, 
     tl.store(sums + i * chunks + chunk, tl.sum(kept, 0))
 
 # %% ../../nbs/14c_kernels.sampling.ipynb #4ef7aa9a
-@triton.jit
+@triton.jit(**_MARKS)
 def _pick(tokens, sums, keys, logits, likeliest, settings, settings_stride, n, stride, chunks,
           CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     "Second pass: the chunk in which the row's random number falls, and the token in it"

@@ -145,8 +145,8 @@ class Lifecycle:
     # %% ../../nbs/23_scheduler.lifecycle.ipynb #ef746428
     def _init_state(self) -> None:
         "The state of a server before its first request"
-        self.counts = dict.fromkeys(('prompt_tokens', 'cached_tokens', 'generated_tokens',
-                                     'retracted'), 0)
+        names = 'prompt_tokens', 'cached_tokens', 'generated_tokens', 'retracted'
+        self.counts: dict[str, int] = dict.fromkeys(names, 0)
         self.alive: dict[str, PendingReq] = {}
         self.launched = self.completed = 0
         self._flush_after = 0   # batch whose completion empties the tree; 0: no flush is pending

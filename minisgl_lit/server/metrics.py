@@ -56,6 +56,10 @@ _TIER_METRICS: dict[str, tuple[str, Callable[[Mapping], float]]] = {
     'kv_bytes_up_total': ('Bytes copied into the KV cache',
                           lambda t: (t['from_host'] + t['from_disk']) * t['page_bytes'])}
 
+# %% ../../nbs/49a_server.metrics.ipynb #f9985c48
+_GPU_METRICS: dict[str, tuple[str, Callable[[Mapping], float]]] = {
+    'compilations_total': ('Kernels compiled after the start', lambda s: s['compilations'])}
+
 # %% ../../nbs/49a_server.metrics.ipynb #90596847
 class TokenHistogram:
     "A histogram of seconds, cheap enough for every token. For one thread: nothing is locked."
@@ -130,6 +134,7 @@ class Metrics:
         ): yield histogram.family(name, about, self.model)
         if not self.stats: return
         sources = [(_SCHEDULER_METRICS, self.stats)]
+        if 'compilations' in self.stats: sources.append((_GPU_METRICS, self.stats))
         if isinstance(tier := self.stats.get('tier'), Mapping): sources.append((_TIER_METRICS, tier))
         values = {name: (about, value(stats)) for metrics, stats in sources
                   for name, (about, value) in metrics.items()}
