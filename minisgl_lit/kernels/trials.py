@@ -143,6 +143,7 @@ def child_main() -> None:
     found = findings(order.device)
     found.known, found.run, found.file = dict(order.known), run_here, None
     if order.device.type == 'cuda': torch.cuda.set_device(order.device)
+    if not _answers(order.device): os._exit(1)
     out.write(b'{}\n')
     for trial in order.trials:
         outcome = found.of(trial)[0]
@@ -211,7 +212,8 @@ def run_apart(
                 if child.wait() or not ready: why = _reason(child, Path(log.name))
             except TimeoutError as e: why = str(e)
         if not ready:
-            yield from [Outcome(why=f'kernels cannot be tried: {why}', lasts=False)] * len(left)
+            warn_once(f'Kernels are tried in this process, since another cannot be used: {why}')
+            yield from run_here(left, device, known)
             return
         if why and left:
             known[repr(left.pop(0))] = outcome = Outcome(why=why)
@@ -255,10 +257,14 @@ class Findings:
         run: Run = run_apart,  # How to find out
     ):
         self.device, self.file, self.run = device, file, run
-        self.known: dict[str, Outcome] = {}   # by the trial's `repr`
+        self.known = self._kept()   # by the trial's `repr`
+
+    def _kept(self) -> dict[str, Outcome]:
+        "What the file has; nothing, if it is damaged or others may have written it"
         with suppress(OSError, msgspec.MsgspecError):
-            if file and is_ours(file):
-                self.known = msgspec.json.decode(file.read_bytes(), type=dict[str, Outcome])
+            if self.file and is_ours(self.file):
+                return msgspec.json.decode(self.file.read_bytes(), type=dict[str, Outcome])
+        return {}
 
     def of(
         self,
@@ -277,11 +283,12 @@ class Findings:
         return [self.known[repr(o)] for o in trials]
 
     def _keep(self) -> None:
-        "Write what lasts, a whole file at once"
+        "Write what lasts, a whole file at once; what another process has found meanwhile stays"
         if not self.file: return
-        lasting = {name: o for name, o in self.known.items() if o.lasts}
+        lasting = self._kept() | {name: o for name, o in self.known.items() if o.lasts}
         new = self.file.with_suffix(f'.{os.getpid()}')
         with suppress(OSError):
+            new.touch(0o600)   # whatever the umask is
             new.write_bytes(msgspec.json.encode(lasting))
             new.replace(self.file)
 
