@@ -95,6 +95,8 @@ class Parser(ArgumentParser):
         "Leave because of an argument that was not understood, and name the nearest flag"
         flags = [o for action in self._actions for o in action.option_strings]
         if unknown in flags: self.error(f'{unknown} must stand after {self.prog}')
+        if not unknown.startswith('-') and '--model' in flags: self.error(
+            f'{unknown} is not understood; a model is given as --model {unknown}')
         self.error(f'{unknown} is not understood{nearest(unknown.split("=")[0], flags)}')
 
 # %% ../nbs/62a_cli_arguments.ipynb #a719d3e2

@@ -196,6 +196,14 @@ def test_a_folder_that_holds_one_gguf(run, tmp_path):
     blob = shutil.copy(file, tmp_path/'sha256-93a1')
     assert run('chat', 'Hi', '--model', str(blob), *TINY) == told
 
+def test_a_model_without_its_flag(run, server):
+    "As other programs take it; a question may be of any length, and the name of a file beside it is one"
+    for command in ('serve', 'x.gguf'), ('batch', 'a', '-o', 'b', 'x.gguf'), ('chat', 'x.gguf'), ('chat', 'x.gguf', 'Hi'):
+        code, out, err = run(*command)
+        assert (code, out, err.count('\n')) == (2, '', 1) and 'a model is given as --model x.gguf' in err, err
+    server.script = [words('yes'), words('no')]
+    assert run('chat', '--url', server.url, 'tests/ ' * 999)[:2] == (0, 'yes\n') and run('chat', '--url', server.url, 'tests')[1] == 'no\n'
+
 def test_help_and_errors_name_all_that_a_model_may_be(run):
     for command in 'serve', 'chat', 'generate':
         shown = ' '.join(run(command, '--help')[1].split())

@@ -255,6 +255,9 @@ def chat(
 ) -> int:
     "Talk with a model in the terminal, or ask it one question. Ctrl-C stops an answer."
     params, config = read_sampling_params(args), from_args(ChatConfig, args)
+    first = next(iter(args.question), '')
+    if first.endswith('.gguf') or os.sep in first and os.path.exists(first): raise ValueError(
+        f'{first} is no question; a model is given as --model {first}')
     with suppress(ImportError): import readline   # noqa: F401  (arrow keys, where there are any)
     if config.url: return _chat_with(config.url, config, params, args)
     LLM = minisgl_lit.LLM   # imported before Ctrl-C raises
