@@ -478,9 +478,14 @@ def prefill(args) -> Figures:
 GREEDY = dict(temperature=0.)
 KINDS = dict(greedy=GREEDY, random=dict(temperature=.6), qwen3=dict(temperature=.6, top_p=.95, top_k=20))   # the last as Qwen3's makers advise
 
+def compilations(runtime) -> int:
+    "Kernels of ours that were compiled since the engine has started"
+    return runtime.scheduler.counts.get('compilations', 0)
+
 def bench_run(llm, counts: dict, work, params: dict) -> dict:
-    "A workload, once: tokens a second, and what the host does and waits for in a step"
+    "A workload, once: tokens a second, what the host does and waits for in a step, and kernels that were compiled meanwhile"
     from minisgl_lit.core.sampling_params import SamplingParams
+    compiled = compilations(runtime_of(llm))
     llm.generate(work.prompts[:8], SamplingParams(max_tokens=4, ignore_eos=True, **params))   # warm
     runtime_of(llm).control.flush_cache()
     before, began = dict(counts), time.perf_counter()
@@ -490,12 +495,13 @@ def bench_run(llm, counts: dict, work, params: dict) -> dict:
     n, steps, waited = sum(len(o.token_ids) for o in outs), counts['steps'] - before['steps'], counts['waited'] - before['waited']
     host = counts['seconds'] - before['seconds'] - waited
     return dict(tokens_per_s=n / seconds, seconds=seconds, steps=steps, host_ms_per_step=1e3 * host / steps, waited_ms_per_step=1e3 * waited / steps,
-                output_tokens=n, cached_tokens=sum(o.cached_tokens for o in outs))
+                output_tokens=n, cached_tokens=sum(o.cached_tokens for o in outs), compilations=compilations(runtime_of(llm)) - compiled)
 
 def bench256(args) -> Figures:
     """The field's reference run: greedy, at T = 0.6, and as Qwen3's makers advise; greedy without overlap, too. The share of this GPU's limit, and milliseconds of a
     decode step by batch size"""
     from minisgl_lit.tools.roofline import lower_bound, measure_roofline, workloads
+    late = 0
     with shape_of_qwen3() as folder:
         for overlap in (True, False):
             began, name = time.perf_counter(), 'overlap' if overlap else 'normal'
@@ -513,8 +519,10 @@ def bench256(args) -> Figures:
                     whole, n = sum(o.seconds for o in lower_bound(limits, work, 256)), told['greedy']['output_tokens']
                     yield dict(input_tokens=sum(map(len, work.prompts)), output_tokens=n, limit_tokens_per_s=n / whole, share_of_limit=told['greedy']['tokens_per_s'] * whole / n,
                                memory_read_gb_s=limits.bandwidth / 1e9, product_tflop_s=limits.peak_flops / 1e12, limit_one_request_ms=1e3 * limits.decode([500]).seconds)
+                late += compilations(runtime)
             del llm, runtime
             give_back()
+    if late: raise AssertionError(f'{late} kernels were compiled after the start, while requests waited')
 
 def kernel_spans(work: Callable[[], object], n: int) -> list[tuple[float, float, str]]:
     "When each kernel and copy of `n` calls began and ended on the device, in microseconds, and its name"
@@ -787,6 +795,7 @@ def start_once(folder: str) -> dict:
         for name, kind in dict(greedy='greedy', sampled='qwen3', sampled_again='qwen3').items():
             llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=4, ignore_eos=True, **KINDS[kind]))
             lap(name)
+        told['compilations'] = compilations(runtime_of(llm))
     return told
 
 def apart(name: str, *words: str, **variables: str) -> dict:

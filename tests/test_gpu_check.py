@@ -106,11 +106,14 @@ def test_the_benchmark_runs_on_a_cpu_over_the_stand_in(monkeypatch):
         num_hidden_layers=1, hidden_size=32, intermediate_size=32, vocab_size=500, num_attention_heads=2, num_key_value_heads=1, head_dim=16))
     monkeypatch.setitem(limits.workloads, 'bench256', limits.WorkloadShape(9, (10, 40), (3, 9)))
     monkeypatch.setattr(torch.cuda, 'synchronize', lambda: None)
+    monkeypatch.setattr(gpu_check, 'compilations', lambda runtime: 0)
     monkeypatch.setattr(gpu_check, 'decode_ms', lambda runtime, n, ms=gpu_check.decode_ms, **params: ms(runtime, n, context=20, steps=5, **params))
     told = {k: v for part in gpu_check.bench256(parse([])) for k, v in part.items()}
     assert told['output_tokens'] > 20 and 0 < told['share_of_limit'] < 1 and json.dumps(told)
     for name in ('overlap_greedy', 'overlap_random', 'overlap_qwen3', 'normal_greedy'):
-        assert told[name]['steps'] >= 9 and told[name]['cached_tokens'] == 0 and list(told[f'{name}_step_ms']) == ['1']
+        assert told[name]['steps'] >= 9 and told[name]['cached_tokens'] == told[name]['compilations'] == 0 and list(told[f'{name}_step_ms']) == ['1']
+    monkeypatch.setattr(gpu_check, 'compilations', lambda runtime: 2)
+    with pytest.raises(AssertionError, match='4 kernels were compiled after the start'): [*gpu_check.bench256(parse([]))]
 
 def test_which_compiled_modules_are_taken_along(tmp_path):
     names = ['flashinfer-0.6.13-sm90a-aot.tgz', 'flashinfer-0.6.13-sm80-aot.tgz', 'flashinfer-0.6.18.post1-sm90a-aot.tgz', 'other.tgz']
