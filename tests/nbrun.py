@@ -3,7 +3,7 @@
     python tests/nbrun.py                     run all notebooks; fail on an error or an output that is no longer true
     python tests/nbrun.py --save nbs/60_*     the same, and write the new outputs into the notebooks
 
-`#| volatile` outputs are compared without their numbers; `#| slow` and `#| gpu` cells run only if
+`#| volatile` outputs are compared without their numbers, `#| machine` outputs not at all; `#| slow` and `#| gpu` cells run only if
 `--flags` names them. What a cell writes to stderr (progress bars, warnings) is not an output.
 """
 import argparse, ast, json, os, re, sys, time
@@ -27,7 +27,7 @@ _addr = re.compile(r" at 0x[0-9a-f]+")
 _wstate = "application/vnd.jupyter.widget-state+json"
 _exports = {"export", "exporti", "exports"}
 # no network, one thread (two kernels share the cores), and nothing that differs from run to run
-_env = {"HF_HUB_OFFLINE": "1", **os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "SOURCE_DATE_EPOCH": "0",
+_env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0", "SOURCE_DATE_EPOCH": "0",
         "PYDEVD_DISABLE_FILE_VALIDATION": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "MATPLOTLIBRC": str(root/"nbs")}
 
@@ -167,6 +167,7 @@ def run(path, flags=(), save=False, timeout=900, package=False, fresh=False):
         if a.cell_type != "code" or "skip-execution" in b.metadata.get("tags", []): continue
         d = directives(a)
         if not save and marks & d.keys(): continue   # stored by a machine that can run them
+        if "machine" in d and not fresh: continue
         volatile = "volatile" in d
         if fresh and a.outputs != b.outputs or _key(a.outputs, volatile, save) != _key(b.outputs, volatile, save):
             stale.append(a.id)

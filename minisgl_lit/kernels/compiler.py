@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LEVELS', 'vectors', 'find_compiler', 'flags', 'run_compiler', 'warn_once', 'is_ours', 'cache_folder',
            'library_folder', 'find_library', 'build_library', 'compile_c', 'Level', 'processor_features', 'levels_here',
-           'shipped_name', 'shipped_folder', 'shipped_library', 'ship_libraries', 'Pointer', 'signatures',
-           'open_library', 'load', 'large_pages', 'release_pages', 'trim_heap']
+           'target_here', 'shipped_name', 'shipped_folder', 'shipped_library', 'ship_libraries', 'Pointer',
+           'signatures', 'open_library', 'load', 'large_pages', 'release_pages', 'trim_heap']
 
 # %% ../../nbs/04_kernels.compiler.ipynb #41eec962
 import ctypes
@@ -130,9 +130,11 @@ def build_library(
 def compile_c(
     source: str,   # C, complete
     folder: Path,  # Where libraries are kept
+    *target: str,  # Flags that name processors; none: this very one
 ) -> Path:         # A library to load
     "Compile, or find what was compiled before; `RuntimeError` if that cannot be done"
-    cc, (build, link) = find_compiler(), flags(platform.system(), platform.machine())
+    cc = find_compiler()
+    build, link = flags(platform.system(), platform.machine(), *target)
     about = run_compiler(cc and [*cc, *build, '-dM', '-E', '-x', 'c', os.devnull])
     made_of = '\0'.join([source, *build, *link, about])
     key = hashlib.sha256(made_of.encode()).hexdigest()[:24]
@@ -174,9 +176,19 @@ def processor_features() -> frozenset[str]:
     return frozenset()
 
 def levels_here() -> list[Level]:
-    "Those that this processor belongs to, the best first"
-    has = processor_features()
-    return [o for o in LEVELS.get(platform.machine(), []) if has.issuperset(o.features.split())]
+    "Those that this processor belongs to, the best first; none above what `CPU_LEVEL` names"
+    known, has = LEVELS.get(platform.machine(), []), processor_features()
+    names, best = [o.name for o in known], os.environ.get('CPU_LEVEL')
+    if best and best not in names:
+        raise RuntimeError(f'CPU_LEVEL={best} is no level of this machine: choose one of '
+                           f'{", ".join(names) or "none"}, or unset it')
+    known = known[names.index(best) if best else 0:]
+    return [o for o in known if has.issuperset(o.features.split())]
+
+def target_here() -> list[str]:  # For `flags`
+    "Flags for this very processor: none, or those of its best level if `CPU_LEVEL` is set"
+    levels = levels_here() if os.environ.get('CPU_LEVEL') else []
+    return levels[0].target.split() if levels else []
 
 def shipped_name(
     source: str,   # C, complete
@@ -238,7 +250,8 @@ def open_library(
 ) -> ctypes.CDLL:
     "A text's library: compiled here, or else shipped with the package"
     try:
-        with library_folder() as folder: return ctypes.CDLL(str(compile_c(source, folder)))
+        with library_folder() as folder:
+            return ctypes.CDLL(str(compile_c(source, folder, *target_here())))
     except (RuntimeError, OSError):
         if shipped := shipped_library(source, shipped_folder()): return ctypes.CDLL(str(shipped))
         raise
