@@ -71,7 +71,7 @@ def attempt(exercise):
         if d.get("eval", "").lower() == "false" or set(cfg["tst_flags"].split()) & d.keys(): c.metadata.tags = ["skip-execution"]
     if error := execute(nb, path, timeout=600, allow_errors=True): raise RuntimeError(error)
     failed = {c.id: o for c in nb.cells if c.cell_type == "code" for o in c.outputs if o.output_type == "error"}
-    changed = {a.id for a, b in zip(before.cells, nb.cells) if a.cell_type == "code" and a.id not in failed and "skip-execution" not in b.metadata.get("tags", [])
+    changed = {a.id for a, b in zip(before.cells, nb.cells) if a.cell_type == "code" and a.id not in failed and "skip-execution" not in b.metadata.get("tags", []) and "machine" not in directives(a)
                and _key(a.outputs, v := "volatile" in directives(a)) != _key(b.outputs, v)}
     return before, nb, failed, changed
 

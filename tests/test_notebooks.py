@@ -24,6 +24,13 @@ def test_a_volatile_output_is_compared_without_its_numbers():
     def key(text): return _key([nbformat.v4.new_output("stream", text=text)], volatile=True)
     assert key("0.27 µs an event, 3 pages") == key("-1.5e-02 µs an event, 12 pages") != key("0.27 µs an event, 3 tokens")
 
+def test_what_the_machine_decides_is_not_compared(tmp_path):
+    "An output that another processor would not give is shown; any other must be true"
+    def cell(mark): return nbformat.v4.new_code_cell(f"{mark}print('ours')", outputs=[nbformat.v4.new_output("stream", text="theirs\n")])
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell("#| machine\n"), cell("")]), path := tmp_path/"x.ipynb")
+    err, stale, _ = run(path)
+    assert not err and stale == [nbformat.read(path, as_version=4).cells[1].id]
+
 def test_a_kernel_ends_with_who_started_it(tmp_path):
     "Even if that is killed in the middle of a notebook"
     told, path = tmp_path/"pid", tmp_path/"slow.ipynb"
