@@ -41,7 +41,7 @@ from .native_protocol import (
 from .openai_protocol import (
     ChatRequest, ChatWriter, ConversationWriter, ResponseWriter, check_model, new_id)
 from .protocol import GenerateRequest
-from .sse import ClientDisconnected, EventStream, unless_disconnected
+from .sse import ClientDisconnected, EventStream, in_one_line, unless_disconnected
 from .tokenizing import AsyncTokenizer, token_bytes
 from ..text.tool_calling import ToolCalling
 from ..text.tokenizer import OutputCollector, Piece, RequestOutput, Tokenizer
@@ -127,7 +127,7 @@ async def events(
         if frame is None or piece.finish_reason or piece.logprobs or piece.reasoning:
             return ''.join(map(writer.line, writer.events(i, piece)))
         before, after = frame
-        return f'{before}{_json_string(piece.text)}{after}' if piece.text else ''
+        return f'{before}{in_one_line(_json_string(piece.text))}{after}' if piece.text else ''
     try:
         async with aclosing(group.pieces()) as pieces:
             async for i, piece in pieces:

@@ -22,6 +22,7 @@ import numpy as np
 
 from .fields import ApiError
 from .middleware import check_values
+from .sse import json_line
 
 # %% ../../nbs/54k_server.batch_file.ipynb #01e8343c
 ENDPOINTS = '/v1/chat/completions', '/v1/completions', '/v1/responses', '/v1/embeddings'
@@ -192,7 +193,7 @@ def has_failed(
 _BEGIN = b'{"id": "batch_req_'   # of each record
 
 def _encode(record: Mapping[str, object]) -> bytes:
-    return json.dumps(record, ensure_ascii=False).encode(errors='backslashreplace') + b'\n'
+    return json_line(record).encode(errors='backslashreplace') + b'\n'
 
 # %% ../../nbs/54k_server.batch_file.ipynb #eb9be4f6
 class RecordFile:

@@ -14,11 +14,13 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from http import HTTPStatus
 from typing import Protocol
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .protocol import ApiError
 
@@ -114,6 +116,13 @@ class Connections:
         return found
 
 # %% ../../nbs/49b_server.connection.ipynb #3be5b8e2
+async def _send_plain(cycle: RequestResponseCycle, message: ASGISendEvent) -> None:
+    "Send a part of an answer of any length, without chunks"
+    cycle.chunked_encoding = False
+    cycle.expected_content_length = len(message.get('body', b''))   # of this part
+    await RequestResponseCycle.send(cycle, message)
+
+# %% ../../nbs/49b_server.connection.ipynb #387d797f
 _REFUSALS = {
     'url_too_long': (414, f'the URL must be at most {_URL:,} bytes long'),
     'header_too_large': (431, f'the header of a request must be at most {_HEADER:,} bytes long'),
@@ -157,6 +166,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if size > _HEADER: self._stop('header_too_large')
         self._parsing, self._body, self._framing = Awaits.BODY, 0, 0
         super().on_headers_complete()
+        if self.scope['http_version'] == '1.0': self.cycle.send = partial(_send_plain, self.cycle)
 
     def on_message_complete(self) -> None:
         self._parsing = Awaits.REQUEST
