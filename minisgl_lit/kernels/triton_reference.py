@@ -230,9 +230,9 @@ def on_compilation(
     note: Callable[[], None],   # Called after a kernel of ours was compiled, or read from a disk
 ) -> None:
     "Whoever asks last is told of every new kind of a kernel, in this process"
-    if find_spec('triton') is None: return
     def told(*args: object, **kwargs: object) -> None: note()
-    import_module('triton').knobs.runtime.jit_post_compile_hook = told
+    try: import_module('triton').knobs.runtime.jit_post_compile_hook = told
+    except ImportError: return
 
 # %% ../../nbs/14a_kernels.triton_reference.ipynb #ed55454d
 def serves(
