@@ -378,6 +378,7 @@ def _run_rank(messages: Iterator[bytes], reply: SendToLeader) -> None:
     try:
         resolved = ResolvedConfig.of(config, start.rank)
         if resolved.device.type == 'cuda': torch.cuda.set_device(resolved.device)
+        resolved = resolved.with_kernels()   # tries what rank 0 has not kept; attention is named
         weights = resolved.weights()
         free, _ = kv_memory(resolved, weights)
     except ValueError as e: return reply(RankError(str(e)))

@@ -183,14 +183,16 @@ def _child(order: Order) -> Iterator[subprocess.Popen[bytes]]:
         child.wait()
 
 # %% ../../nbs/13a_kernels.trials.ipynb #45532905
-def _reason(child: subprocess.Popen[bytes], log: Path) -> str:
-    "How a child has ended, and the first line on its log that names CUDA or an error, if any"
-    code = child.wait()
+_FAULTS = signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE
+
+def _ended(code: int, log: Path) -> Outcome:
+    """How a child has ended, and the first line on its log that names CUDA or an error, if any.
+    Only what the kernel has done itself lasts: a process may also be killed for want of memory."""
     how = signal.Signals(-code).name if code < 0 else f'code {code}'
     how = f'its process ended by {how}'
     lines = log.read_text(errors='replace').splitlines()
     told = [o.strip() for word in ('CUDA error', 'rror: ') for o in lines if word in o]
-    return f'{how}: {told[0][:160]}' if told else how
+    return Outcome(why=f'{how}: {told[0][:160]}' if told else how, lasts=-code in _FAULTS)
 
 def run_apart(
     trials: Sequence[Trial],   # What is called
@@ -202,22 +204,24 @@ def run_apart(
     left, known = list(trials), dict(known)
     while left:
         with NamedTemporaryFile() as log, _child(Order(device, left, known, log.name)) as child:
-            lines, ready, why = read_lines(child, limit), False, None
+            lines, ready, accident = read_lines(child, limit), False, None
             try:
                 ready = next(lines, None) is not None
                 for line in lines:
                     outcome = msgspec.json.decode(line, type=Outcome)
                     known[repr(left.pop(0))] = outcome
                     yield outcome
-                if child.wait() or not ready: why = _reason(child, Path(log.name))
-            except TimeoutError as e: why = str(e)
-        if not ready:
-            warn_once(f'Kernels are tried in this process, since another cannot be used: {why}')
+                code = child.wait()
+                if code or not ready: accident = _ended(code, Path(log.name))
+            except TimeoutError as e: accident = Outcome(why=str(e))
+        if accident and not ready:
+            warn_once('Kernels are tried in this process, since another cannot be used: '
+                      f'{accident.why}')
             yield from run_here(left, device, known)
             return
-        if why and left:
-            known[repr(left.pop(0))] = outcome = Outcome(why=why)
-            yield outcome
+        if accident and left:
+            known[repr(left.pop(0))] = accident
+            yield accident
 
 # %% ../../nbs/13a_kernels.trials.ipynb #5d16c8eb
 _SOURCES = 'kernels', 'attention', 'models'   # folders that decide what is found
@@ -279,6 +283,7 @@ class Findings:
                 for trial in bar:
                     bar.set_description(f'trying kernels: {trial.function.rpartition(":")[2]}')
                     self.known[repr(trial)] = next(outcomes)
+            next(outcomes, None)   # the child has ended, and the card has its memory back
             self._keep()
         return [self.known[repr(o)] for o in trials]
 
