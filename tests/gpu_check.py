@@ -397,7 +397,7 @@ def recorded(args) -> Figures:
     from minisgl_lit.kv_cache.table import dummy_batch
     from minisgl_lit.models.checkpoint import read_config
     from minisgl_lit.models.decoder import Decoder
-    from minisgl_lit.models.weights import dummy_weights
+    from minisgl_lit.models.dummy_weights import dummy_weights
     with shape_of_qwen3() as folder: config = read_config(Path(folder))
     n, size = 48, 64
     pool, table, batch = decoding_setup(16, size, 1024, config.num_layers)

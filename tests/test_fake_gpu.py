@@ -83,8 +83,8 @@ def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_thei
     assert set(figures['attend']) == attend and set(figures['fp8']) == {'multiplies', 'n1', 'n16', 'n256', 'n4096'} | cache and figures['fp8']['multiplies']
     for o in cache: assert set(figures['fp8'][o]) == {'attend_us', 'us'}
     for n in (2, 3):
-        o = figures['serve'][f'callers_{n}']
-        assert o['answers'] > 0 == o['errors'] and o['first_token_50_ms'] <= o['first_token_99_ms'] and o['between_50_ms'] <= o['between_99_ms'] and o['share_of_own'] > 0, o
+        o = figures['serve'][f'callers_{n}']   # a loaded machine sends short answers in one piece: then there is no time between
+        assert o['answers'] > 0 == o['errors'] and o['first_token_50_ms'] <= o['first_token_99_ms'] and o.get('between_50_ms', 0) <= o.get('between_99_ms', 0) and o['share_of_own'] > 0, o
     assert [*figures['first_start']] == ['nothing_kept', 'compiled', 'all_kept'] and {'sampled_again_s', 'compilations'} <= set(figures['first_start']['all_kept'])
     parts = {o for o in set(figures['prefill']) | attend if o.startswith('fa3') or o.endswith('batch_attention')} | cache
     assert set(figures['late']) == {'parts'} | late | parts

@@ -13,7 +13,7 @@ from minisgl_lit.config import EngineConfig
 from minisgl_lit.engine.worker import ResolvedConfig
 from minisgl_lit.kernels.compiler import warn_once
 from minisgl_lit.models.checkpoint import read_config
-from minisgl_lit.models.weights import open_checkpoint
+from minisgl_lit.models.weights import load_weights as read_weights, open_checkpoint
 from reference import MAX_NEW, generate, load, make_checkpoint, prompts
 
 GROUP = 16   # divides all that a layer takes in
@@ -181,7 +181,7 @@ SUMS = json.loads((DATA/'packed_files.json').read_text())['sha256']
 def test_files_that_people_make(name, tmp_path, capfd):
     "The weights of each layer are those that GPTQModel reads (FP8: transformers), and the tokens those of `transformers` on them"
     meant = {}
-    for part, o, first in open_checkpoint(DATA/name, True).read():
+    for part, o, first in open_checkpoint(DATA/name, read_config(DATA/name)).read():
         assert first == 0, 'small tensors are read whole'
         meant[part] = o if isinstance(o, torch.Tensor) else o.dequantize()
     sums = {part: hashlib.sha256((meant[part].half() + 0.).contiguous().numpy().tobytes()).hexdigest() for part in SUMS[name]}
@@ -223,8 +223,7 @@ def test_refusals(tmp_path):
 def test_what_is_needed_is_known_before(tmp_path):
     "The form of each layer, as it will be read"
     packed, plain = make('Qwen3', 'awq', tmp_path)
-    tied = read_config(packed).tie_word_embeddings
-    checkpoint, meant = open_checkpoint(packed, tied), open_checkpoint(plain, tied)
+    checkpoint, meant = open_checkpoint(packed, read_config(packed)), open_checkpoint(plain, read_config(plain))
     assert {k: o.shape for k, o in checkpoint.tensors.items()} == {k: o.shape for k, o in meant.tensors.items()}
     for name, tensor, _ in checkpoint.read():
         info = checkpoint.tensors[name]
@@ -240,3 +239,21 @@ def test_float16_would_have_no_kernel(tmp_path):
     assert (chosen(), chosen(dtype='float16')) == (torch.bfloat16, torch.float16)
     (plain/'config.json').write_text(json.dumps(json.loads((plain/'config.json').read_text()) | dict(dtype='float16')))
     assert ResolvedConfig.of(EngineConfig(model=str(plain))).dtype == torch.float16
+
+
+@pytest.mark.parametrize('method', ['gptq', 'awq'])
+def test_what_changes_nothing_is_left_out(method, tmp_path, capfd):
+    "Biases of zeros beside each layer, as usual tools write them, scales of a cache in fp8, a layer behind the last: with a line; a bias that does something is refused"
+    packed, _ = make('Llama', method, tmp_path)
+    tensors, config = load_file(packed/'model.safetensors'), read_config(packed)
+    want = read_weights(packed, config, torch.float32)
+    layers = {k.rpartition('.')[0]: v.shape[1] for k, v in tensors.items() if k.endswith('.scales')}
+    more = {f'{o}.bias': torch.zeros(n).half() for o, n in layers.items()}
+    more |= {'model.layers.0.self_attn.k_scale': torch.ones(1), f'model.layers.{config.num_layers}.input_layernorm.weight': torch.ones(1)}
+    save_file(tensors | more, packed/'model.safetensors')
+    got = read_weights(packed, config, torch.float32)
+    assert got.keys() == want.keys() and all(torch.equal(got[o], want[o]) for o in want)
+    assert f'1 tensors of layers behind the last of {config.num_layers} are left out' in capfd.readouterr().err
+    name = next(iter(layers)) + '.bias'
+    save_file(tensors | {name: more[name] + 1}, packed/'model.safetensors')
+    with pytest.raises(ValueError, match=f'config.json does not account for: {name}'): read_weights(packed, config, torch.float32)

@@ -23,7 +23,8 @@ from minisgl_lit.models.checkpoint import read_config
 from minisgl_lit.models.decoder import (
     Decoder, DenseMlp, ModelConfig, kv_heads, shard_config, weight_shapes)
 from minisgl_lit.models.moe import MoeMlp
-from minisgl_lit.models.weights import dummy_weights, list_files, tensor_placements
+from minisgl_lit.models.dummy_weights import dummy_weights
+from minisgl_lit.models.weights import list_files, tensor_placements
 from reference import MAX_NEW, VARIANTS, Comparison, generate, make_checkpoint, prompts
 
 GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0)

@@ -27,13 +27,13 @@ def test_others_read_what_is_meant(bits, group, checkpoint, tmp_path):
     from transformers import AutoModelForCausalLM
     quantize_checkpoint(str(checkpoint), tmp_path/'small', bits, group)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path/'small', dtype=torch.float32).eval()
-    whole = dict(whole_tensors(open_checkpoint(checkpoint, True)))
+    whole = dict(whole_tensors(open_checkpoint(checkpoint, read_config(checkpoint))))
     def answer(ids):
         with torch.inference_mode(): out = theirs.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
                                                            max_new_tokens=MAX_NEW, do_sample=False, pad_token_id=0)
         return out[0, len(ids):].tolist()
     want = [answer(o) for o in prompts()]
-    mine = {name: o for name, o, _ in open_checkpoint(tmp_path/'small', True).read()}
+    mine = {name: o for name, o, _ in open_checkpoint(tmp_path/'small', read_config(tmp_path/'small')).read()}
     for name, weight in whole.items():
         if name.split('.')[-2].endswith('_proj'):
             assert torch.equal(mine[name].codes, quantize(weight, bits, group).codes), name
@@ -79,4 +79,4 @@ def test_many_files(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr('minisgl_lit.tools.quantize.FILE_BYTES', 20_000)
     quantize_checkpoint(str(checkpoint), tmp_path/'small', 8, 32)
     assert len([*(tmp_path/'small').glob('*.safetensors')]) > 2
-    assert read_config(tmp_path/'small') and {*open_checkpoint(tmp_path/'small', True).tensors} == {*open_checkpoint(checkpoint, True).tensors}
+    assert read_config(tmp_path/'small') and {*open_checkpoint(tmp_path/'small', read_config(tmp_path/'small')).tensors} == {*open_checkpoint(checkpoint, read_config(checkpoint)).tensors}

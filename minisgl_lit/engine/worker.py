@@ -55,7 +55,8 @@ from ..models.moe import SideBySide
 from ..models.quantization import (
     Compression, Fp8Projections, Quantization, pack_parts, stored_bytes)
 from ..models.weight_update import Put, WeightUpdater
-from ..models.weights import dummy_weights, load_weights, open_checkpoint
+from ..models.dummy_weights import dummy_weights
+from ..models.weights import load_weights, open_checkpoint
 from ..kernels.compiler import warn_once
 from ..kernels.linear import PackedWeight, pack_weight
 
@@ -166,7 +167,7 @@ class ResolvedConfig:
         "Bytes of a rank's weights, if the checkpoint is compressed itself; `ValueError` if twice"
         c = self.config
         if c.dummy_weights: return None
-        tensors = open_checkpoint(self.path, self.model.tie_word_embeddings).tensors
+        tensors = open_checkpoint(self.path, self.model).tensors
         if not any(o.packed_bytes for o in tensors.values()): return None
         if c.quantization:
             raise ValueError(f'quantization={c.quantization!r}: the weights of this checkpoint are '

@@ -71,7 +71,7 @@ class WeightUpdater:
         self._compression = _compression(self._tensors(path)) if path else {}
 
     def _tensors(self, path: Path) -> Mapping[str, TensorInfo]:
-        return open_checkpoint(path, self.config.tie_word_embeddings).tensors
+        return open_checkpoint(path, self.config).tensors
 
     # %% ../../nbs/38a_models.weight_update.ipynb #49cf6a8e
     def check(

@@ -236,11 +236,12 @@ def fits(
 
 def kinds(
     path: Path,   # Folder of a checkpoint
-    tied: bool,   # See `ModelConfig`
+    config: ModelConfig,  # Of the model
 ) -> str:         # Such as 'Q4_K 80.1 MB, F32 0.2 MB'
     "The formats that its tensors are stored in, the one with most bytes first"
     sizes = Counter[str]()
-    for tensor in open_checkpoint(path, tied).tensors.values(): sizes[tensor.dtype] += tensor.nbytes
+    for tensor in open_checkpoint(path, config).tensors.values():
+        sizes[tensor.dtype] += tensor.nbytes
     return ', '.join(f'{kind} {n / 1e6:,.1f} MB' for kind, n in sizes.most_common())
 
 def what_fits(
@@ -255,7 +256,7 @@ def what_fits(
     found = [Finding('model', f'{model}, {config.architecture}, {config.num_layers} layers')]
     sizes, is_here = formats(config), (path/INDEX).exists() or any(path.glob('*.safetensors'))
     if is_here:
-        found.append(Finding('stored as', kinds(path, config.tie_word_embeddings)))
+        found.append(Finding('stored as', kinds(path, config)))
         own = ResolvedConfig.of(EngineConfig(model=str(path))).stored_bytes()
         if own: sizes = {'as stored': own}
     elif 'quantization_config' in raw: raise ValueError(fetch)

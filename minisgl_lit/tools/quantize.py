@@ -254,7 +254,7 @@ def quantize_checkpoint(
     "Write a compressed checkpoint; `ValueError` in one sentence if that cannot be had"
     path = embedded_path() if model == 'embedded' else resolve_model(model)
     config = read_config(path)
-    checkpoint = open_checkpoint(path, config.tie_word_embeddings)
+    checkpoint = open_checkpoint(path, config)
     found, places, how = checkpoint.tensors, tensor_placements(config), Quantization(bits, group)
     if any(o.packed_bytes for o in found.values()):
         raise ValueError(f'{model} is compressed already')

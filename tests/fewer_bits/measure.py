@@ -115,7 +115,7 @@ def from_files(model: Model, work: Path):
     for name, (form, by) in files.items():
         if not (work/name).exists(): continue
         folder = gguf_folder(work/name, cache) if name.endswith('.gguf') else work/name
-        tensors = open_checkpoint(folder, model.config.tie_word_embeddings).tensors
+        tensors = open_checkpoint(folder, model.config).tensors
         in_file, in_memory = sum(o.nbytes for o in tensors.values()) * 8 / n, stored_bytes(tensors, BF16, True) * 8 / n
         yield model.row(form, by, in_file, in_memory, folder, (as_it_is, as_it_is), model.right(model=str(work/name)))
 
