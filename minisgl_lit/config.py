@@ -128,7 +128,7 @@ class EngineConfig:
         'a GPU, and 0.5 of what is free on a CPU', high=1)
     max_running_req: int = setting(256, 'Requests that may run at once', low=1)
     max_seq_len: int | None = setting(
-        None, "Longest sequence, prompt and answer; None is the model's", low=1)
+        None, "Longest sequence, prompt and answer; None is the model's", low=2)
     max_prefill_tokens: int = setting(8192, 'Prompt tokens one step may compute', low=1)
     chunked_prefill_size: int | None = setting(
         None, 'Longest piece of one prompt in a step, which the first in a step may use '

@@ -242,9 +242,11 @@ def apply_update(
 def digest(
     batch: Batch,       # About to be computed
     pages: np.ndarray,  # Of the table, as they are now
+    page_size: int,     # Token slots in a page
 ) -> int:               # Never 0, which means: no digest
     "A checksum of all that a batch reads from the host"
-    arrays = [*(getattr(batch, name) for name in _batch_arrays), pages[batch.rows]]
+    used = zip(batch.rows, -(-batch.device_lens // page_size))
+    arrays = [*(getattr(batch, name) for name in _batch_arrays), *(pages[i, :n] for i, n in used)]
     return zlib.crc32(b''.join(o.astype(np.int64).tobytes() for o in arrays)) or 1
 
 def follow(
@@ -264,7 +266,7 @@ def follow(
             continue
         batch = message.batch.to_batch()
         apply_update(table, message.table, engine.stream)
-        if message.digest and message.digest != digest(batch, table.pages):
+        if message.digest and message.digest != digest(batch, table.pages, table.page_size):
             raise RuntimeError(f'message {number}: this rank would compute something else')
         in_flight.append(engine.follow(batch))
         while in_flight and (in_flight[0].query() or len(in_flight) > 1):
@@ -286,7 +288,7 @@ class LeaderEngine:
     def forward(self, batch: Batch) -> Launched:
         "Enqueue a message to the others, then our part"
         self._sent += 1
-        checksum = digest(batch, self.table.pages) if self.audit else 0
+        checksum = digest(batch, self.table.pages, self.table.page_size) if self.audit else 0
         message = StepMsg(self._sent, checksum, BatchMsg.of(batch), self.table.take_update())
         self.engine.stream.submit(partial(self.ranks.send, encode(message)))
         return self.engine.forward(batch)

@@ -263,8 +263,11 @@ def make_tables(
     config, shard = resolved.config, resolved.shard
     pool = KVPool(shard.num_layers, num_pages, config.page_size,
                   shard.num_kv_heads, shard.head_dim, resolved.kv_dtype, resolved.device)
-    table = table_type(config.max_running_req, resolved.max_seq_len, config.page_size,
-                       pool.dummy_page, resolved.device)
+    sizes = config.max_running_req, resolved.max_seq_len
+    try: table = table_type(*sizes, config.page_size, pool.dummy_page, resolved.device)
+    except MemoryError:
+        raise ValueError('a table of {} requests of {} tokens is larger than this machine allows; '
+                         'lower max_running_req or max_seq_len'.format(*sizes)) from None
     return table, choose_attention(config.attention, pool, table.page_table, shard.windows,
                                    num_heads=shard.num_heads, dtype=resolved.dtype)
 

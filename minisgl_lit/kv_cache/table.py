@@ -31,14 +31,17 @@ class TableManager:
     ):
         self.page_size, self.dummy_row = page_size, max_running_req
         n_rows, max_pages = max_running_req + 1, -(-max_seq_len // page_size)
-        self.pages = np.full((n_rows, max_pages), dummy_page, dtype=np.int32)
+        self.pages = np.zeros((n_rows, max_pages), dtype=np.int32)
+        self.pages[self.dummy_row] = self._dummy_page = dummy_page
         self.page_table = torch.from_numpy(self.pages).to(device)
         # on a CPU the tensor is a view of the array
         self._shared = self.page_table.data_ptr() == self.pages.ctypes.data
-        shape = n_rows, max_seq_len
-        self.token_pool = torch.zeros(shape, dtype=torch.int32, device=device)
+        if not self._shared: self.page_table.fill_(dummy_page)
+        tokens = np.zeros((n_rows, max_seq_len), dtype=np.int32)
+        self.token_pool = torch.from_numpy(tokens).to(device)
         self.lengths, self.sampling = Lengths(n_rows), SamplingArrays.empty(n_rows)
         self._free, self._allocated = list(reversed(range(max_running_req))), set[int]()
+        self._filled = 0   # rows that have been allocated once: the first ones
         self._changed: list[tuple[np.ndarray, np.ndarray]] = []  # rows and columns to send
 
     # %% ../../nbs/11_kv_cache.table.ipynb #1f0c78ff
@@ -52,6 +55,9 @@ class TableManager:
         if not self._free:
             raise RuntimeError(f'no free row: all {self.dummy_row} are allocated')
         row = self._free.pop()
+        if row == self._filled:
+            self.pages[row] = self._dummy_page
+            self._filled += 1
         self._allocated.add(row)
         return row
 

@@ -10,6 +10,7 @@ __all__ = ['Blocks', 'block_formats', 'Fields', 'INDEX', 'BlockFormat', 'read_bl
 # %% ../../nbs/35a_models.gguf.ipynb #3088d321
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -128,6 +129,12 @@ def _shortest(value: object) -> object:
     "A float32 as the decimal number that it was made from: 1e-06, not 9.999999974752427e-07"
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
+def _size(fields: Fields, name: str, default: int | None = None) -> int:
+    "A field that is a whole number of at least 1; `ValueError` if it is not"
+    value = fields.get(name, default)
+    if type(value) is int and value >= 1: return value
+    raise ValueError(f'{name}={value!r} of this GGUF file must be a whole number of at least 1')
+
 def config_fields(
     fields: Fields,   # Of the file
     shapes: Mapping[str, tuple[int, ...]],   # Of its tensors, by their names there
@@ -147,8 +154,10 @@ def config_fields(
     config['vocab_size'] = shapes['token_embd.weight'][0]
     config['tie_word_embeddings'] = 'output.weight' not in shapes
     config['attention_bias'] = 'blk.0.attn_q.bias' in shapes
-    head_dim = config.setdefault('head_dim', config['hidden_size'] // config['num_attention_heads'])
-    turned = fields.get(f'{kind}.rope.dimension_count', head_dim)
+    heads = _size(fields, f'{kind}.attention.head_count')
+    usual = _size(fields, f'{kind}.embedding_length') // heads
+    head_dim = config['head_dim'] = _size(fields, f'{kind}.attention.key_length', usual)
+    turned = _size(fields, f'{kind}.rope.dimension_count', head_dim)
     config['partial_rotary_factor'] = turned / head_dim
     eos = [fields.get(f'tokenizer.ggml.{o}_token_id') for o in ('eos', 'eot', 'eom')]
     config['eos_token_id'] = list(dict.fromkeys(o for o in eos if o is not None))
@@ -256,6 +265,70 @@ def read_tensor(
     numbers = gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[tensor.kind])
     return torch.from_numpy(numbers).view(tensor.shape)
 
+# %% ../../nbs/35a_models.gguf.ipynb #be6b6655
+_dtypes = dict(enumerate(('u1', 'i1', '<u2', '<i2', '<u4', '<i4', '<f4', '?'))) | {
+    10: '<u8', 11: '<i8', 12: '<f8'}   # of fields, by their type
+_TEXT, _ARRAY = 8, 9
+
+class _Header:
+    "The beginning of a file, thing after thing; `ValueError` where one would end behind the file"
+    def __init__(self, data: memoryview): self._data, self.at = data, 0
+
+    def take(self, n: int) -> memoryview:
+        if n > len(self._data) - self.at: raise ValueError('it ends too early')
+        self.at += n
+        return self._data[self.at - n:self.at]
+
+    def count(self, nbytes: int = 8) -> int: return int.from_bytes(self.take(nbytes), 'little')
+    def text(self) -> str: return str(self.take(self.count()), 'utf-8')
+
+    def numbers(self, kind: int, n: int) -> list:
+        if kind not in _dtypes: raise ValueError(f'it has a field of type {kind}')
+        data = self.take(n * np.dtype(_dtypes[kind]).itemsize)
+        return np.frombuffer(data, _dtypes[kind]).tolist()
+
+    def value(self, kind: int) -> object:
+        if kind == _TEXT: return self.text()
+        if kind != _ARRAY: return self.numbers(kind, 1)[0]
+        kind, n = self.count(4), self.count()
+        if kind not in (_TEXT, _ARRAY): return self.numbers(kind, n)
+        return [self.value(kind) for _ in range(n)]   # each takes eight bytes at least
+
+    def tensor(self, file: str) -> tuple[str, GgufTensor]:
+        "Its offset counts from the end of the header, yet"
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        name, shape = self.text(), [self.count() for _ in range(self.count(4))]
+        kind, offset, n = GGMLQuantizationType(self.count(4)), self.count(), math.prod(shape)
+        block, nbytes = GGML_QUANT_SIZES[kind]
+        if not n or shape[0] % block or len(shape) <= (block > 1):
+            raise ValueError(f'tensor {name} of type {kind.name} has the shape {shape[::-1]}')
+        return name, GgufTensor(file, offset, n // block * nbytes, kind.name, tuple(shape[::-1]))
+
+def _parts(data: memoryview, file: str) -> tuple[dict[str, object], dict[str, GgufTensor]]:
+    "Fields and tensors of the bytes of a file"
+    header = _Header(data)
+    magic, version = bytes(header.take(4)), header.count(4)
+    if magic != b'GGUF' or version not in (2, 3):
+        raise ValueError(f'it begins with {magic!r} and version {version}; served are 2 and 3')
+    n_tensors, n_fields = header.count(), header.count()
+    fields = {header.text(): header.value(header.count(4)) for _ in range(n_fields)}
+    found = dict(header.tensor(file) for _ in range(n_tensors))
+    align = fields.get('general.alignment', 32)
+    if type(align) is not int or align < 1: raise ValueError(f'general.alignment={align!r}')
+    start = -(-header.at // align) * align
+    if len(found) < n_tensors: raise ValueError('it has two tensors of one name')
+    found = {name: o._replace(offset=start + o.offset) for name, o in found.items()}
+    if max((o.offset + o.nbytes for o in found.values()), default=0) > len(data):
+        raise ValueError('it ends too early')
+    return fields, found
+
+def _read_file(path: Path) -> tuple[dict[str, object], dict[str, GgufTensor]]:
+    "Fields and tensors of one file, by their names there"
+    if not path.exists(): raise ValueError(f'{path} is missing: it is a part of this model')
+    try: return _parts(np.memmap(path, np.uint8, 'r').data, str(path.absolute()))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f'{path} is damaged or incomplete: {e}') from None
+
 # %% ../../nbs/35a_models.gguf.ipynb #ead87ef3
 INDEX = 'gguf.json'   # the index of tensors, in the folder
 _VERSION = 3   # of what is written there: another one is written anew
@@ -268,23 +341,6 @@ def split_files(
     if not found: return [path]
     n = int(found[2])
     return [path.with_name(f'{found[1]}-{i:05}-of-{n:05}.gguf') for i in range(1, n + 1)]
-
-_vocabulary = {f'tokenizer.ggml.{o}' for o in ('tokens', 'scores', 'token_type', 'merges')}
-
-def _read_file(path: Path) -> tuple[dict[str, object], dict[str, GgufTensor]]:
-    "Fields and tensors of one file, by their names there"
-    import gguf
-    if not path.exists(): raise ValueError(f'{path} is missing: it is a part of this model')
-    try:
-        reader = gguf.GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()
-                  if name not in _vocabulary}
-    except Exception as e:   # the package raises whatever comes up
-        raise ValueError(f'{path} is damaged or incomplete: {e}') from None
-    tensors = {o.name: GgufTensor(str(path.absolute()), int(o.data_offset), int(o.n_bytes),
-                                  o.tensor_type.name, tuple(map(int, o.shape[::-1])))
-               for o in reader.tensors}
-    return fields, tensors
 
 def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
     "What the model should compute in: as its matrices are, bfloat16 if they are compressed"
@@ -321,7 +377,7 @@ def write_folder(
     config = config_fields(fields, {name: o.shape for name, o in tensors.items()})
     factors = None
     if (found := tensors.get('rope_freqs.weight')) is not None:
-        factors = np.fromfile(found.file, np.float32, found.shape[0], offset=found.offset)
+        factors = np.fromfile(found.file, np.float32, found.nbytes // 4, offset=found.offset)
     config['rope_scaling'] = rope_fields(
         fields, config['head_dim'], config.get('rope_theta', 10000.0), factors)
     config |= {'dtype': _dtype(tensors), '_name_or_path': path.name}

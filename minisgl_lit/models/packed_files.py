@@ -8,8 +8,8 @@ __all__ = ['AWQ_ORDER', 'Layer', 'Settings', 'Read', 'methods', 'Sizes', 'SMALL'
            'read_compressed', 'Method', 'layer_form']
 
 # %% ../../nbs/35b_models.packed_files.ipynb #918c7fd7
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeGuard
 
 import torch
 
@@ -106,6 +106,12 @@ def read_awq(layer: Layer, settings: Settings) -> QuantizedWeight | torch.Tensor
     return from_codes(4, codes, layer['scales'].T, zeros)
 
 # %% ../../nbs/35b_models.packed_files.ipynb #d01f3de9
+def _fits(block: object, weights: Sequence[int], scales: Sequence[int]) -> TypeGuard[list[int]]:
+    "Whether blocks of this size, rows and columns, have that many scales, or one for all"
+    if not isinstance(block, list) or {len(block), len(weights), len(scales)} != {2}: return False
+    return all(type(size) is int and size > 0 and m in (1, -(-n // size))
+               for size, n, m in zip(block, weights, scales))
+
 def read_fp8(layer: Layer, settings: Settings) -> torch.Tensor:
     "Micikevicius et al., \"FP8 Formats for Deep Learning\", 2022"
     weight = layer['weight'].float()
@@ -113,9 +119,11 @@ def read_fp8(layer: Layer, settings: Settings) -> torch.Tensor:
     assert scale is not None, 'as the method says'
     scale = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
     if scale.dim() == 1: scale = scale[:, None]
-    block = [-(-n // m) for n, m in zip(weight.shape, scale.shape)]
-    stated = settings.get('weight_block_size')
-    if isinstance(stated, list) and len(stated) == 2: block = stated
+    block = settings.get('weight_block_size') or [
+        -(-n // m) for n, m in zip(weight.shape, scale.shape)]
+    if not _fits(block, weight.shape, scale.shape):
+        raise ValueError(f'weight_block_size={block!r} of quantization_config does not fit '
+                         f'{list(scale.shape)} scales of {list(weight.shape)} weights')
     for dim, size in enumerate(block):
         if scale.shape[dim] > 1: scale = scale.repeat_interleave(size, dim)
     return weight * scale[:weight.shape[0], :weight.shape[1]]
