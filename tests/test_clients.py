@@ -139,7 +139,7 @@ def test_responses(server, responses):
 
 def test_responses_refuses(server, responses):
     "Each with the field that is to change"
-    for body, param in [(dict(tools=[dict(type="web_search")]), "tools[0].type"), (dict(input=[dict(type="computer_call", id="x")]), "input[0].type"),
+    for body, param in [(dict(tools=[dict(type="web_search")]), "tools[0].type"), (dict(input=[dict(type="compaction", id="x")]), "input[0].type"),
                         (dict(previous_response_id="resp_x"), "previous_response_id"), (dict(background=True), "background"),
                         (dict(max_output_tokens=0), "max_output_tokens"), (dict(max_output_tokens=999), "max_output_tokens"),
                         (dict(extra_body=dict(temprature=1)), "temprature"), (dict(input="x"*5000), "input"),
@@ -178,7 +178,7 @@ def test_messages(server, messages):
 def test_messages_refuses(server, messages):
     "In the shape that its clients read"
     for body, words in [(dict(max_tokens=0), "max_tokens must be"), (dict(messages=[]), "messages must"),
-                        (dict(tools=[dict(type="bash_20250124", name="bash")]), "tools[0].type must be 'custom'"),
+                        (dict(tools=[dict(type="bash_20250124", name="bash")]), "tools[0].type must be 'function'"),
                         (dict(messages=[dict(role="user", content=[dict(type="image", source={})])]), "messages[0].content[0].type must be"),
                         (dict(extra_body=dict(temprature=1)), "temprature")]:
         with pytest.raises(anthropic.BadRequestError) as e: messages.create(**dict(model=server.model, max_tokens=9, messages=[dict(role="user", content="Hi")]) | body)

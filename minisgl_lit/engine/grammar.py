@@ -23,7 +23,7 @@ import tokenizers
 
 from ..core.request import Grammar, PendingReq
 from ..core.sampling_params import RequestError, SamplingParams
-from .json_schema import close_objects
+from .json_schema import close_objects, without_idle
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -254,7 +254,8 @@ class GrammarCompiler:
     def _source(self, grammars: list[dict]) -> str:
         "Several grammars as the library reads them, with their JSON schemas as we want them"
         def ours(schema: object) -> object:
-            schema = schema if self._open else close_objects(schema)
+            schema = without_idle(schema)
+            if not self._open: schema = close_objects(schema)
             if not isinstance(schema, dict): return schema
             style = schema.get('x-guidance', {})   # its own
             if not isinstance(style, dict): return schema

@@ -265,8 +265,12 @@ class Api:
             model=self.client.model, created=int(time.time()), n=params.n, prompt_tokens=len(ids),
             token_text=self.tokenizer.token_text, **self.calling.for_writer(offer, own),
             prompt_ids=self.texts.returned([ids], params.n, body.return_token_ids))
-        try: return await self._respond(request, writer, [params], [ids], body.stream, body.user)
+        try: response = await self._respond(
+            request, writer, [params], [ids], body.stream, body.user)
         except RequestError as e: raise self.calling.error(e, own) from None
+        if left_out := [*dict.fromkeys(body.left_out)]:
+            response.headers['x-left-out-tools'] = ', '.join(left_out[:20])
+        return response
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         "Answer a conversation"

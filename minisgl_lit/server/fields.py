@@ -143,8 +143,15 @@ class Refused(NamedTuple):
         value: object,  # What it was given as
     ) -> None:
         "`ApiError` unless the value asks for nothing"
-        if value is None or value is False or value in ('', [], *self.harmless): return
+        if self.asks_nothing(value): return
         raise ApiError(f'{path}={quote(value)} is refused: {self.why}', param=path)
+
+    def asks_nothing(self, value: object) -> bool:
+        "Whether a value is harmless, or a list or an object of such values"
+        if value is None or value is False or value == '' or value in self.harmless: return True
+        if isinstance(value, list): return all(map(self.asks_nothing, value))
+        if not isinstance(value, dict) or not value: return False   # {}: something, by its defaults
+        return all(map(self.asks_nothing, value.values()))
 
 # %% ../../nbs/47a_server.fields.ipynb #4b3afb9a
 def _close(schema: dict, cls: 'type[ApiObject]') -> None:

@@ -4,20 +4,21 @@
 
 # %% auto #0
 __all__ = ['Messages', 'Tools', 'StreamOptions', 'ApiRequest', 'check_model', 'new_id', 'TextPart', 'RefusalPart', 'FunctionCall',
-           'MessageCall', 'ChatMessage', 'Function', 'Tool', 'NamedFunction', 'NamedTool', 'NamedSchema',
+           'MessageCall', 'ChatMessage', 'Function', 'Tool', 'OtherTool', 'NamedFunction', 'NamedTool', 'NamedSchema',
            'ResponseFormat', 'ChatRequest', 'usage', 'ResponseWriter', 'ConversationWriter', 'ChatWriter']
 
 # %% ../../nbs/54_server.openai_protocol.ipynb #7590eaf3
 import json
+import re
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ..core.request import FinishReason, Logprob
-from ..core.sampling_params import RequestError
+from ..core.sampling_params import RequestError, quote
 from ..text.chat_template import ChatOptions
 from ..text.reasoning import AnswerPart, ReasoningDelta
 from ..text.tool_calls import (
@@ -150,7 +151,20 @@ class Tool(ApiObject):
     type: Literal['function']
     function: Function
 
-Tools = Annotated[list[Tool], Field(max_length=1_000)]
+def _of_others(kind: str) -> str:
+    "The type of a tool, unless it is one that we know, or no name"
+    known = kind in ('function', 'custom', 'namespace')
+    if known or not re.fullmatch(r'[A-Za-z0-9_.:/-]{1,64}', kind): raise ValueError("'function'")
+    return kind
+
+class OtherTool(ApiObject):
+    "A tool that only its maker's server can run; it is left out beside functions."
+    type: Annotated[str, AfterValidator(_of_others)]
+
+    def check_fields(self, refuse_unknown: bool = True, path: str = '') -> None:
+        "Nothing of it is looked at"
+
+Tools = Annotated[list[Tool | OtherTool], Field(max_length=1_000)]
 _SHOWN = {*Function.model_fields} - {'strict'}   # what chat templates get of a function
 
 class NamedFunction(ApiObject):
@@ -167,7 +181,7 @@ class NamedSchema(ApiObject):
     "A JSON schema with a name."
     without_effect = {'strict', 'description'}
     name: str | None = None   # Changes nothing
-    schema_dict: dict[str, object] = Field(alias='schema')
+    schema_dict: dict[str, object] | None = Field(default=None, alias='schema')   # None: any object
 
 class ResponseFormat(ApiObject):
     "The format of the output."
@@ -178,10 +192,9 @@ class ResponseFormat(ApiObject):
     def schema_text(self) -> str | None:
         "The schema that the output must follow; `None` for free text"
         if self.type == 'text': return None
-        if self.type == 'json_object': return '{"type": "object"}'
-        if self.json_schema: return json.dumps(self.json_schema.schema_dict)
-        raise ApiError('response_format needs a json_schema if its type says so',
-                       param='response_format')
+        schema = self.json_schema.schema_dict if self.json_schema else None
+        if self.type == 'json_object' or schema is None: return '{"type": "object"}'
+        return json.dumps(schema)
 
 # %% ../../nbs/54_server.openai_protocol.ipynb #8a377191
 class ChatRequest(ApiRequest):
@@ -204,11 +217,20 @@ class ChatRequest(ApiRequest):
     @property
     def offered(self) -> list[Function]:
         "Functions that may be called; `ApiError` if `tool_choice` names another"
-        choice, functions = self.tool_choice, [o.function for o in self.tools or []]
+        choice = self.tool_choice
+        functions = [o.function for o in self.tools or [] if isinstance(o, Tool)]
+        if self.left_out and not functions: raise ApiError(
+            f"tools[0].type must be 'function', not {quote(self.left_out[0])}: only its maker's "
+            'server can run it', param='tools[0].type')
         name = choice.function.name if isinstance(choice, NamedTool) else choice
         try: names = chosen_tools([f.name for f in functions], name)
         except RequestError as e: raise ApiError.of(e) from None
         return [f for f in functions if f.name in names]
+
+    @property
+    def left_out(self) -> list[str]:
+        "Types of the tools that cannot be offered"
+        return [o.type for o in self.tools or [] if isinstance(o, OtherTool)]
 
     @property
     def forced(self) -> bool:

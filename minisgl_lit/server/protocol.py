@@ -82,7 +82,8 @@ def _from_json(given: Mapping[str, object]) -> dict[str, object]:
     "The same fields, as `SamplingParams` writes them"
     converted, bias = dict(given), given.get('logit_bias')
     if given.get('logprobs') is False: converted['logprobs'] = None
-    if given.get('seed') == -1: converted['seed'] = None
+    if isinstance(seed := given.get('seed'), int) and -2**63 <= seed < 0:
+        converted['seed'] = None if seed == -1 else seed % 2**63
     if isinstance(patterns := given.get('stop_regex'), list):
         converted['stop_regex'] = '|'.join(f'(?:{o})' for o in patterns) or None
     for name, other in _OTHER_NAMES.items():
@@ -109,7 +110,7 @@ class SamplingRequest(ApiObject):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    seed: int | None = None           # -1: none
+    seed: int | None = None           # -1: none; of others below 0, the bits without the sign
     n: int | None = None
     best_of: int | None = None        # 1, or as `n`
     stop: str | list[str] | None = None

@@ -133,7 +133,7 @@ class ResponsesProtocol:
             items = [InputItem.model_validate(o) for o in _items_of(said)]
             self.store.add(caller, KeptResponse(response, messages + messages_of(items)))
         new_writer = partial(
-            ResponsesWriter, new_id('resp_'), echo=body.echo(),
+            ResponsesWriter, new_id('resp_'), echo=body.echo(), offers=body.offers,
             summary=bool(thinking.summary or thinking.generate_summary),
             keep=None if body.store is False else keep)
         return await self.server.answer(body.chat(messages), request, new_writer)

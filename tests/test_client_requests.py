@@ -1,0 +1,109 @@
+"What agents and SDKs send beside what they want: accepted where it asks for nothing, left out where only their maker's server could do it."
+import json
+
+import pytest
+from hypothesis import given, strategies as st
+
+from minisgl_lit import serve
+from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.engine.grammar import GrammarCompiler
+from minisgl_lit.engine.json_schema import _CHECKED
+from minisgl_lit.models.checkpoint import read_config
+from minisgl_lit.models.embedded import embedded_path
+from minisgl_lit.server.fields import ApiError
+from minisgl_lit.server.messages_protocol import messages_error
+from minisgl_lit.server.openai_protocol import ChatRequest
+from minisgl_lit.server.protocol import SamplingRequest
+from minisgl_lit.text.tool_calling import ToolCalling
+from minisgl_lit.text.tokenizer import Tokenizer, too_long
+from test_serve import SMALL, web
+
+HI = [dict(role="user", content="Hi")]
+PARAMETERS = dict(type="object", properties=dict(city=dict(type="string")), required=["city"])
+CHAT = dict(type="function", function=dict(name="get_time", parameters=PARAMETERS))
+ROUTES = {   # a body, a function, a tool that only its maker runs
+    "/v1/chat/completions": (dict(messages=HI, max_tokens=2), CHAT, dict(type="web_search", web_search={})),
+    "/v1/responses": (dict(input="Hi", max_output_tokens=2), dict(type="function", name="get_time", parameters=PARAMETERS), dict(type="image_generation", output_format="png")),
+    "/v1/messages": (dict(messages=HI, max_tokens=2), dict(name="get_time", input_schema=PARAMETERS), dict(type="web_search_20250305", name="web_search", max_uses=5)),
+    "/api/chat": (dict(messages=HI, options=dict(num_predict=2), stream=False), CHAT, dict(type="browser_search"))}
+
+@pytest.fixture(scope="module")
+def server():
+    with serve(**SMALL, max_seq_len=256, log_interval=0) as s: yield s
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_of_others_are_left_out_beside_functions(server, path, stream):
+    body, function, other = ROUTES[path]
+    for tools in ([function, other], [other, function, other]):
+        answer = web.post(server.url + path, json=body | dict(stream=stream, tools=tools))
+        assert (answer.status_code, answer.headers.get("x-left-out-tools")) == (200, other["type"]), answer.text
+    assert "x-left-out-tools" not in web.post(server.url + path, json=body | dict(tools=[function])).headers
+    alone = web.post(server.url + path, json=body | dict(tools=[other]))
+    assert alone.status_code == 400 and "tools[0].type must be 'function'" in alone.text
+
+def test_a_forced_custom_tool_is_answered_as_one_and_goes_back(server):
+    custom = dict(type="custom", name="say", description="Says a text")
+    ask = dict(input="Hi", tools=[custom], tool_choice=dict(type="custom", name="say"), max_output_tokens=60, temperature=0)
+    whole = web.post(server.url + "/v1/responses", json=ask).json()
+    call = whole["output"][-1]
+    assert (call["type"], call["name"]) == ("custom_tool_call", "say") and isinstance(call["input"], str)
+    back = [*HI, *whole["output"], dict(type="custom_tool_call_output", call_id=call["call_id"], output="said")]
+    assert web.post(server.url + "/v1/responses", json=ask | dict(input=back, tool_choice="auto")).status_code == 200
+    reply = [dict(type="custom_tool_call_output", call_id=call["call_id"], output="said")]
+    assert web.post(server.url + "/v1/responses", json=dict(input=reply, previous_response_id=whole["id"], max_output_tokens=2)).status_code == 200
+    streamed = web.post(server.url + "/v1/responses", json=ask | dict(stream=True)).text
+    events = [json.loads(o[6:]) for o in streamed.splitlines() if o.startswith("data: ")]
+    assert "".join(e["delta"] for e in events if e["type"] == "response.custom_tool_call_input.delta") == call["input"]
+
+def test_a_full_context_in_the_words_of_messages(server):
+    def words(error): return messages_error(ApiError.of(error))["error"]["message"]
+    assert words(too_long(6008, 2048)) == "prompt is too long: 6008 tokens > 2048 maximum"
+    for n in (300, 250, 20_000):
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            sent = web.post(server.url + path, json=dict(messages=[dict(role="user", content="page " * n)]) | (dict(max_tokens=5) if path == "/v1/messages" else {}))
+            said = sent.json().get("error", {}).get("message", "")
+            if sent.status_code == 200: assert n == 250 and "count" in path
+            else: assert (sent.status_code, said.startswith("prompt is too long: ")) == (400, True) and int(said.split()[4]) > int(said.split()[7]), said
+
+@given(st.integers(-2**63, 2**63 - 1))
+def test_a_seed_is_any_int64(seed):
+    "Each is served, and the same one is the same again"
+    used = SamplingRequest(seed=seed).params().seed
+    assert used is None if seed == -1 else used == seed % 2**63
+
+@pytest.fixture(scope="module")
+def grammars():
+    config = read_config(embedded_path())
+    return GrammarCompiler(Tokenizer(embedded_path()).backend, config.vocab_size, config.eos_token_ids)
+
+IDLE = [dict(propertyNames=dict(type="string")), dict(propertyNames=True), dict(uniqueItems=False), dict(minProperties=0), dict(unevaluatedProperties=True),
+        dict(dependentRequired={}), {"if": {}}, dict(then=dict(required=["b"])), dict(format="password"), {"not": False}, dict(minContains=1)]
+
+@pytest.mark.parametrize("idle", IDLE, ids=str)
+def test_keywords_that_say_nothing_anywhere(grammars, idle):
+    "Alone, in a property, in a definition, beside others, and in a strict tool"
+    inner = dict(type="object", additionalProperties=dict(type="string")) | idle
+    whole = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}, "b": dict(type="array", items=inner)}, "required": ["a"], "$defs": {"a": inner}}
+    calling = ToolCalling(Tokenizer(embedded_path()))
+    for schema in (inner, whole):
+        grammars.validate(SamplingParams(json_schema=json.dumps(schema)))
+        tool = dict(type="function", function=dict(name="f", parameters=whole, strict=True))
+        for choice in ("auto", "required"):
+            body = ChatRequest(messages=HI, tools=[tool], tool_choice=choice)
+            params = calling.params(body.tool_offer, body.params().for_chat())
+            assert params.ebnf
+            grammars.validate(params)
+
+def test_formats_that_are_checked_are_those_of_the_library(grammars):
+    "Each compiles as it is, and holds a text to it; others are the ones that are dropped"
+    from llguidance import LLMatcher
+    def follows(schema): return not LLMatcher(grammars._vocabulary, LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0).is_error()
+    assert all(follows(dict(type="string", format=o)) for o in _CHECKED)
+    assert not any(follows(dict(type="string", format=o)) for o in ("password", "path", "binary", "uri-reference", "regex", "idn-email", "iri", "json-pointer", "int32", "byte"))
+
+def test_a_schema_that_is_not_given(server):
+    for path, body in (("/v1/chat/completions", dict(messages=HI, response_format=dict(type="json_schema", json_schema=dict(name="x")))),
+                       ("/v1/chat/completions", dict(messages=HI, response_format=dict(type="json_schema"))),
+                       ("/v1/responses", dict(input="Hi", text=dict(format=dict(type="json_schema", name="x"))))):
+        assert web.post(server.url + path, json=body).status_code == 200
