@@ -10,6 +10,7 @@ __all__ = ['Directory', 'config_of', 'RemoteMethod', 'DirectoryHandle', 'EngineR
 import asyncio
 import sys
 from collections.abc import Awaitable, Mapping
+from dataclasses import replace
 from contextlib import suppress
 from importlib import import_module
 from itertools import count
@@ -142,6 +143,8 @@ class ByWaitingTokens:
         return max(ceil(waiting/self.tokens), ceil(is_open/self.requests), 1), {}
 
 # %% ../nbs/56a_cluster.ipynb #f3633edc
+_EVERYWHERE = '0.0.0.0'   # where Ray's proxies may be called, by names that we do not know
+
 class Ingress:
     "The web application, with a router inside."
     async def __init__(
@@ -156,8 +159,9 @@ class Ingress:
         self._links = set[asyncio.Task[None]]()
         self._ready: asyncio.Future[ReadyMsg] = asyncio.get_running_loop().create_future()
         self._looking = asyncio.ensure_future(self._look())
-        self._app = application(self.config, self.router, await self._ready,
-                                Callers.from_config(self.config), self._log)
+        self._app = application(
+            replace(self.config, host=_EVERYWHERE), self.router, await self._ready,
+            Callers.from_config(self.config), self._log)
         while not self.router.alive: await asyncio.sleep(_JOIN_POLL)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

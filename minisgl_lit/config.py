@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['DTypeName', 'KVDTypeName', 'CacheName', 'EvictionName', 'PolicyName', 'AdmissionName', 'ToolFormatName',
-           'QuantizationName', 'ProductName', 'UnknownName', 'ReasoningParserName', 'T', 'setting', 'kinds', 'accepts',
-           'allowed', 'check_names', 'EngineConfig', 'ServerConfig', 'read', 'add_arguments']
+           'QuantizationName', 'ProductName', 'UnknownName', 'ReasoningParserName', 'T', 'OLD_NAMES', 'setting',
+           'kinds', 'accepts', 'allowed', 'check_names', 'renamed', 'names_of', 'EngineConfig', 'ServerConfig', 'read',
+           'add_arguments']
 
 # %% ../nbs/01_config.ipynb #4b337cc6
 import difflib
 import os
 import re
 from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
@@ -32,6 +33,7 @@ QuantizationName = Literal['int8', 'int4', 'fp8']
 ProductName = Literal['int8', 'exact']
 UnknownName = Literal['refuse', 'ignore']
 ReasoningParserName = Literal['auto', 'none', 'qwen3', 'deepseek-r1', 'gpt-oss']
+_site, _host = r'(\*|null|[A-Za-z][\w+.-]*://[^\s,/]+/?)', r'(\*|[\w.-]+)'
 _backend = 'auto|native|torch|flashinfer'
 _attention = f'({_backend})|({_backend}|fa2|fa3),({_backend}|cuda_cores|tensor_cores)'
 
@@ -99,6 +101,25 @@ def check_names(
         near = difflib.get_close_matches(name, known, 1)
         hint = f'did you mean {near[0]}?' if near else f'there are {", ".join(known)}'
         raise ValueError(f'{name} is no setting of {cls.__name__}; {hint}')
+
+# %% ../nbs/01_config.ipynb #71edcb9f
+OLD_NAMES = {'cors': 'allow_origin'}   # Of settings, and what each is called now
+
+def renamed(
+    settings: Mapping[str, T],   # Values, by names of which some may be old
+) -> dict[str, T]:
+    "The same by present names; `ValueError` if a setting is given by both"
+    for old, new in OLD_NAMES.items():
+        if {old, new} <= settings.keys():
+            raise ValueError(f'{old} is the old name of {new}; give {new} alone')
+    return {OLD_NAMES.get(name, name): value for name, value in settings.items()}
+
+
+def names_of(
+    f: Field,   # A field of a config
+) -> list[str]:
+    "Its name, and the old ones"
+    return [f.name, *(old for old, new in OLD_NAMES.items() if new == f.name)]
 
 # %% ../nbs/01_config.ipynb #bc08d3e9
 @dataclass(frozen=True)
@@ -200,7 +221,7 @@ class EngineConfig:
         **settings: object,  # Fields by name
     ) -> Self:
         "A config from keyword arguments; a name that is none of its fields is refused"
-        check_names(cls, settings)
+        check_names(cls, settings := renamed(settings))
         if isinstance(model, os.PathLike): model = os.fspath(model)
         make = cast(Callable[..., Self], cls)   # it checks its fields itself
         return make(**settings) if model is None else make(model, **settings)
@@ -235,9 +256,14 @@ class ServerConfig(EngineConfig):
         'of callers do not open', form='[ -~]+', words='ASCII text that is not empty')
     protect_metrics: bool = setting(
         False, 'Whether /health and /metrics ask for a key too')
-    cors: str | None = setting(
-        None, 'Web site whose pages may call this server, such as https://example.org; '
-        "'*' is any")
+    allow_origin: str | None = setting(
+        None, 'Web sites whose pages may call this server, such as https://example.org, with '
+        "commas between; '*' is any", form=rf'{_site}([\s,]+{_site})*',
+        words="'*' or sites such as https://example.org")
+    allow_host: str | None = setting(
+        None, 'Names by which callers without a key may call this server, beside its own, with '
+        "commas between; '*' is any", form=rf'{_host}([\s,]+{_host})*',
+        words="'*' or names such as llm.example.org, without a port")
     unknown_fields: UnknownName = setting(
         'refuse', 'What becomes of a field of a request that has no meaning here')
     max_body_mb: int = setting(32, 'Largest request, in megabytes', low=1)
@@ -282,5 +308,7 @@ def add_arguments(
         default = f.default if isinstance(f.default, str) else str(f.default).lower()
         help = f.metadata['help']
         about = f'{help[0].lower()}{help[1:]} ({allowed(f)}; default: {default})'
-        parser.add_argument('--' + f.name.replace('_', '-'), type=partial(read, f),
-                            default=SUPPRESS, help=about.replace('%', '%%'))
+        for name in names_of(f):
+            shown = about.replace('%', '%%') if name == f.name else SUPPRESS
+            parser.add_argument('--' + name.replace('_', '-'), type=partial(read, f), dest=f.name,
+                                default=SUPPRESS, help=shown)

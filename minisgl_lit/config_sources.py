@@ -14,7 +14,8 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import TypeVar, cast
 
-from .config import EngineConfig, ServerConfig, accepts, allowed, check_names, read
+from .config import (
+    EngineConfig, ServerConfig, accepts, allowed, check_names, names_of, read, renamed)
 
 # %% ../nbs/01a_config_sources.ipynb #6183c58f
 def _parse(file: Path) -> object:
@@ -35,7 +36,7 @@ def read_file(
     if not isinstance(found, dict | None):
         raise ValueError(f'{path} must hold names and values of settings, such as port = 8000')
     settings = {str(k).replace('-', '_'): v for k, v in (found or {}).items()}
-    try: check_names(ServerConfig, settings)
+    try: check_names(ServerConfig, settings := renamed(settings))
     except ValueError as e: raise ValueError(f'{path}: {e}') from None
     return settings
 
@@ -53,9 +54,11 @@ def _sources(
     in_file: Mapping[str, object], path: str,
 ) -> list[Sourced]:
     "All that is given for a field, the nearest first"
-    variable, found = PREFIX + f.name.upper(), []
+    variables, found = [PREFIX + name.upper() for name in names_of(f)], []
     if f.name in flags: found.append(Sourced(flags[f.name], '--' + f.name.replace('_', '-')))
-    if variable in environ: found.append(Sourced(read(f, environ[variable].strip()), variable))
+    for variable in variables:
+        if variable not in environ: continue
+        found.append(Sourced(read(f, environ[variable].strip()), variable))
     if f.name in in_file: found.append(Sourced(in_file[f.name], path))
     return [*found, Sourced(f.default, 'default')]
 

@@ -14,6 +14,7 @@ from minisgl_lit.core.sampling_params import QueueFull, RequestError
 from minisgl_lit.core.outputs import EngineCoreOutput
 from minisgl_lit.server.api_server import create_app
 from minisgl_lit.server.callers import Account, Callers
+from minisgl_lit.server.web_pages import WebPages
 from minisgl_lit.server.sse import OutputQueue
 from minisgl_lit.text.tokenizer import TextStopChecks, Tokenizer
 from minisgl_lit.core.request import PendingReq
@@ -279,7 +280,7 @@ def test_full_and_too_long(url):
 def test_names_and_keys(tokenizer, url):
     assert httpx.get(url + "/health", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
     assert "secret" not in httpx.get(url + "/get_server_info").text
-    locked, end = running(create_app(Scripted(tokenizer), tokenizer, callers=Callers({"open": Account("ann")}), cors="*"))
+    locked, end = running(create_app(Scripted(tokenizer), tokenizer, callers=Callers({"open": Account("ann")}), pages=WebPages("*", needs_key=True)))
     try:
         with pytest.raises(openai.AuthenticationError): openai.OpenAI(base_url=locked + "/v1", api_key="shut", max_retries=0).models.list()
         assert openai.OpenAI(base_url=locked + "/v1", api_key="open").models.list().data[0].id == "scripted"
@@ -422,7 +423,11 @@ def test_malformed_requests_are_never_our_fault(tokenizer):
     asyncio.run(all_())
     assert codes[400] > 150 and codes[200] > 10, codes
 
-@pytest.mark.parametrize("how", [dict(), dict(content=b'{"prompt": "x"}')], ids=["nothing", "no content type"])
+@pytest.mark.parametrize("kind", [{}, {"content-type": "application/x-www-form-urlencoded"}], ids=["none", "curl -d"])
+def test_json_needs_no_content_type(url, kind):
+    assert httpx.post(url + "/v1/completions", content=b'{"prompt": "x"}', headers=kind).status_code == 200
+
+@pytest.mark.parametrize("how", [dict(), dict(content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})], ids=["nothing", "another type"])
 def test_a_body_that_is_no_json_is_told_what_to_be(url, how):
     answer = httpx.post(url + "/v1/completions", **how)
     assert answer.status_code == 400 and answer.json()["error"]["message"] == "the body must be a JSON object, sent as Content-Type: application/json"

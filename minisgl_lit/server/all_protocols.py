@@ -63,6 +63,9 @@ def as_api_error(
         case RequestError():
             return ApiError.of(error, _FIELD_NAMES.get(path, {}).get(error.field))
         case RequestValidationError(): return explain(error.errors())
+        case HTTPException(status_code=400):   # FastAPI could not read the body
+            if isinstance(e := error.__cause__, RecursionError): return as_api_error(e, path)
+            return ApiError('the body must be JSON, with numbers of at most 4,300 digits')
         case HTTPException():
             return ApiError(f'{error.detail}: {path!r:.200}', error.status_code)
         case UnicodeEncodeError():

@@ -16,7 +16,6 @@ from functools import partial
 import numpy as np
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -43,6 +42,7 @@ from .openai_protocol import (
 from .protocol import GenerateRequest
 from .sse import ClientDisconnected, EventStream, in_one_line, unless_disconnected
 from .tokenizing import AsyncTokenizer, token_bytes
+from .web_pages import WebPages
 from ..text.tool_calling import ToolCalling
 from ..text.tokenizer import OutputCollector, Piece, RequestOutput, Tokenizer
 
@@ -86,6 +86,7 @@ class RequestGroup:
                     if piece.finish_reason: self._ended(timers[i], output)
                     yield i, piece
         except (GeneratorExit, asyncio.CancelledError):
+            self.account.take_tokens(uncounted)   # who hangs up has had it computed
             self.metrics.aborted.inc(sum(o.output is None for o in self.collectors))
             raise
 
@@ -474,10 +475,10 @@ def create_app(
     info: dict[str, object] | None = None,  # What `/get_server_info` says beside statistics
     callers: Callers | None = None,         # Who may call; `None`: all, without a key
     protect_metrics: bool = False,          # `/health` and `/metrics` need a key, too
-    cors: str | None = None,                # Web site whose pages may call; '*' is any
     max_body_mb: int = 32,                  # Longest body, in megabytes
     log_json: bool = False,                 # Whether lines in the log are JSON
     routes: Sequence[Route] = (),           # More of them, such as those of batches
+    pages: WebPages | None = None,          # Which web pages may call; `None`: its own
 ) -> FastAPI:
     "The web application of one engine"
     app = FastAPI(title='minisgl_lit', docs_url=None, redoc_url=None)
@@ -489,7 +490,6 @@ def create_app(
     public_paths = (*PAGE_FILES,) if protect_metrics else (*PAGE_FILES, '/health', '/metrics')
     app.add_middleware(middleware_stack, max_body=max_body_mb << 20,
                        callers=callers or Callers(), public_paths=public_paths,
-                       log_json=log_json, error_shape=error_shape, streamed=['/v1/files'])
-    if cors: app.add_middleware(CORSMiddleware, allow_origins=[cors], allow_methods=['*'],
-                                allow_headers=['*'], expose_headers=['x-request-id', 'request-id'])
+                       log_json=log_json, error_shape=error_shape, streamed=['/v1/files'],
+                       pages=pages or WebPages())
     return app

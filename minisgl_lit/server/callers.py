@@ -208,12 +208,14 @@ class Callers:
 
     def identify(
         self,
-        authorization: bytes,   # The header, such as `Bearer k-alice`
+        authorization: bytes,   # The header, such as `Bearer k-alice`; other schemes are a proxy's
+        api_key: bytes = b'',   # The header `x-api-key`
     ) -> Account | None:        # `None`: no such key
-        "The account that a call belongs to"
-        scheme, _, key = authorization.partition(b' ')
-        if scheme.lower() != b'bearer': return self._without_key
-        return self._by_digest.get(self._digest(key.strip()), self._without_key)
+        "The account that a call belongs to: the first that a key opens"
+        scheme, _, token = authorization.partition(b' ')
+        given = (token if scheme.lower() == b'bearer' else b'', api_key)
+        found = (self._by_digest.get(self._digest(key.strip())) for key in given if key)
+        return next(filter(None, found), self._without_key)
 
     # %% ../../nbs/48a_server.callers.ipynb #ecc63d67
     @classmethod

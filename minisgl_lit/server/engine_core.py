@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -51,33 +52,38 @@ from .messages import (
 
 # %% ../../nbs/53_server.engine_core.ipynb #883c7564
 class Profiler:
-    "Records what runs between `start` and `stop`; one profile at a time."
-    def __init__(self):
-        self._running: tuple[profile, Path] | None = None
+    """Records what runs between `start` and `stop`, at most for some seconds; one profile at a time.
 
-    def start(
-        self,
-        folder: str,  # Where the file will be; '' makes a temporary one
-    ) -> dict[str, object]:  # The `file` to come
-        "Begin; `RequestError` if it has begun, or if there can be no such folder"
+    All of an engine are written to one file, the newest over the one before."""
+    def __init__(self, seconds: float = 30.):   # Its longest time
+        self.seconds, self._end = seconds, 0.
+        self._running: profile | None = None
+        self.file: Path | None = None   # once the first has begun
+
+    def start(self) -> dict[str, object]:   # The `file` to come
+        "Begin; `RequestError` if it has begun, or if there can be no file"
         if self._running: raise RequestError('command', 'a profile is being recorded already')
-        try:
-            path = Path(folder or tempfile.mkdtemp(prefix='profile-'))
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            what = f'folder {folder!r} cannot be made: {e.strerror}'
-            raise RequestError('argument', what) from None
-        self._running = profile(), path / f'trace-{os.getpid()}.json'
-        self._running[0].start()
-        return {'file': str(self._running[1])}
+        try: self.file = self.file or Path(tempfile.mkdtemp(prefix='profile-'), 'trace.json')
+        except OSError as e: raise RequestError(
+            'command', f'no folder can be made for the profile: {e.strerror}') from None
+        self._running, self._end = profile(), time.monotonic() + self.seconds
+        self._running.start()
+        return {'file': str(self.file), 'seconds': self.seconds}
+
+    def keep_bound(self) -> None:
+        "Stop it if its time is over"
+        if self._running and time.monotonic() >= self._end: self._write(self._running)
 
     def stop(self) -> dict[str, object]:
-        "Write the file; `RequestError` if there was no `start`"
-        if not self._running: raise RequestError('command', 'no profile is being recorded')
-        (recording, file), self._running = self._running, None
+        "Write the file, if that is not done; `RequestError` if there was no `start`"
+        if not self.file: raise RequestError('command', 'no profile is being recorded')
+        if self._running: self._write(self._running)
+        return {'file': str(self.file)}
+
+    def _write(self, recording: profile) -> None:
+        self._running = None
         recording.stop()
-        recording.export_chrome_trace(str(file))
-        return {'file': str(file)}
+        recording.export_chrome_trace(str(self.file))
 
 # %% ../../nbs/53_server.engine_core.ipynb #2551d172
 def _no_grammar(params: SamplingParams) -> None:
@@ -217,7 +223,7 @@ class ControlHandler:
             case 'resume': self.control.resume()
             case 'release_memory': self.memory.release(argument.split())
             case 'resume_memory': self.memory.resume(argument.split())
-            case 'profile_start': return self.profiler.start(argument)
+            case 'profile_start': return self.profiler.start()
             case 'profile_stop': return self.profiler.stop()
             case 'stats': return self._stats()
             case 'weight_version': self.control.scheduler.weight_version = argument
@@ -346,6 +352,7 @@ def run_engine_core(
                 tidying, halfway = control.tidy(), False
             if answer := handle(message, handler): socket.send(encode(answer))
         if idle: halfway = next(tidying, 'done') is None
+        handler.profiler.keep_bound()
         if outputs := scheduler.step(): socket.send(encode(outputs))
         if reply := handler.updates.finish(): socket.send(encode(reply))
         if events := handler.take_kv_events(): socket.send(encode(KVEventsMsg(events)))

@@ -6,35 +6,59 @@
 __all__ = ['KeptResponse', 'ResponseStore', 'ResponsesProtocol']
 
 # %% ../../nbs/54e_server.responses.ipynb #ff847195
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
+from pydantic import TypeAdapter
 
 from .blocks import ChatServer, Route
 from .fields import ApiError
 from .openai_protocol import ChatMessage, new_id
 from .responses_protocol import (
     InputItem, Reasoning, ResponsesRequest, ResponsesWriter, messages_of)
-from ..text.chat_template import written_size
 
 # %% ../../nbs/54e_server.responses.ipynb #4079d8ea
 _Json = dict[str, object]
-_OVERHEAD = 1_000   # bytes of an answer, or of a message, beside its texts
+
+def _items_of(response: _Json) -> list[_Json]:
+    "The items of a response"
+    output = response['output']
+    assert isinstance(output, list)
+    return output
+
+_OVERHEAD = 1_000   # bytes of an answer, or of a name of an item, beside its JSON
+_CONVERSATION = TypeAdapter(list[ChatMessage])
 
 @dataclass(frozen=True)
 class KeptResponse:
     "An answer that its caller may refer to."
-    response: _Json              # As it was sent
-    messages: list[ChatMessage]  # The conversation, with the answer at its end
+    id: str
+    response: bytes   # JSON, as it was sent
+    messages: bytes   # JSON, the conversation with the answer at its end
+    items: tuple[str, ...]   # Ids of what is in the response
+
+    @classmethod
+    def of(
+        cls,
+        response: _Json,              # As it is sent
+        messages: list[ChatMessage],  # The conversation, with the answer at its end
+    ) -> 'KeptResponse':
+        "The same in little memory"
+        return cls(str(response['id']), json.dumps(response).encode(),
+                   json.dumps(_CONVERSATION.dump_python(messages, exclude_unset=True)).encode(),
+                   tuple(str(o['id']) for o in _items_of(response)))
 
     @property
     def n_bytes(self) -> int:
-        "How much memory it takes, about, without the others"
-        texts = [o.model_dump() for o in self.messages]
-        return written_size([self.response, texts], 1 << 40) + _OVERHEAD*(1 + len(texts))
+        "The memory it takes, as a bound"
+        return len(self.response) + len(self.messages) + _OVERHEAD*(1 + len(self.items))
+
+    def conversation(self) -> list[ChatMessage]:
+        "Its messages"
+        return _CONVERSATION.validate_json(self.messages)
 
 # %% ../../nbs/54e_server.responses.ipynb #dd3980df
 class ResponseStore:
@@ -45,7 +69,7 @@ class ResponseStore:
     ):
         self.max_bytes, self.n_bytes = max_bytes, dict[str, int]()   # kept of each caller
         self._kept: dict[str, dict[str, tuple[KeptResponse, int]]] = {}   # by caller, then by id
-        self._items: dict[tuple[str, str], _Json] = {}   # by caller and id of the item
+        self._items: dict[tuple[str, str], str] = {}   # the answer, by caller and id of the item
 
     def get(
         self,
@@ -67,11 +91,11 @@ class ResponseStore:
         kept: KeptResponse,   # An answer
     ) -> None:
         "Keep it, and forget what there is no more room for"
-        size, key = kept.n_bytes, str(kept.response['id'])
+        size = kept.n_bytes
         if size > self.max_bytes: return
-        self._kept.setdefault(caller, {})[key] = kept, size
+        self._kept.setdefault(caller, {})[kept.id] = kept, size
         self.n_bytes[caller] = self.n_bytes.get(caller, 0) + size
-        for item in _items_of(kept): self._items[caller, str(item['id'])] = item
+        for item in kept.items: self._items[caller, item] = kept.id
         while sum(self.n_bytes.values()) > self.max_bytes:
             most = max(self.n_bytes, key=self.n_bytes.__getitem__)
             self.remove(most, next(iter(self._kept[most])))
@@ -86,7 +110,7 @@ class ResponseStore:
         self.get(caller, response_id)
         kept, size = self._kept[caller].pop(response_id)
         self.n_bytes[caller] -= size
-        for item in _items_of(kept): del self._items[caller, str(item['id'])]
+        for item in kept.items: del self._items[caller, item]
         if not self._kept[caller]: del self._kept[caller], self.n_bytes[caller]
 
     # %% ../../nbs/54e_server.responses.ipynb #85fb37b9
@@ -99,18 +123,12 @@ class ResponseStore:
         resolved = [*items]
         for i, item in enumerate(items):
             if item.type != 'item_reference': continue
-            found = self._items.get((caller, item.id or ''))
-            if not found:
+            owner = self._items.get((caller, item.id or ''))
+            if not owner:
                 raise ApiError(f'there is no item {item.id!r:.80}, or no more', 404, f'input[{i}]')
-            resolved[i] = InputItem.model_validate(found)
+            found = _items_of(json.loads(self._kept[caller][owner][0].response))
+            resolved[i] = InputItem.model_validate(next(o for o in found if o['id'] == item.id))
         return resolved
-
-# %% ../../nbs/54e_server.responses.ipynb #de8686dc
-def _items_of(kept: KeptResponse) -> list[_Json]:
-    "The items of a response"
-    output = kept.response['output']
-    assert isinstance(output, list)
-    return output
 
 # %% ../../nbs/54e_server.responses.ipynb #80b4e408
 class ResponsesProtocol:
@@ -127,11 +145,10 @@ class ResponsesProtocol:
         caller, thinking = request.state.account.name, body.reasoning or Reasoning()
         messages = messages_of(self.store.resolve(caller, body.input))
         if body.previous_response_id:
-            messages = self.store.get(caller, body.previous_response_id).messages + messages
+            messages = self.store.get(caller, body.previous_response_id).conversation() + messages
         def keep(response: _Json) -> None:
-            said = KeptResponse(response, [])
-            items = [InputItem.model_validate(o) for o in _items_of(said)]
-            self.store.add(caller, KeptResponse(response, messages + messages_of(items)))
+            items = [InputItem.model_validate(o) for o in _items_of(response)]
+            self.store.add(caller, KeptResponse.of(response, messages + messages_of(items)))
         new_writer = partial(
             ResponsesWriter, new_id('resp_'), echo=body.echo(), offers=body.offers,
             summary=bool(thinking.summary or thinking.generate_summary),
@@ -140,7 +157,8 @@ class ResponsesProtocol:
 
     async def get(self, response_id: str, request: Request) -> Response:
         "An answer that was kept"
-        return JSONResponse(self.store.get(request.state.account.name, response_id).response)
+        kept = self.store.get(request.state.account.name, response_id)
+        return Response(kept.response, media_type='application/json')
 
     async def delete(self, response_id: str, request: Request) -> dict[str, object]:
         "Forget an answer"

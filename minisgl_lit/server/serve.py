@@ -41,6 +41,7 @@ from .ray_engine import RayCluster, RayEngine
 from .prefill_router import handoff_folder, make_router
 from .router import Router
 from .tokenizing import checkpoint_problems
+from .web_pages import WebPages
 from ..text.tokenizer import Tokenizer
 
 # %% ../../nbs/56_server.serve.ipynb #6e4e0a79
@@ -393,8 +394,8 @@ def application(
         'api_key': None, 'admin_key': None}
     tokenizer = Tokenizer(ready.model_path, config.reasoning_parser)
     for problem in checkpoint_problems(tokenizer): log(problem)
-    return create_app(client, tokenizer, info, callers, config.protect_metrics, config.cors,
-                      config.max_body_mb, config.log_json, routes)
+    return create_app(client, tokenizer, info, callers, config.protect_metrics,
+                      config.max_body_mb, config.log_json, routes, WebPages.from_config(config))
 
 # %% ../../nbs/56_server.serve.ipynb #f3bab1dc
 def serve(
