@@ -52,7 +52,7 @@ from .messages import (
 
 # %% ../../nbs/53_server.engine_core.ipynb #883c7564
 class Profiler:
-    """Records what runs between `start` and `stop`, at most for some seconds; one profile at a time.
+    """Records what runs between `start` and `stop`, for some seconds at most; one at a time.
 
     All of an engine are written to one file, the newest over the one before."""
     def __init__(self, seconds: float = 30.):   # Its longest time
