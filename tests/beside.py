@@ -95,7 +95,7 @@ class Beside:
         host, port = re.match(r'http://(.*):(\d+)', self.server.url).groups()
         reader, writer = await asyncio.open_connection(host, int(port))
         key = f'Authorization: Bearer {self.server.key}\r\n' if self.server.key else ''
-        writer.write(f'{start} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{key}\r\n'.encode() + body)
+        writer.write(f'{start} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{key}\r\n'.encode() + body)
         return reader, writer
 
     async def _stream(self, i: int) -> None:

@@ -41,7 +41,7 @@ def add(name: str, row: str, allowed: Iterable[int], steps: Callable[[bytes, int
 
 def head(start: str, *headers: str | bytes, close: bool = True) -> bytes:
     "The head of a request, such as `GET /health`"
-    lines = [f'{start} HTTP/1.1', 'Host: x', *headers, *(['Connection: close'] if close else [])]
+    lines = [f'{start} HTTP/1.1', 'Host: localhost', *headers, *(['Connection: close'] if close else [])]
     return b'\r\n'.join(o if isinstance(o, bytes) else o.encode() for o in lines if o) + b'\r\n\r\n'
 
 def posted(path: str, body: bytes, key: bytes = b'', *headers: str, kind: str = 'application/json', close: bool = True) -> bytes:
@@ -403,14 +403,14 @@ def with_key(name: str, allowed: Iterable[int], make: Callable[[bytes], Iterable
 BODY = json.dumps(completion()).encode()
 TOO_LONG = frozenset({CLOSED, 400, 413, 414, 431})
 LATE = frozenset({CLOSED, 408})
-http('a header of 100 MB', TOO_LONG, b'GET /health HTTP/1.1\r\nHost: x\r\na: ', partial(much, b'a', 100 << 20), b'\r\n\r\n')
-http('100,000 headers', TOO_LONG, b'GET /health HTTP/1.1\r\nHost: x\r\n', partial(much, b'a: b\r\n', 600_000), b'\r\n')
-http('headers without end', TOO_LONG | LATE, b'GET /health HTTP/1.1\r\nHost: x\r\n', partial(much, b'abcdefgh: ijklmnop\r\n', 50 << 20))
-http('headers without end, ten at once', TOO_LONG | LATE, b'GET /health HTTP/1.1\r\nHost: x\r\n', partial(much, b'abcdefgh: ijklmnop\r\n', 5 << 20), callers=10)
-http('a URL of 50 MB', TOO_LONG, b'GET /', partial(much, b'a', 50 << 20), b' HTTP/1.1\r\nHost: x\r\n\r\n')
-http('a method of 10 MB', TOO_LONG | {405}, partial(much, b'A', 10 << 20), b' / HTTP/1.1\r\nHost: x\r\n\r\n')
-http('a query of 1 MB', TOO_LONG, b'GET /health?', partial(much, b'a=b&', 1 << 20), b' HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n')
-with_key('a model of 1 MB in the path', TOO_LONG | {404}, lambda key: [b'GET /v1/models/', *much(b'm', 1 << 20), b' HTTP/1.1\r\nHost: x\r\n', key + b'\r\n' if key else b'', b'Connection: close\r\n\r\n'])
+http('a header of 100 MB', TOO_LONG, b'GET /health HTTP/1.1\r\nHost: localhost\r\na: ', partial(much, b'a', 100 << 20), b'\r\n\r\n')
+http('100,000 headers', TOO_LONG, b'GET /health HTTP/1.1\r\nHost: localhost\r\n', partial(much, b'a: b\r\n', 600_000), b'\r\n')
+http('headers without end', TOO_LONG | LATE, b'GET /health HTTP/1.1\r\nHost: localhost\r\n', partial(much, b'abcdefgh: ijklmnop\r\n', 50 << 20))
+http('headers without end, ten at once', TOO_LONG | LATE, b'GET /health HTTP/1.1\r\nHost: localhost\r\n', partial(much, b'abcdefgh: ijklmnop\r\n', 5 << 20), callers=10)
+http('a URL of 50 MB', TOO_LONG, b'GET /', partial(much, b'a', 50 << 20), b' HTTP/1.1\r\nHost: localhost\r\n\r\n')
+http('a method of 10 MB', TOO_LONG | {405}, partial(much, b'A', 10 << 20), b' / HTTP/1.1\r\nHost: localhost\r\n\r\n')
+http('a query of 1 MB', TOO_LONG, b'GET /health?', partial(much, b'a=b&', 1 << 20), b' HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n')
+with_key('a model of 1 MB in the path', TOO_LONG | {404}, lambda key: [b'GET /v1/models/', *much(b'm', 1 << 20), b' HTTP/1.1\r\nHost: localhost\r\n', key + b'\r\n' if key else b'', b'Connection: close\r\n\r\n'])
 with_key('chunks of one byte', {400, CLOSED}, lambda key: [
     head(f'POST {COMPLETIONS}', 'Content-Type: application/json', 'Transfer-Encoding: chunked', key),
     *([b''.join(b'1\r\n%c\r\n' % c for c in BODY[:-1] + b' ' * 200_000 + b'}')]), b'0\r\n\r\n'])
@@ -435,14 +435,14 @@ http('1,000 requests in a row without waiting', {200, CLOSED}, lambda: [head('GE
 http('websocket', NOT_FOUND | {401, 403, 405, 426, CLOSED}, head('GET /live', 'Upgrade: websocket', 'Connection: Upgrade, close', 'Sec-WebSocket-Version: 13', 'Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==', close=False), patience=20)
 http('HTTP/2', NOT_HTTP | {505, 405}, b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n', patience=20)
 http('HTTP/0.9', NOT_HTTP | {200}, b'GET /health\r\n\r\n', patience=20)
-http('HTTP/9.9', NOT_HTTP | {200, 505}, b'GET /health HTTP/9.9\r\nHost: x\r\nConnection: close\r\n\r\n', patience=20)
+http('HTTP/9.9', NOT_HTTP | {200, 505}, b'GET /health HTTP/9.9\r\nHost: localhost\r\nConnection: close\r\n\r\n', patience=20)
 http('TLS', NOT_HTTP, b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03' + bytes(500), patience=20)
 http('a megabyte of zeros', NOT_HTTP, bytes(1_000_000), patience=20)
 http('line feeds', NOT_HTTP | LATE | {431}, b'\n' * 1_000_000)
-http('a header that goes on in the next line', NOT_HTTP | {200}, b'GET /health HTTP/1.1\r\nHost: x\r\na: b\r\n c: d\r\nConnection: close\r\n\r\n', patience=20)
-http('a header with a null character', NOT_HTTP, b'GET /health HTTP/1.1\r\nHost: x\r\na: \0b\r\nConnection: close\r\n\r\n', patience=20)
-http('a header without a colon', NOT_HTTP, b'GET /health HTTP/1.1\r\nHost: x\r\nabc\r\nConnection: close\r\n\r\n', patience=20)
-http('a request id with a line break', {200, 400}, b'GET /health HTTP/1.1\r\nHost: x\r\nx-request-id: a%0d%0aGET / 200\xff\r\nConnection: close\r\n\r\n', patience=20)
+http('a header that goes on in the next line', NOT_HTTP | {200}, b'GET /health HTTP/1.1\r\nHost: localhost\r\na: b\r\n c: d\r\nConnection: close\r\n\r\n', patience=20)
+http('a header with a null character', NOT_HTTP, b'GET /health HTTP/1.1\r\nHost: localhost\r\na: \0b\r\nConnection: close\r\n\r\n', patience=20)
+http('a header without a colon', NOT_HTTP, b'GET /health HTTP/1.1\r\nHost: localhost\r\nabc\r\nConnection: close\r\n\r\n', patience=20)
+http('a request id with a line break', {200, 400}, b'GET /health HTTP/1.1\r\nHost: localhost\r\nx-request-id: a%0d%0aGET / 200\xff\r\nConnection: close\r\n\r\n', patience=20)
 for method in 'BREW PUT DELETE PATCH TRACE CONNECT OPTIONS'.split():
     http(f'the method {method}', {400, 401, 404, 405, CLOSED}, head(f'{method} {COMPLETIONS}'), patience=20)
 with_key('GET where POST is meant', {405}, lambda key: [head(f'GET {COMPLETIONS}', key)])
@@ -455,7 +455,7 @@ with_key('the metrics, 100 at once', {200}, lambda key: [head('GET /metrics', ke
 with_key('health_generate, 50 at once', {200, 400, 503}, lambda key: [head('GET /health_generate', key)], callers=50)
 http('half a head, then silence', LATE, b'GET /health HTTP/1.1\r\nHo', callers=20, patience=100)
 http('silence', LATE, callers=100, patience=100)
-http('a head that trickles', LATE | TOO_LONG, b'GET /health HTTP/1.1\r\nHost: x\r\na: ', lambda: (o for _ in range(100) for o in (b'a', 1.)), patience=100)
+http('a head that trickles', LATE | TOO_LONG, b'GET /health HTTP/1.1\r\nHost: localhost\r\na: ', lambda: (o for _ in range(100) for o in (b'a', 1.)), patience=100)
 with_key('a body that trickles', LATE | {400}, lambda key: [head(f'POST {COMPLETIONS}', 'Content-Type: application/json', 'Content-Length: 100000', key), *(o for _ in range(100) for o in (b' ', 1.))], patience=100)
 with_key('a body that never comes', LATE, lambda key: [head(f'POST {COMPLETIONS}', 'Content-Type: application/json', 'Content-Length: 1000', 'Expect: 100-continue', key)], callers=20, patience=100)
 with_key('streams that are left', {200, CLOSED}, lambda key: [posted(GENERATE, json.dumps(generate('x', max_new_tokens=300, ignore_eos=True, n=8) | {'stream': True}).encode(), key), .3, HANG_UP],
@@ -470,7 +470,7 @@ add('no key', 'control', {401}, lambda key, i: [posted(COMPLETIONS, BODY)])
 add('no key, and a body of 30 MB', 'control', {401}, lambda key, i: [posted(COMPLETIONS, b' ' * (30 << 20))])
 add('a wrong key', 'control', {401}, lambda key, i: [head(f'GET {path}', 'Authorization: Bearer wrong') for path in ('/get_server_info',)])
 add('a key that is not ASCII', 'control', {400, 401}, lambda key, i: [head('GET /get_server_info', b'Authorization: Bearer \xff\xfe')])
-add('a key of 1 MB', 'control', {400, 401, 431, CLOSED}, lambda key, i: [b'GET /get_server_info HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ', *much(b'k', 1 << 20), b'\r\nConnection: close\r\n\r\n'])
+add('a key of 1 MB', 'control', {400, 401, 431, CLOSED}, lambda key, i: [b'GET /get_server_info HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer ', *much(b'k', 1 << 20), b'\r\nConnection: close\r\n\r\n'])
 
 
 # ---- to send one

@@ -30,7 +30,7 @@ def health(url): return web.get(url + '/health').status_code
 def request(body):
     "The bytes of a request to /generate"
     text = json.dumps(body)
-    return (f'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n'
+    return (f'POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n'
             f'Content-Length: {len(text)}\r\n\r\n{text}').encode()
 
 def connect(server, body, buffer=None):

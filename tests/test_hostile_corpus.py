@@ -239,7 +239,7 @@ def test_memory_of_large_bodies_is_given_back_once(monkeypatch):
     async def main():
         monkeypatch.setattr(middleware, 'trim_memory', trim)
         limited, scope = middleware.BodyLimitMiddleware(app), {'type': 'http', 'headers': []}
-        async def receive(n): return {'type': 'http.request', 'body': bytes(n)}
+        async def receive(n): return {'type': 'http.request', 'body': b' ' * n}
         async def call(n):
             await limited(scope, lambda: receive(n), None)
             await asyncio.sleep(.001)
@@ -261,7 +261,7 @@ def test_large_bodies_rest_by_their_size(monkeypatch):
     async def main(sizes):
         limited, scope = middleware.BodyLimitMiddleware(app), {'type': 'http', 'headers': []}
         async def call(n):
-            async def receive(): return {'type': 'http.request', 'body': bytes(n)}
+            async def receive(): return {'type': 'http.request', 'body': b' ' * n}
             await limited(scope, receive, None)
         await asyncio.gather(*map(call, sizes))
     async def trim(): pass

@@ -23,7 +23,7 @@ from nbrun import cfg, root
 
 HEALTH = b'GET /health HTTP/1.1\r\nConnection: close\r\n\r\n'
 HALF_HEADER = b'GET / HTTP/1.1\r\nX: '
-CHUNKED = b'POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n'
+CHUNKED = b'POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n'
 HALF_BODY = b'POST / HTTP/1.1\r\nContent-Length: 100\r\n\r\nabc'
 MB = b'x'*(1 << 20)
 

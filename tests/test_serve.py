@@ -132,7 +132,7 @@ bad = [
     ('max_tokens', dict(prompt='x', max_tokens='5')), ('max_tokens', dict(prompt='x', max_tokens=1.5)),
     ('temperature', dict(prompt='x', temperature=-.1)), ('temperature', dict(prompt='x', temperature=float('nan'))),
     ('temperature', dict(prompt='x', temperature=float('inf'))), ('top_p', dict(prompt='x', top_p=0)), ('top_p', dict(prompt='x', top_p=1.1)),
-    ('top_k', dict(prompt='x', top_k=-2)), ('min_p', dict(prompt='x', min_p=2)), ('seed', dict(prompt='x', seed=-2)), ('seed', dict(prompt='x', seed=2**70)),
+    ('top_k', dict(prompt='x', top_k=-2)), ('min_p', dict(prompt='x', min_p=2)), ('seed', dict(prompt='x', seed=-2**70)), ('seed', dict(prompt='x', seed=2**70)),
     ('stop', dict(prompt='x', stop='')), ('stop[0]', dict(prompt='x', stop=[1])), ('stop_token_ids', dict(prompt='x', stop_token_ids=[-1])),
     ('n', dict(prompt='x', n=0)), ('n', dict(prompt='x', n=1.5)), ('best_of', dict(prompt='x', best_of=2)),
     ('logprobs', dict(prompt='x', logprobs=-2)), ('presence_penalty', dict(prompt='x', presence_penalty=3)), ('logit_bias', dict(prompt='x', logit_bias={'5': 1000})),
@@ -178,7 +178,7 @@ def test_callers_who_leave(server):
     def leave(stream, seconds):
         text = body[:-1] + f', "stream": {json.dumps(stream)}}}'
         with socket.create_connection((host, int(port))) as s:
-            s.sendall(f'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n{text}'.encode())
+            s.sendall(f'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n{text}'.encode())
             time.sleep(seconds)
     before = info(server)['generated_tokens']
     with ThreadPoolExecutor(10) as pool:
