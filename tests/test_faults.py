@@ -22,8 +22,8 @@ LONG = dict(sampling_params=dict(max_tokens=1800, ignore_eos=True, temperature=1
 
 
 @pytest.fixture(scope='module')
-def server():
-    with serve(**SMALL, log_interval=0) as s: yield s
+def server(tmp_path_factory):
+    with serve(**SMALL, log_interval=0, batch_folder=str(tmp_path_factory.mktemp('kept'))) as s: yield s
 
 def health(url): return web.get(url + '/health').status_code
 
@@ -488,3 +488,31 @@ def test_answers_find_their_askers():
         assert [(await o)['aborted'] for i, o in enumerate(askers) if i != 3] == [i for i in range(20) if i != 3]
         assert not client._control_replies
     asyncio.run(main())
+
+
+CHANGES = {'os.remove', 'os.rename', 'os.mkdir', 'os.rmdir', 'os.truncate', 'fsync'}   # as Python's audit calls them, but for the last
+
+def test_a_slow_disk_holds_up_no_one(server, monkeypatch):
+    "What an upload, a batch, one that is cancelled and a deletion write and remove is written and removed in threads: the event loop has others to answer"
+    done, fsync, watching = [], os.fsync, False
+    def note(event, args=()):
+        writes = event == 'open' and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if watching and (event in CHANGES or writes): done.append((event, threading.current_thread().name, str(args[:1])))
+    def noted(handle):
+        note('fsync')
+        fsync(handle)
+    monkeypatch.setattr(os, 'fsync', noted)
+    sys.addaudithook(note)   # stays, and sees nothing after this test
+    def upload(n): return web.post(server.url + '/v1/files', files={'file': ('asked', b'{"prompt": "x", "max_tokens": 1}\n' * n)}, data={'purpose': 'batch'}).json()['id']
+    def batch(file): return post(server, '/v1/batches', input_file_id=file, endpoint='/v1/completions', completion_window='24h').json()['id']
+    def state(id): return web.get(f'{server.url}/v1/batches/{id}').json()['status']
+    watching = True
+    file = upload(3)
+    first, second = batch(file), batch(upload(40_000))
+    until(lambda: state(first) == 'completed')
+    post(server, f'/v1/batches/{second}/cancel')
+    until(lambda: state(second) == 'cancelled')
+    assert web.delete(f'{server.url}/v1/files/{file}').json()['deleted']
+    watching = False
+    assert {'fsync', 'open', 'os.rename', 'os.remove'} <= {event for event, *_ in done}   # it has seen them
+    assert not [o for o in done if o[1].startswith(('minisgl_lit', 'asyncio'))]   # the event loop, and the threads that others need

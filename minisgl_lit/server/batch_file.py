@@ -208,7 +208,7 @@ class RecordFile:
         except OSError:
             self._file.close()
             raise ValueError(f'{path} is being written by another program') from None
-        try: self._size = self._file.truncate(self._read())
+        try: self.n_bytes = self._file.truncate(self._read())
         except ValueError:
             self._file.close()
             raise
@@ -250,9 +250,9 @@ class RecordFile:
             while left: left = left[self._file.write(left):]
             os.fsync(self._file.fileno())
         except OSError:
-            self._file.truncate(self._size)
+            self._file.truncate(self.n_bytes)
             raise
-        self._size += len(data)
+        self.n_bytes += len(data)
         self._keys.extend(key_of(made['custom_id']) for made in records)
         return len(data)
 

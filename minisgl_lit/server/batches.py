@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from contextlib import aclosing
+from functools import partial
 from typing import Literal, Self
 
 import msgspec
@@ -26,7 +27,7 @@ from .blocks import Route
 from .callers import Account, Callers
 from .fields import ApiError, ApiObject
 from .files import BatchCounts, BatchObject, CallerFolder, FileObject, FileRoutes
-from .files import Folders, Status, outputs_of, page_of
+from .files import Folders, Status, on_disk, outputs_of, page_of
 
 # %% ../../nbs/54m_server.batches.ipynb #9f72e182
 def inner_caller(
@@ -73,12 +74,15 @@ class _Outputs:
 
     def _size(self) -> int: return sum(o.stat().st_size for o in self.paths if o.exists())
 
-    def __enter__(self) -> Self: return self
+    async def __aenter__(self) -> Self: return self
 
-    def __exit__(self, *error: object) -> None:
+    async def __aexit__(self, *error: object) -> None:
+        await on_disk(self._close)
+        self.count()
+
+    def _close(self) -> None:
         with self._closing:
             for file in (self.good, self.bad): file.__exit__()
-        self.count()
 
     @property
     def keys(self) -> np.ndarray:
@@ -86,14 +90,14 @@ class _Outputs:
         return np.concatenate([self.good.keys, self.bad.keys])
 
     def append(self, records: list[_Json]) -> None:
-        "Write records, each to its file; in a thread, which may be left alone"
+        "Write records, each to its file; in a thread"
         with self._closing:
             for file, failed in ((self.good, False), (self.bad, True)):
                 if own := [o for o in records if has_failed(o) == failed]: file.append(own)
 
     def count(self) -> None:
         "Bring the folder's sum up to date"
-        size = self._size()
+        size = self.good.n_bytes + self.bad.n_bytes
         self.folder.n_bytes += size - self.counted
         self.counted = size
 
@@ -105,16 +109,16 @@ async def run_batch(
     most: int,              # Lines in flight
 ) -> None:
     "Answer all lines that have no record; `BatchError` if there is no room for more"
-    lines = await asyncio.to_thread(BatchFile, folder.content(batch.input_file_id), batch.endpoint,
-                                    most=_MAX_LINES)
-    with await asyncio.to_thread(_Outputs, folder, batch) as outputs:
+    asked = folder.content(batch.input_file_id)
+    lines = await on_disk(lambda: BatchFile(asked, batch.endpoint, most=_MAX_LINES))
+    async with await on_disk(lambda: _Outputs(folder, batch)) as outputs:
         batch.request_counts = counts = BatchCounts(
             len(lines), len(outputs.good.keys), len(outputs.bad.keys))
         batch.enter('in_progress')
-        folder.save(batch)
+        await folder.save(batch)
         async with aclosing(run(lines.left(outputs.keys), send, most)) as groups:
             async for records in groups:
-                await asyncio.to_thread(outputs.append, records)
+                await on_disk(partial(outputs.append, records))
                 outputs.count()
                 failed = sum(map(has_failed, records))
                 counts.completed += len(records) - failed
@@ -123,7 +127,7 @@ async def run_batch(
                     f'your files have more than {folder.max_bytes:,} bytes; delete some')
 
 # %% ../../nbs/54m_server.batches.ipynb #fc9d5d98
-def finish(
+async def finish(
     folder: CallerFolder,   # Of its caller
     batch: BatchObject,     # All of whose records are written
     status: Status,         # In which it ends
@@ -134,14 +138,14 @@ def finish(
     for name, of in zip(outputs_of(batch), ('output', 'error')):
         path = folder.content(name)
         if not path.exists() or not (size := path.stat().st_size): continue
-        folder.save(FileObject(name, size, int(time.time()), f'{batch.id}_{of}.jsonl',
-                               'batch_output'))
+        await folder.save(FileObject(
+            name, size, int(time.time()), f'{batch.id}_{of}.jsonl', 'batch_output'))
         setattr(batch, f'{of}_file_id', name)
     if error: batch.errors = {'object': 'list', 'data': [
         {'code': 'batch_failed', 'message': error, 'line': None, 'param': None}]}
     before = batch.status
     batch.enter(status)
-    try: folder.save(batch)
+    try: await folder.save(batch)
     except ApiError:
         batch.status = before   # the disk says so, too
         raise
@@ -161,6 +165,8 @@ class Batches:
         self._tasks: dict[str, asyncio.Task[None]] = {}   # by caller
         self._running: dict[str, asyncio.Task[None]] = {}   # by batch
         self._app: ASGIApp | None = None
+        if self.folders.path:   # no folder is made while the server serves
+            for name in self.callers.names: self.folders.of(name)
 
     def start(
         self,
@@ -190,20 +196,21 @@ class Batches:
     async def _run_all(self, app: ASGIApp, account: Account) -> None:
         "Run the batches of a caller, one after the other"
         folder, send = self.folders.of(account.name), inner_caller(app, account)
-        while batch := next((o for o in folder.all(BatchObject) if not o.is_over), None):
+        while batch := next(filter(folder.is_waiting, folder.all(BatchObject)), None):
             try:
                 if batch.status != 'cancelling': await self._run_one(folder, batch, send)
                 error = ''
             except (ApiError, BatchError, ValueError, OSError) as e: error = str(e)
             except Exception as e: error = f'something went wrong in the server: {e!r}'
             await self._finish(folder, batch, error.replace(f'{folder.path}/', ''))   # the operator's
+            self._running.pop(batch.id, None)   # last: a `stop` until then must find it
 
     async def _finish(self, folder: CallerFolder, batch: BatchObject, error: str) -> None:
         "Let a batch be over, as soon as the disk takes that"
-        end: Status = 'failed' if error else 'completed'
-        if batch.status == 'cancelling': end = 'cancelled'
         while True:
-            try: return finish(folder, batch, end, error)
+            end: Status = 'failed' if error else 'completed'
+            if batch.status == 'cancelling': end = 'cancelled'
+            try: return await finish(folder, batch, end, error)
             except ApiError: await asyncio.sleep(_FULL_DISK)
 
     async def _run_one(self, folder: CallerFolder, batch: BatchObject, send: Send) -> None:
@@ -214,10 +221,9 @@ class Batches:
         finally:   # if the server stops, it has not ended
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-            del self._running[batch.id]   # last: a second `stop` meanwhile must find it
         if not running.cancelled(): running.result()
 
-    def stop(
+    async def stop(
         self,
         folder: CallerFolder,   # Of its caller
         batch: BatchObject,     # One of the folder's
@@ -226,9 +232,9 @@ class Batches:
         if batch.is_over: raise ApiError(f'this batch is {batch.status} already', 409, 'batch_id')
         batch.enter('cancelling')
         running = self._running.get(batch.id)
-        if running is None: return finish(folder, batch, 'cancelled')   # it had not begun
+        if running is None: return await finish(folder, batch, 'cancelled')   # it had not begun
         running.cancel()
-        folder.save(batch)   # so that it ends, if the server does first
+        await folder.save(batch)   # so that it ends, if the server does first
 
 # %% ../../nbs/54m_server.batches.ipynb #ddcb2017
 _MAX_RUNNING = 16   # batches of a caller that are not over
@@ -270,7 +276,7 @@ class BatchRoutes:
             'it', 429)
         batch = BatchObject(f'batch_{secrets.token_hex(12)}', body.endpoint, asked.id,
                             int(time.time()), metadata=body.metadata)
-        folder.save(batch)
+        await folder.save(batch)
         self.batches.wake(request.state.account.name)
         return msgspec.to_builtins(batch)
 
@@ -295,5 +301,5 @@ class BatchRoutes:
         "End a batch; what it has answered is kept"
         folder = self.folders.of_caller(request)
         kept = folder.get(batch_id, BatchObject)
-        self.batches.stop(folder, kept)
+        await self.batches.stop(folder, kept)
         return msgspec.to_builtins(kept)

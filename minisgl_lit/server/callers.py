@@ -235,5 +235,13 @@ class Callers:
         name: str,       # Of an account, as a batch that runs without a call notes it
     ) -> Account | None: # `None`: there is none, or no more
         "The account of a name"
-        accounts = *self._by_digest.values(), self._without_key
-        return next((o for o in accounts if o and o.name == name), None)
+        return next((o for o in self._accounts if o.name == name), None)
+
+    @property
+    def names(self) -> list[str]:
+        "Of all accounts; '' is who needs no key"
+        return [o.name for o in self._accounts]
+
+    @property
+    def _accounts(self) -> list[Account]:
+        return [o for o in (*self._by_digest.values(), self._without_key) if o]
