@@ -197,6 +197,9 @@ class EngineConfig:
     seed: int | None = setting(None, 'Start of all randomness; None draws one')
     reasoning_parser: ReasoningParserName = setting(
         'auto', "How the model's thinking is told from its answer; auto: as its chat template says")
+    control_tokens_in_messages: bool = setting(
+        False, "Whether special tokens in a message's text are tokens, as in other engines; False: "
+        'they are plain text')
     max_queued_req: int = setting(4096, 'Requests that may wait; more are refused', low=1)
     additional_properties: bool = setting(
         False, 'Whether objects of a JSON schema that does not say so may have keys of their own')

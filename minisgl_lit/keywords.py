@@ -54,6 +54,7 @@ class EngineSettings(TypedDict, total=False):
     cuda_graph_max_bs: int | Literal['auto']
     seed: int | None
     reasoning_parser: ReasoningParserName
+    control_tokens_in_messages: bool
     max_queued_req: int
     additional_properties: bool
     threads: int | None

@@ -144,8 +144,10 @@ def build(
     if not on_gpu: warn_if_spinning(threads)
     shard_config(model, config.tp)   # raises if `tp` does not fit, before a process is started
     check_tier(config, resolved.device)
-    tokenizer = Tokenizer(resolved.path, config.reasoning_parser)
-    eos = frozenset(model.eos_token_ids)
+    tokenizer = Tokenizer(resolved.path, config.reasoning_parser,
+                          config.control_tokens_in_messages)
+    own = {o for o in tokenizer.eos_ids if o < model.vocab_size}
+    eos = frozenset(model.eos_token_ids) | own   # whichever file says it
     grammars = GrammarCompiler(tokenizer.backend, model.vocab_size, eos,
                                additional_properties=config.additional_properties)
     ranks, tier, handoffs = start_ranks(config.tp), None, None

@@ -392,7 +392,8 @@ def application(
     info: dict[str, object] = {
         **asdict(config), 'max_seq_len': ready.max_seq_len, 'vocab_size': ready.vocab_size,
         'api_key': None, 'admin_key': None}
-    tokenizer = Tokenizer(ready.model_path, config.reasoning_parser)
+    tokenizer = Tokenizer(ready.model_path, config.reasoning_parser,
+                          config.control_tokens_in_messages)
     for problem in checkpoint_problems(tokenizer): log(problem)
     return create_app(client, tokenizer, info, callers, config.protect_metrics,
                       config.max_body_mb, config.log_json, routes, WebPages.from_config(config))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TemplateLimit', 'written_size', 'Budget', 'spending', 'TemplateRefusal', 'ChatOptions', 'CallStyle', 'styled',
-           'ChatTemplate']
+           'completed', 'shaped', 'ChatTemplate']
 
 # %% ../../nbs/50a_text.chat_template.ipynb #d67baab5
 import json
@@ -30,6 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from ..core.sampling_params import RequestError, quote
+from .control_tokens import Marker
 
 # %% ../../nbs/50a_text.chat_template.ipynb #e6fad595
 class TemplateLimit(TemplateError):
@@ -302,6 +303,7 @@ class CallStyle(NamedTuple):
     text_arguments: bool   # Arguments as JSON in a text, not as an object
     no_content: str | None # `content` of a message that only calls
     short_ids: bool        # Ids of nine letters
+    result: str = 'text'   # How the content of a result stands, one of `_SHAPES`
 
 _STYLES = [CallStyle(*o) for o in product((False, True), (None, ''), (False, True))]
 
@@ -329,6 +331,49 @@ def styled(
     if not calls or not isinstance(calls, list): return short(message, 'tool_call_id')
     made = {**message, 'tool_calls': [call(o) for o in calls]}
     return made if made.get('content') else made | {'content': style.no_content}
+
+# %% ../../nbs/50a_text.chat_template.ipynb #914960ba
+def completed(
+    messages: Sequence[Mapping[str, object]],   # A conversation
+) -> list[Mapping[str, object]]:
+    "The same, with an id for each call, and the id and the name of the function for each result"
+    done, waiting = [], list[tuple[str, object]]()
+    for message in messages:
+        if isinstance(calls := message.get('tool_calls'), list):
+            made = [{**o, 'id': o.get('id') or f'call_{len(done)}_{i}'}
+                    if isinstance(o, Mapping) else o for i, o in enumerate(calls)]
+            waiting = [(o['id'], o['function'].get('name')) for o in made
+                       if isinstance(o, Mapping) and isinstance(o.get('function'), Mapping)]
+            message = {**message, 'tool_calls': made}
+        elif message['role'] == 'tool' and waiting:
+            ids, given = [o for o, _ in waiting], message.get('tool_call_id')
+            call_id, name = waiting.pop(ids.index(given) if given in ids else 0)
+            known = {k: v for k, v in message.items() if v}
+            message = {**message, **dict(tool_call_id=call_id, name=name), **known}
+        done.append(message)
+    return done
+
+# %% ../../nbs/50a_text.chat_template.ipynb #84881a48
+def _object(text: str) -> object:
+    "A result as an object"
+    try: found = json.loads(text)
+    except (ValueError, RecursionError): found = None
+    return found if isinstance(found, dict) else {'result': text}
+
+_SHAPES = {'text': lambda o: o, 'parts': lambda o: [{'type': 'text', 'text': o}],
+           'object': _object, 'objects': lambda o: [_object(o)]}   # of a content
+_TOOL_SHAPES = {'tools': lambda o: o, 'functions': lambda o: [t.get('function', t) for t in o],
+                'text': lambda o: json.dumps(o, ensure_ascii=False)}
+
+def shaped(
+    message: Mapping[str, object],   # Of a conversation
+    shapes: Mapping[str, str],       # Of contents, by role
+) -> Mapping[str, object]:
+    "The same message, with its content, if it is a text or parts of text, in this shape"
+    content, shape = message.get('content'), shapes.get(str(message['role']), 'text')
+    if shape != 'text' and isinstance(content, str):
+        return {**message, 'content': _SHAPES[shape](content)}
+    return message
 
 # %% ../../nbs/50a_text.chat_template.ipynb #eb5fe6aa
 _MAX_SOURCE = 1 << 18       # characters of a template
@@ -374,7 +419,7 @@ class ChatTemplate:
     @cached_property
     def asked_to_think(self) -> str:
         "A short prompt as it writes it when it is asked to think; '' if it cannot"
-        names = dict(messages=_EXAMPLE, tools=None, add_generation_prompt=True,
+        names = dict(messages=self._shaped(_EXAMPLE), tools=None, add_generation_prompt=True,
                      enable_thinking=True, thinking=True)
         try: return self._write(_TRIAL, names)
         except Exception: return ''
@@ -383,6 +428,21 @@ class ChatTemplate:
     def call_style(self) -> CallStyle:
         "How it wants calls to stand in a conversation"
         return self._find_style()
+
+    @cached_property
+    def shapes(self) -> Mapping[str, str]:
+        "In which shape it wants the contents of each role; texts, unless it says"
+        return self._find_shapes()
+
+    @cached_property
+    def tool_shape(self) -> str:
+        "In which shape it wants the tools, one of `_TOOL_SHAPES`"
+        for name, shape in _TOOL_SHAPES.items():
+            try: text = self._write(_TRIAL, dict(messages=self._shaped(_EXAMPLE),
+                tools=shape([_LOOK_UP]), add_generation_prompt=True))
+            except Exception: continue
+            if 'look_up' in text: return name
+        return 'tools'
 
     @cached_property
     def problem(self) -> str:
@@ -399,7 +459,7 @@ class ChatTemplate:
         "What goes wrong with a short message; '' if nothing does"
         said = ''
         for tools in [None, [_EXAMPLE_TOOL]][:1 + self.takes_tools]:
-            names = dict(messages=_EXAMPLE, tools=tools, add_generation_prompt=True)
+            names = dict(messages=self._shaped(_EXAMPLE), tools=tools, add_generation_prompt=True)
             try: self._write(_TRIAL, names)
             except TemplateRefusal: return ''   # it works, and does not like our example
             except Exception as e: said = said or _about(e)
@@ -427,21 +487,51 @@ class ChatTemplate:
 
     # %% ../../nbs/50a_text.chat_template.ipynb #41e70ff7
     def _find_style(self) -> CallStyle:
-        "The first style in which this template writes calls; the usual one if it writes none"
-        for style in _STYLES:
-            names = dict(messages=[styled(o, style) for o in _CALLING], tools=[_EXAMPLE_TOOL],
-                         add_generation_prompt=True)
-            try: text = self._write(_TRIAL, names)
+        "The first style in which this template writes calls and results; else the usual one"
+        only_call, tools = None, _TOOL_SHAPES[self.tool_shape]([_LOOK_UP])
+        for shape, style in product(_SHAPES, _STYLES):
+            style = style._replace(result=shape)
+            messages = self._shaped([styled(o, style) for o in _CALLING], shape)
+            try: text = self._write(_TRIAL, dict(messages=messages, tools=tools,
+                                                 add_generation_prompt=True))
             except Exception: continue
-            if 'look_up' in text and 'Rome' in text and 'None' not in text: return style
-        return _STYLES[0]
+            if text.count('look_up') < 1 or 'Rome' not in text or 'None' in text: continue
+            if 'sunny' in text: return style
+            only_call = only_call or style._replace(result='text')
+        return only_call or _STYLES[0]
 
-    def _with_calls(
+    def _find_shapes(self) -> Mapping[str, str]:
+        "The first shapes of contents in which it writes most of an example"
+        def written(shapes: Mapping[str, str]) -> int:
+            "How many contents of the example it writes, with or without a system's"
+            most = 0
+            for roles in (['system', 'user', 'assistant', 'user'], ['user', 'assistant', 'user'], ['user']):
+                messages = [shaped({'role': o, 'content': _SAID[o]}, shapes) for o in roles]
+                try: text = self._write(_TRIAL, dict(messages=messages, tools=None,
+                                                     add_generation_prompt=True))
+                except Exception: continue
+                wrong = text.count("'type'")   # a list that is written as it is
+                most = max(most, sum(_SAID[o] in text for o in {*roles}) - 9 * wrong)
+            return most
+        all_shapes = [dict(zip(_SAID, o)) for o in product(('text', 'parts'), repeat=3)]
+        counts = [written(all_shapes[0])]
+        if counts[0] < len(_SAID): counts += map(written, all_shapes[1:])
+        return all_shapes[counts.index(max(counts))]
+
+    def _shaped(self, messages: Sequence[Mapping[str, object]],
+                result: str = 'text') -> list[Mapping[str, object]]:
+        "The messages, with contents as the template wants them"
+        shapes = {**self.shapes, 'tool': result}
+        return [shaped(m, shapes) for m in messages]
+
+    def _as_wanted(
         self, messages: Sequence[Mapping[str, object]]
     ) -> Sequence[Mapping[str, object]]:
-        "The messages, with calls of tools as the template wants them"
-        if not any(m.get('tool_calls') for m in messages): return messages
-        return [styled(m, self.call_style) for m in messages]
+        "The messages, with calls, results and contents as the template wants them"
+        if not any(m.get('tool_calls') or m['role'] == 'tool' for m in messages):
+            return self._shaped(messages)
+        messages = [styled(m, self.call_style) for m in completed(messages)]
+        return self._shaped(messages, self.call_style.result)
 
     # %% ../../nbs/50a_text.chat_template.ipynb #e63c1ecf
     def render(
@@ -449,6 +539,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, object]],  # Each with a 'role' and a 'content'
         tools: Sequence[Mapping[str, object]] | None = None,   # Functions the model may call
         options: ChatOptions = ChatOptions(),      # How it ends, and what the caller adds
+        marker: Marker | None = None,   # Marks control tokens in what is not the template's
     ) -> str:
         "The conversation as one text; `RequestError` if there can be none"
         _check_messages(messages)
@@ -456,8 +547,12 @@ class ChatTemplate:
         if tools and not self.takes_tools: raise RequestError(
             'tools', 'the chat template of this model has no place for tools; leave them out')
         continues, names = options.continue_final_message, self._switches(options)
-        messages = self._with_calls(messages)
-        names |= dict(messages=_mark_end(messages) if continues else messages, tools=tools or None,
+        messages = self._as_wanted(_mark_end(messages) if continues else messages)
+        if tools: tools = _TOOL_SHAPES[self.tool_shape](tools)
+        if marker:
+            messages, tools = marker.messages(messages), marker.value(tools)
+            names = {k: marker.value(v) for k, v in names.items()}
+        names |= dict(messages=messages, tools=tools or None,
                       add_generation_prompt=options.adds_prompt)
         try: text = self._write(_RENDERING, names)
         except TemplateRefusal as e:
@@ -465,7 +560,7 @@ class ChatTemplate:
         except Exception as e:   # of the template's code, or of a method that it has called
             what = f'the chat template of this checkpoint fails on these messages: {_about(e)}'
         else: return _cut_at_mark(text) if continues else text
-        raise RequestError('messages', what)
+        raise RequestError('messages', marker.clean(what) if marker else what)
 
 # %% ../../nbs/50a_text.chat_template.ipynb #4cfb7a67
 
@@ -478,7 +573,12 @@ def _about(error: Exception) -> str:
 _CALLING = [*_EXAMPLE, {'role': 'assistant', 'content': None, 'tool_calls': [
     {'id': 'call_0123456789', 'type': 'function',
      'function': {'name': 'look_up', 'arguments': {'city': 'Rome'}}}]},
-    {'role': 'tool', 'tool_call_id': 'call_0123456789', 'name': 'look_up', 'content': 'sunny'}]
+    {'role': 'tool', 'tool_call_id': 'call_0123456789', 'name': 'look_up', 'content': '{"sky": "sunny"}'}]
+
+_LOOK_UP = {'type': 'function', 'function': {
+    **_EXAMPLE_TOOL['function'], 'name': 'look_up'}}
+
+_SAID = {'system': 'alder', 'user': 'birch', 'assistant': 'cedar'}
 
 # %% ../../nbs/50a_text.chat_template.ipynb #e63c1ecf
 _CUT = '\ue000cut\ue001'   # private characters, which no model writes

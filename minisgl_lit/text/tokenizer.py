@@ -25,42 +25,12 @@ from ..core.request import (
 from ..core.sampling_params import ContextTooLong, RequestError, SamplingParams, quote
 from ..core.outputs import EngineCoreOutput
 from .chat_template import ChatOptions, ChatTemplate
+from .control_tokens import Marker, PlainTexts
 from .reasoning import (
     ReasoningDelta, ReasoningFormat, ReasoningParser, ThinkingTracker, find_format, place_of)
 from .stop import SearchBudget, StopChecker, compile_stop, search_together
-
-# %% ../../nbs/51_text.tokenizer.ipynb #bd60aa06
-def _read_json(file: Path) -> dict:
-    "The content of a JSON file; `{}` if there is no such file"
-    if not file.exists(): return {}
-    try: return json.loads(file.read_text(encoding='utf-8'))
-    except ValueError as e: raise ValueError(f'{file} cannot be read as JSON: {e}') from None
-
-def _template_sources(path: Path, config: dict) -> dict[str, str]:
-    "Chat templates by name: one in its own file, or in the config, where several may have names"
-    file, source = path/'chat_template.jinja', config.get('chat_template') or []
-    if file.exists(): source = file.read_text(encoding='utf-8')
-    if not isinstance(source, list): return {'default': source}
-    return {entry['name']: entry['template'] for entry in source}
-
-def _special_tokens(config: dict) -> dict[str, str]:
-    "Special tokens, such as `bos_token`; in the file, texts or objects with a text in them"
-    found = {k: v.get('content') if isinstance(v, dict) else v for k, v in config.items()}
-    return {k: v for k, v in found.items() if k.endswith('_token') and isinstance(v, str)}
-
-# %% ../../nbs/51_text.tokenizer.ipynb #72ddeeb0
-def _load(path: Path) -> tokenizers.Tokenizer:
-    "The vocabulary and its rules; `ValueError` if they cannot be read"
-    file = path/'tokenizer.json'
-    try:
-        if file.exists(): return tokenizers.Tokenizer.from_file(str(file))
-        if not any(path.glob('*token*')) and not any(path.glob('vocab*')):
-            return tokenizers.Tokenizer(tokenizers.models.BPE())   # knows no token
-        from transformers import AutoTokenizer   # seconds, so only if there is no other way
-        return AutoTokenizer.from_pretrained(path).backend_tokenizer
-    except Exception as e:   # the library raises nothing more exact
-        why = str(e).splitlines()[0]
-        raise ValueError(f'there is no usable tokenizer in {path}: {why}') from None
+from .tokenizer_files import (
+    load_backend, read_settings, special_tokens, template_sources)
 
 # %% ../../nbs/51_text.tokenizer.ipynb #20029c15
 _KEEPING = {'NFC', 'NFKC', 'NFD', 'NFKD', 'Lowercase', 'Prepend', 'Replace', 'ByteLevel', 'Digits',
@@ -118,16 +88,13 @@ class Tokenizer:
         self,
         path: str | Path,  # Folder of the checkpoint
         reasoning_parser: str = 'auto',   # How thinking is told from answers, see `find_format`
+        control_tokens_in_messages: bool = False,   # Whether callers' texts may make such tokens
     ):
+        self._marks_texts = not control_tokens_in_messages
         self.path = path = Path(path)
-        names = 'special_tokens_map.json', 'tokenizer_config.json'
-        config = _read_json(path/names[0]) | _read_json(path/names[1])
-        self.backend, self.special = _load(path), _special_tokens(config)
-        self.backend.no_padding()
-        self.backend.no_truncation()
-        known = [o for o in self.special.values() if self.backend.token_to_id(o) is not None]
-        self.backend.add_special_tokens(known)   # tokenizer.json may not mark them as special
-        sources = _template_sources(path, config)
+        config = read_settings(path)
+        self.backend, self.special = load_backend(path, config), special_tokens(config)
+        sources = template_sources(path, config)
         templates = {k: ChatTemplate(v, self.special) for k, v in sources.items()}
         self.chat_template = templates.get('default')
         self.tool_template = templates.get('tool_use', self.chat_template)   # if tools are given
@@ -138,6 +105,8 @@ class Tokenizer:
         self._special_ids = {i for i, token in added.items() if token.special}
         self._reasoning_parser = reasoning_parser
         self.added_ids = {token.content: i for i, token in added.items()}   # ids of added tokens
+        ends = (self.special.get(f'{o}_token', '') for o in ('eos', 'eot', 'eom'))
+        self.eos_ids = {i for o in ends if (i := self.backend.token_to_id(o)) is not None}
 
     @property
     def template_problem(self) -> str:
@@ -157,6 +126,17 @@ class Tokenizer:
         source, asked = (template.source, template.asked_to_think) if template else ('', '')
         return find_format(self._reasoning_parser, source, asked)
 
+    @cached_property
+    def control_tokens(self) -> frozenset[str]:
+        "Texts of special tokens, and of those that the template writes around each turn"
+        turns = [{'role': o, 'content': 'hi'} for o in ('user', 'assistant', 'user')]
+        try: text = self.chat_template.render(turns) if self.chat_template else ''
+        except RequestError: text = ''
+        return frozenset(o for o, i in self.added_ids.items() if i in self._special_ids or o in text)
+
+    @cached_property
+    def _plain_texts(self) -> PlainTexts: return PlainTexts(self.backend, self.control_tokens)
+
     # %% ../../nbs/51_text.tokenizer.ipynb #94bd656d
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         "The text of all these tokens"
@@ -171,7 +151,12 @@ class Tokenizer:
             what = 'this checkpoint has no tokenizer; give a list of token ids'
             raise RequestError('prompt', what)
         if max_len is not None: self.check_length(text, max_len)
-        try: [found] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return self._ids(self.backend, text, add_special_tokens, max_len)
+
+    def _ids(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool,
+             max_len: int | None) -> np.ndarray:
+        "Token ids, by this backend"
+        try: [found] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:
             what = f'a prompt must be valid Unicode, not {quote(text)}'
             raise RequestError('prompt', what) from None
@@ -201,7 +186,14 @@ class Tokenizer:
         template = self.tool_template if tools else self.chat_template
         if template is None:
             raise RequestError('messages', 'this model has no chat template; use a prompt instead')
-        return self.encode(template.render(messages, tools, options), False, max_len)
+        if not self._marks_texts:
+            return self.encode(template.render(messages, tools, options), False, max_len)
+        marker = Marker(self.control_tokens)
+        text = template.render(messages, tools, options, marker)
+        if marker.mark not in text: return self.encode(text, False, max_len)
+        if max_len is not None: self.check_length(marker.clean(text), max_len)
+        prepared = self._plain_texts.prepare(text, marker.mark)
+        return self._ids(self._plain_texts.backend, prepared, False, max_len)
 
     # %% ../../nbs/51_text.tokenizer.ipynb #92c1fd74
     def mark_ids(self, mark: str) -> list[int]:
@@ -319,7 +311,8 @@ def make_decoder(
     "The decoder of an answer"
     skip = params.skip_special_tokens
     shows_marks = params.tells_thinking and tokenizer.reasoning and tokenizer.special_marks
-    return TextDecoder(tokenizer, skip and not shows_marks, params.visible_tokens)
+    visible = {*params.visible_tokens, *tokenizer.special_ids(params.stop).values()}
+    return TextDecoder(tokenizer, skip and not shows_marks, visible)
 
 def make_parser(
     tokenizer: Tokenizer,    # The model's
