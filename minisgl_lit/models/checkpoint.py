@@ -236,13 +236,13 @@ def _read_generation_config(
     if greedy: generation['temperature'] = 0.0
     try: SamplingParams(**generation)
     except RequestError as e: raise ValueError(f'{e}, as {file.name} has it') from None
-    ids: dict[int, None] = {}   # in order; either file may name one that the other lacks
+    ids = list[object]()   # either file may name one that the other lacks
     for eos in (found.get('eos_token_id'), raw.get('eos_token_id')):
         given = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(o) is int and o >= 0 for o in given):
             raise ValueError(f'eos_token_id={eos!r} of the checkpoint must be a token id '
                              'or a list of such')
-        ids |= dict.fromkeys(given)
+        ids += [o for o in given if o not in ids]
     return dict(eos_token_ids=tuple(ids), generation=generation)
 
 # %% ../../nbs/38_models.checkpoint.ipynb #95b1f569

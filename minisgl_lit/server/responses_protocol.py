@@ -25,7 +25,7 @@ from .openai_protocol import (
     ChatMessage, ChatRequest, Function, FunctionCall, MessageCall, NamedFunction, NamedSchema,
     NamedTool, OtherTool, ResponseFormat, Tool, usage)
 from .sse import sse
-from ..text.chat_template import written_size
+from ..text.template_sandbox import written_size
 from ..text.tokenizer import RequestOutput
 
 # %% ../../nbs/54d_server.responses_protocol.ipynb #f72560c1

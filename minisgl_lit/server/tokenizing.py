@@ -20,7 +20,8 @@ from fastapi import Request
 
 from ..core.sampling_params import RequestError
 from .sse import unless_disconnected
-from ..text.chat_template import ChatOptions, written_size
+from ..text.chat_template import ChatOptions
+from ..text.template_sandbox import written_size
 from ..text.tokenizer import Tokenizer, too_long
 
 # %% ../../nbs/54b_server.tokenizing.ipynb #d2dd11a2

@@ -29,7 +29,7 @@ class Marker:
 
     def text(self, text: str) -> str:
         "A text, with marks"
-        text = self._whole.sub(lambda o: o[0][0] + self.mark + o[0][1:], text)
+        text = self._whole.sub(lambda found: found[0][0] + self.mark + found[0][1:], text)
         end = len(text.rstrip())
         begun = self._begun.search(text, max(0, end - self._longest))
         return text if begun is None else text[:end] + self.mark + text[end:]
@@ -37,7 +37,8 @@ class Marker:
     def value(self, value: object) -> object:
         "A text, or lists and maps of them, with marks"
         if isinstance(value, str): return self.text(value)
-        if isinstance(value, Mapping): return {self.value(k): self.value(v) for k, v in value.items()}
+        if isinstance(value, Mapping):
+            return {self.value(k): self.value(v) for k, v in value.items()}
         if isinstance(value, (list, tuple)): return [self.value(o) for o in value]
         return value
 
@@ -71,7 +72,8 @@ class PlainTexts:
     ) -> str:         # For `backend`
         "The same text, without marks, and with private names for the template's control tokens"
         texts = '|'.join(map(re.escape, self._names)) or '(?!)'
-        return re.sub(f'(?:{texts})(?!{mark})', lambda o: self._names[o[0]], text).replace(mark, '')
+        marked = re.compile(f'(?:{texts})(?!{mark})')
+        return marked.sub(lambda found: self._names[found[0]], text).replace(mark, '')
 
 def _renamed(backend: tokenizers.Tokenizer, names: Mapping[str, str]) -> tokenizers.Tokenizer:
     "A copy in which some tokens have other texts, and nothing else can become one of them"

@@ -132,7 +132,8 @@ class Tokenizer:
         turns = [{'role': o, 'content': 'hi'} for o in ('user', 'assistant', 'user')]
         try: text = self.chat_template.render(turns) if self.chat_template else ''
         except RequestError: text = ''
-        return frozenset(o for o, i in self.added_ids.items() if i in self._special_ids or o in text)
+        return frozenset(
+        o for o, i in self.added_ids.items() if i in self._special_ids or o in text)
 
     @cached_property
     def _plain_texts(self) -> PlainTexts: return PlainTexts(self.backend, self.control_tokens)

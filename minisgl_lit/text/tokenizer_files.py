@@ -60,7 +60,6 @@ def template_sources(
     for name, source in found.items():
         if not isinstance(source, str):
             raise ValueError(f'the chat template {name!r} in {path} must be a text')
-    if len(found) == 1: found = {'default': o for o in found.values()}
     return {name: str(source) for name, source in found.items()}
 
 def _name(entry: object) -> str:
