@@ -1,6 +1,6 @@
 """GGUF files, written by llama.cpp's own quantizer (`tests/data/make_gguf.py`): the same weights as the format's own package makes of them, the
 same tokens as `transformers`, whoever shares the batch; and files that are damaged, cut off or of another kind."""
-import json, shutil
+import json, shutil, unicodedata
 from pathlib import Path
 
 import gguf
@@ -18,6 +18,7 @@ from minisgl_lit.models.embedded import embedded_path
 from minisgl_lit.models.gguf import block_formats, gguf_folder, read_blocks, read_index, read_tensor
 from minisgl_lit.models.quantization import pack_parts
 from minisgl_lit.models.weights import load_weights
+from minisgl_lit.text.tokenizer import Tokenizer
 from reference import MAX_NEW, prompts
 from test_products import needs_compiler
 
@@ -122,7 +123,7 @@ def test_a_vocabulary_without_its_tokenizer_json(tmp_path):
     from minisgl_lit.text.tokenizer import Tokenizer
     name, whole = b'tokenizer.huggingface.json', (DATA/'embedded-Q4_K_M.gguf').read_bytes()
     assert name in whole
-    (tmp_path/'m.gguf').write_bytes(whole.replace(name, b'tokenizer.huggingface.gone'))
+    (tmp_path/'m.gguf').write_bytes(whole.replace(name, b'generally.huggingface.json'))
     made, meant = Tokenizer(gguf_folder(tmp_path/'m.gguf', tmp_path/'cache')), Tokenizer(embedded_path())
     for text in ('Hello', 'What is a page?', '<|im_start|>user'):
         assert made.encode(text).tolist() == meant.encode(text).tolist()
@@ -177,3 +178,17 @@ def test_a_type_without_a_kernel_is_widened(tmp_path, capfd):
     def join(parts): return pack_parts(parts, torch.float32, False)
     weights = load_weights(folder, read_config(folder), torch.float32, join=join)
     assert torch.equal(weights[name], read_tensor(tensor)) and 'IQ4_NL: widened to float32' in capfd.readouterr().err
+
+
+def test_the_same_text_as_transformers(tmp_path):
+    "Our tokenizer of a file's fields, and the one that `transformers` makes of them"
+    from transformers import AutoTokenizer
+    whole = (DATA/'embedded-Q4_K_M.gguf').read_bytes()
+    (tmp_path/'m.gguf').write_bytes(whole.replace(b'tokenizer.huggingface.json', b'generally.huggingface.json'))
+    theirs, ours = AutoTokenizer.from_pretrained(str(tmp_path), gguf_file='m.gguf'), Tokenizer(gguf_folder(tmp_path/'m.gguf', tmp_path/'cache'))
+    some = ['  ', '\n\n', "don't", ' 1234', 'append(', '\u00e9', 'e\u0301', '<|im_start|>', '<|im_end|>']
+    @given(st.lists(st.one_of(st.text(), st.sampled_from(some)), max_size=6).map(''.join))
+    def same(text):   # composed, as Qwen2's own tokenizer does and `transformers` does not for a GGUF file
+        text = unicodedata.normalize('NFC', text)
+        assert ours.encode(text).tolist() == theirs.encode(text)
+    same()

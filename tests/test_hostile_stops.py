@@ -31,6 +31,7 @@ class Letters:
     backend, byte_level = None, True
     def decode(self, ids, skip_special_tokens=True): return "".join(chr(65 + i) for i in ids)
     def decode_first(self, token, skip_special_tokens=True): return chr(65 + token)
+    def special_ids(self, texts): return {}
 
 
 # -- a pattern is measured before it is compiled ---------------------------------------------------

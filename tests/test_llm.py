@@ -30,6 +30,7 @@ class Letters:
     backend, byte_level = None, True   # no grammars here
     def decode(self, ids, skip_special_tokens=True): return "".join(chr(65 + i) for i in ids)
     def decode_first(self, token, skip_special_tokens=True): return chr(65 + token)
+    def special_ids(self, texts): return {}
 
 
 def toy_driver(overlap, rows=3, pages=24, queued=4, delay=0.0, driver=EngineDriver):
