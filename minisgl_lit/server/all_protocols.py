@@ -66,8 +66,10 @@ def as_api_error(
         case HTTPException(status_code=400):   # FastAPI could not read the body
             if isinstance(e := error.__cause__, RecursionError): return as_api_error(e, path)
             return ApiError('the body must be JSON, with numbers of at most 4,300 digits')
+        case HTTPException(status_code=405):   # `Allow` is added where the routes are known
+            return ApiError(f'{path!r:.200} takes other methods; the header Allow has them', 405)
         case HTTPException():
-            return ApiError(f'{error.detail}: {path!r:.200}', error.status_code)
+            return ApiError(f'there is no {path!r:.200} here', error.status_code)
         case UnicodeEncodeError():
             return ApiError(f'every text must be valid Unicode, not {error.object!r:.80}')
         case RecursionError(): return ApiError('this request is nested too deeply')

@@ -50,7 +50,9 @@ def _parse(data: bytes) -> _Json:
         line = json.loads(data)
     except ApiError as e: raise _LineError(str(e).replace('the body', 'the line')) from None
     except RecursionError: raise _LineError('this is nested too deeply') from None
-    except ValueError as e: raise _LineError(f'this is no JSON: {e}') from None
+    except json.JSONDecodeError as e:
+        raise _LineError(f'this is no JSON from character {e.pos + 1} on') from None
+    except ValueError: raise _LineError('numbers may have at most 4,300 digits') from None
     if isinstance(line, str): return {'prompt': line}
     if isinstance(line, dict): return line
     raise _LineError(f'a line must be an object or a text, not {json.dumps(line):.40}')

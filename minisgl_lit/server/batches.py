@@ -27,7 +27,7 @@ from .blocks import Route
 from .callers import Account, Callers
 from .fields import ApiError, ApiObject
 from .files import BatchCounts, BatchObject, CallerFolder, FileObject, FileRoutes
-from .files import Folders, Status, on_disk, outputs_of, page_of
+from .files import Folders, Status, disk_error, on_disk, outputs_of, page_of
 
 # %% ../../nbs/54m_server.batches.ipynb #9f72e182
 def inner_caller(
@@ -200,7 +200,8 @@ class Batches:
             try:
                 if batch.status != 'cancelling': await self._run_one(folder, batch, send)
                 error = ''
-            except (ApiError, BatchError, ValueError, OSError) as e: error = str(e)
+            except OSError as e: error = str(disk_error(e))
+            except (ApiError, BatchError, ValueError) as e: error = str(e)
             except Exception as e: error = f'something went wrong in the server: {e!r}'
             await self._finish(folder, batch, error.replace(f'{folder.path}/', ''))   # the operator's
             self._running.pop(batch.id, None)   # last: a `stop` until then must find it

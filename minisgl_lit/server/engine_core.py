@@ -64,8 +64,8 @@ class Profiler:
         "Begin; `RequestError` if it has begun, or if there can be no file"
         if self._running: raise RequestError('command', 'a profile is being recorded already')
         try: self.file = self.file or Path(tempfile.mkdtemp(prefix='profile-'), 'trace.json')
-        except OSError as e: raise RequestError(
-            'command', f'no folder can be made for the profile: {e.strerror}') from None
+        except OSError: raise RequestError(
+            'command', 'no folder can be made for the profile; is the disk full?') from None
         self._running, self._end = profile(), time.monotonic() + self.seconds
         self._running.start()
         return {'file': str(self.file), 'seconds': self.seconds}
