@@ -202,6 +202,15 @@ def test_ollama(server):
     assert json.loads(chosen["message"]["content"])["city"] in ("Oslo", "Rome")
     assert [web.get(server.url + path).status_code for path in ("/api/tags", "/api/ps", "/api/version")] == [200]*3
     assert "tools" in post(server, "/api/show", model=server.model).json()["capabilities"]
+    shown = post(server, "/api/show", model=server.model).json()
+    assert {"completion", "thinking"} <= {*shown["capabilities"]} and "messages" in shown["template"] and shown["model_info"]["general.parameter_count"] > 1e5
+    assert shown["details"]["family"] and shown["details"]["parameter_size"] and web.get(server.url + "/api/tags").json()["models"][0]["size"] > 1e5
+    assert len(post(server, "/api/embeddings", model=server.model, prompt="hi").json()["embedding"]) > 8
+    as_curl = web.post(server.url + "/api/generate", content=json.dumps(dict(prompt="hi", stream=False, options=dict(num_predict=2))), headers={"content-type": "application/x-www-form-urlencoded"})
+    assert as_curl.status_code == 200 and as_curl.json()["done"]
+    calls = [dict(function=dict(name="get_time", arguments={})), dict(function=dict(name="get_day", arguments={}))]
+    without_ids = [dict(role="user", content="When?"), dict(role="assistant", content="", tool_calls=calls), dict(role="tool", tool_name="get_day", content="Monday"), dict(role="tool", content="noon")]
+    assert post(server, "/api/chat", model=server.model, messages=without_ids, stream=False, options=dict(num_predict=2)).status_code == 200
     for path, body, status in [("/api/chat", dict(model="other", messages=dialog), 404), ("/api/show", dict(model="other"), 404),
                                ("/api/generate", dict(prompt="x", images=["x"]), 400), ("/api/nothing", {}, 404)]:
         r = post(server, path, **body)

@@ -6,7 +6,7 @@
 __all__ = ['protocol_routes', 'error_shape', 'as_api_error', 'declared', 'clipped']
 
 # %% ../../nbs/54i_server.all_protocols.ipynb #2eaac05a
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fastapi.exceptions import RequestValidationError
@@ -17,7 +17,7 @@ from .blocks import ChatServer, Route
 from .embedding_protocol import RERANK_PATHS, EmbeddingRoutes
 from .fields import ApiError, explain
 from .messages_protocol import MessagesProtocol, messages_error
-from .ollama_protocol import OllamaProtocol, ollama_error
+from .ollama_protocol import OllamaProtocol, ServedModel, ollama_error
 from .responses import ResponsesProtocol, ResponseStore
 
 # %% ../../nbs/54i_server.all_protocols.ipynb #c746fc3f
@@ -26,13 +26,13 @@ def protocol_routes(
     embeddings: EmbeddingRoutes, # Embeds texts
     model: str,                  # The served model
     info: Mapping[str, object],  # Settings of the server
-    can: Sequence[str],          # What the model can do, in Ollama's words
+    about: ServedModel,          # What there is to say of it
 ) -> list[Route]:
     "The routes of the protocols that bring their own"
     megabytes = info.get('response_store_mb')
     store = ResponseStore(megabytes << 20) if isinstance(megabytes, int) else ResponseStore()
     protocols = (ResponsesProtocol(server, store), MessagesProtocol(server),
-                 OllamaProtocol(server, embeddings, model, info, can))
+                 OllamaProtocol(server, embeddings, model, info, about))
     return [route for protocol in protocols for route in protocol.routes]
 
 def error_shape(

@@ -37,6 +37,7 @@ from .messages import UserMsg
 from .operations import PAGE_FILES, Operations
 from .native_protocol import (
     AbortRequest, DetokenizeRequest, GenerateWriter, PauseRequest, TokenizeRequest)
+from .ollama_protocol import ServedModel
 from .openai_protocol import (
     ChatRequest, ChatWriter, ConversationWriter, ResponseWriter, check_model, new_id)
 from .protocol import GenerateRequest
@@ -455,9 +456,8 @@ def _add_routes(app: FastAPI, api: Api, more: Sequence[Route]) -> None:
                           dependencies=[Depends(needs_admin)] if path in for_admin else [])
     for path, route in gets.items():
         app.add_api_route(path, route, response_model=None, responses=declared(path))
-    template = api.tokenizer.tool_template
-    can = ['completion', *(['tools'] if template and template.takes_tools else [])]
-    routes = protocol_routes(api, embeddings, api.client.model, api.info, can)
+    served = ServedModel.of(api.tokenizer, api.info)
+    routes = protocol_routes(api, embeddings, api.client.model, api.info, served)
     for method, path, route in (*routes, *more):
         app.add_api_route(path, checking_fields(route, refuse_unknown), methods=[method],
                           response_model=None, responses=declared(path))

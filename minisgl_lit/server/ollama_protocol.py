@@ -4,18 +4,20 @@
 
 # %% auto #0
 __all__ = ['Options', 'OllamaCall', 'OllamaMessage', 'OllamaRequest', 'OllamaChatRequest', 'OllamaTextRequest',
-           'OllamaEmbedRequest', 'ModelRequest', 'OllamaChatWriter', 'OllamaTextWriter', 'ollama_error',
-           'OllamaProtocol']
+           'OllamaEmbedRequest', 'OllamaEmbeddingsRequest', 'ModelRequest', 'OllamaChatWriter', 'OllamaTextWriter',
+           'ollama_error', 'ServedModel', 'OllamaProtocol']
 
 # %% ../../nbs/54h_server.ollama_protocol.ipynb #5e36a618
 import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import ClassVar, Literal
+from math import prod
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
 from fastapi import Request, Response
@@ -30,7 +32,7 @@ from .openai_protocol import (
     ChatMessage, ChatRequest, FunctionCall, MessageCall, NamedSchema, ResponseFormat, Tools)
 from .openai_protocol import check_model, new_id
 from .sse import ndjson
-from ..text.tokenizer import RequestOutput
+from ..text.tokenizer import RequestOutput, Tokenizer
 
 # %% ../../nbs/54h_server.ollama_protocol.ipynb #0a14d3fc
 class Options(ApiObject):
@@ -136,7 +138,21 @@ class OllamaChatRequest(OllamaRequest):
     def chat(self) -> ChatRequest:
         "The same as a chat request"
         messages = [o.chat_message for o in self.messages]
+        _name_calls(messages)
         return self.chat_of('messages', messages, tools=self.tools or None)
+
+def _name_calls(messages: Sequence[ChatMessage]) -> None:
+    "Give calls and results the ids that a history lacks: a result is of the first open call"
+    open_calls: dict[str, str] = {}   # names, by id
+    for i, message in enumerate(messages):
+        for k, call in enumerate(message.tool_calls or []):
+            call.id = call.id or f'c{i:05}{k:03}'   # nine letters and digits: some templates count
+            open_calls[call.id] = call.function.name
+        if message.role != 'tool': continue
+        fitting = [o for o, name in open_calls.items() if message.name in (None, name)]
+        message.tool_call_id = message.tool_call_id or next(iter(fitting), None)
+        name = open_calls.pop(message.tool_call_id or '', None)
+        message.name = message.name or name
 
 class OllamaTextRequest(OllamaRequest):
     "The body of `/api/generate`."
@@ -164,6 +180,16 @@ class OllamaEmbedRequest(ApiObject):
         "The same as OpenAI's"
         model = self.model and self.model.removesuffix(':latest')
         return EmbeddingRequest(model=model, input=self.input, dimensions=self.dimensions)
+
+class OllamaEmbeddingsRequest(ApiObject):
+    "The body of `/api/embeddings`, which older clients ask."
+    without_effect = OllamaEmbedRequest.without_effect
+    model: str | None = None
+    prompt: str = ''
+
+    def embed(self) -> OllamaEmbedRequest:
+        "The same as a body of `/api/embed`"
+        return OllamaEmbedRequest(model=self.model, input=self.prompt)
 
 class ModelRequest(ApiObject):
     "The body of `/api/show`."
@@ -247,6 +273,98 @@ def ollama_error(
     "The JSON to send, in the shape of Ollama's errors"
     return {'error': str(error)}
 
+# %% ../../nbs/54h_server.ollama_protocol.ipynb #1affc75a
+class _Tensor(NamedTuple):
+    "What a file says of a tensor."
+    name: str
+    kind: str     # Such as 'BF16' or 'Q4_K'
+    size: int     # Numbers in it
+    nbytes: int
+
+def _stored(folder: Path) -> tuple[int, list[_Tensor]]:
+    "Bytes of the files of weights, and their tensors"
+    if (index := folder/'gguf.json').exists():
+        found = json.loads(index.read_text(encoding='utf-8'))
+        tensors = [_Tensor(name, kind, prod(shape), nbytes)
+                   for name, (_, _, nbytes, kind, shape, *_) in found.items()]
+        files = [Path(o) for o in {entry[0] for entry in found.values()}]
+    else:
+        files = [*folder.glob('*.safetensors')]
+        tensors = [o for file in files for o in _of_file(file)]
+    return sum(o.stat().st_size for o in files if o.exists()), tensors
+
+def _of_file(path: Path) -> list[_Tensor]:
+    with path.open('rb') as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), 'little')))
+    return [_Tensor(name, o['dtype'], prod(o['shape']), o['data_offsets'][1] - o['data_offsets'][0])
+            for name, o in header.items() if name != '__metadata__']
+
+def _short(n: int) -> str:
+    "A number of parameters as people write it, such as 135M"
+    for unit, size in (('B', 10**9), ('M', 10**6), ('K', 10**3)):
+        if n >= size: return f'{n / size:.3g}{unit}'
+    return str(n)
+
+@dataclass(frozen=True)
+class ServedModel:
+    "What clients of Ollama's want to know of a model."
+    size: int = 0               # Bytes of its files
+    details: Mapping[str, object] = field(default_factory=dict)   # Format, family and the like
+    known: Mapping[str, object] = field(default_factory=dict)     # What `model_info` says
+    template: str = ''          # Its chat template
+    can: tuple[str, ...] = ('completion',)   # What it can do, in Ollama's words
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Tokenizer,        # Of the model; knows its folder
+        info: Mapping[str, object],  # Settings of the server
+    ) -> 'ServedModel':
+        "Read it from the checkpoint's files"
+        folder, template = tokenizer.path, tokenizer.tool_template
+        try: config = json.loads((folder/'config.json').read_text(encoding='utf-8'))
+        except (OSError, ValueError): config = {}
+        try: size, tensors = _stored(folder)
+        except (OSError, ValueError, KeyError, TypeError): size, tensors = 0, []
+        family = str(config.get('model_type') or '')
+        packed = config.get('quantization_config') or {}
+        n = _parameters(tensors, packed.get('bits'))
+        details = {
+            'format': 'gguf' if (folder/'gguf.json').exists() else 'safetensors',
+            'family': family, 'families': [family] if family else [], 'parent_model': '',
+            'parameter_size': _short(n) if n else '',
+            'quantization_level': info.get('quantization') or _level(tensors, packed)}
+        own = {theirs: config[name] for name, theirs in _THEIR_NAMES.items() if name in config}
+        most = {'context_length': info.get('max_seq_len')}
+        known = {'general.architecture': family, 'general.parameter_count': n,
+                 **{f'{family}.{k}': v for k, v in (own | most).items()}}
+        can = {'completion': True, 'tools': template is not None and template.takes_tools,
+               'thinking': tokenizer.reasoning is not None,
+               'embedding': (folder/'modules.json').exists()}   # of sentence-transformers
+        return cls(size, details, known, template.source if template else '',
+                   tuple(o for o, does in can.items() if does))
+
+_THEIR_NAMES = {
+    'hidden_size': 'embedding_length', 'num_hidden_layers': 'block_count',
+    'intermediate_size': 'feed_forward_length', 'num_attention_heads': 'attention.head_count',
+    'num_key_value_heads': 'attention.head_count_kv', 'vocab_size': 'vocab_size'}
+
+def _parameters(tensors: Sequence[_Tensor], bits: object) -> int:
+    "Weights in all tensors; packed ones hold several in a number, and have scales beside them"
+    packed = isinstance(bits, int) and bits > 0
+    def count(tensor: _Tensor) -> int:
+        name, size = tensor.name, tensor.size
+        if not packed or tensor.kind != 'I32': return 0 if packed and 'scale' in name else size
+        return size * 32 // int(str(bits)) if 'zero' not in name and 'idx' not in name else 0
+    return sum(map(count, tensors))
+
+def _level(tensors: Sequence[_Tensor], packed: Mapping[str, object]) -> str:
+    "How most bytes are stored, or the name of what has compressed them"
+    if packed: return str(packed.get('quant_method') or '').upper()
+    nbytes: dict[str, int] = {}
+    for _, kind, _, n in tensors: nbytes[kind] = nbytes.get(kind, 0) + n
+    return max(nbytes, key=nbytes.__getitem__, default='')
+
 # %% ../../nbs/54h_server.ollama_protocol.ipynb #12e509eb
 _VERSION = '0.12.0'   # of Ollama, whose protocol this is
 
@@ -258,10 +376,10 @@ class OllamaProtocol:
         embeddings: EmbeddingRoutes, # Embeds texts
         model: str,                  # The served model
         info: Mapping[str, object],  # Settings of the server
-        can: Sequence[str],          # What the model can do, in Ollama's words
+        about: ServedModel,          # What there is to say of it
     ):
         self.server, self.embeddings = server, embeddings
-        self.model, self.info, self.can = model, info, can
+        self.model, self.info, self.about = model, info, about
 
     async def chat(self, body: OllamaChatRequest, request: Request) -> Response:
         "Answer a conversation"
@@ -287,6 +405,11 @@ class OllamaProtocol:
             return msgspec.json.encode({**answer, 'embeddings': lists})
         return Response(await asyncio.to_thread(write), media_type='application/json')
 
+    async def embeddings_of(self, body: OllamaEmbeddingsRequest, request: Request) -> Response:
+        "The vector of one text, as the older route writes it"
+        answer = msgspec.json.decode((await self.embed(body.embed(), request)).body)
+        return JSONResponse({'embedding': next(iter(answer['embeddings']), [])})
+
     def _loaded(self, body: OllamaRequest, writer: type[OllamaChatWriter]) -> Response:
         "The answer to whoever wants the model loaded, or given up: it is there, and stays"
         check_model(body.plain_model, self.model)
@@ -298,9 +421,7 @@ class OllamaProtocol:
     def _entry(self) -> dict[str, object]:
         "The model, as lists have it"
         name = f'{self.model}:latest'
-        details = {'format': 'safetensors', 'family': '', 'families': [], 'parameter_size': '',
-                   'quantization_level': self.info.get('quantization') or ''}
-        return {'name': name, 'model': name, 'size': 0, 'details': details,
+        return {'name': name, 'model': name, 'size': self.about.size, 'details': self.about.details,
                 'digest': hashlib.sha256(name.encode()).hexdigest()}
 
     async def tags(self) -> dict[str, object]:
@@ -316,10 +437,9 @@ class OllamaProtocol:
         "What a model is, and what it can do"
         name = body.model or body.name
         check_model(name and name.removesuffix(':latest'), self.model)
-        known = {'general.architecture': 'minisgl_lit',
-                 'minisgl_lit.context_length': self.info.get('max_seq_len')}
-        return {'modelfile': '', 'parameters': '', 'template': '', 'modified_at': _now(),
-                'details': self._entry['details'], 'model_info': known, 'capabilities': [*self.can]}
+        return {'modelfile': '', 'parameters': '', 'template': self.about.template,
+                'modified_at': _now(), 'details': self.about.details,
+                'model_info': self.about.known, 'capabilities': [*self.about.can]}
 
     async def version(self) -> dict[str, object]:
         "Of Ollama, as far as its protocol goes"
@@ -329,6 +449,6 @@ class OllamaProtocol:
     def routes(self) -> list[Route]:
         "Method, path and function of each"
         return [('POST', '/api/chat', self.chat), ('POST', '/api/generate', self.generate),
-                ('POST', '/api/embed', self.embed),
+                ('POST', '/api/embed', self.embed), ('POST', '/api/embeddings', self.embeddings_of),
                 ('GET', '/api/tags', self.tags), ('GET', '/api/ps', self.ps),
                 ('POST', '/api/show', self.show), ('GET', '/api/version', self.version)]
