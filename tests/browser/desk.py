@@ -15,8 +15,8 @@ FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
          "--disable-component-update", "--disable-sync", "--disable-extensions", "--disable-default-apps", "--disable-dev-shm-usage", "--window-size=1280,820"]
 
 @pytest.fixture(scope="session")
-def server():
-    with serve(**ENGINE) as s: yield s
+def server(tmp_path_factory):
+    with serve(**ENGINE, batch_folder=str(tmp_path_factory.mktemp("kept"))) as s: yield s
 
 @pytest.fixture(scope="session")
 def downloads(tmp_path_factory): return tmp_path_factory.mktemp("downloads")
