@@ -1,5 +1,7 @@
 "What agents and SDKs send beside what they want: accepted where it asks for nothing, left out where only their maker's server could do it."
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -10,8 +12,10 @@ from minisgl_lit.engine.grammar import GrammarCompiler
 from minisgl_lit.engine.json_schema import _CHECKED
 from minisgl_lit.models.checkpoint import read_config
 from minisgl_lit.models.embedded import embedded_path
+from minisgl_lit.models.gguf import gguf_folder
 from minisgl_lit.server.fields import ApiError
 from minisgl_lit.server.messages_protocol import messages_error
+from minisgl_lit.server.ollama_protocol import ServedModel
 from minisgl_lit.server.openai_protocol import ChatRequest
 from minisgl_lit.server.protocol import SamplingRequest
 from minisgl_lit.text.tool_calling import ToolCalling
@@ -107,3 +111,32 @@ def test_a_schema_that_is_not_given(server):
                        ("/v1/chat/completions", dict(messages=HI, response_format=dict(type="json_schema"))),
                        ("/v1/responses", dict(input="Hi", text=dict(format=dict(type="json_schema", name="x"))))):
         assert web.post(server.url + path, json=body).status_code == 200
+
+def test_ollama_as_its_documentation_shows_it(server):
+    "`curl -d` names a form; the older route of embeddings; what is served, as its files say"
+    def curl(path, **body): return web.post(server.url + path, content=json.dumps(body), headers={"content-type": "application/x-www-form-urlencoded"})
+    assert curl("/api/generate", prompt="Hi", stream=False, options=dict(num_predict=2)).json()["done"]
+    new, old = curl("/api/embed", input="Hi").json()["embeddings"][0], curl("/api/embeddings", model=server.model, prompt="Hi").json()["embedding"]
+    assert new == pytest.approx(old)
+    [entry], shown = web.get(server.url + "/api/tags").json()["models"], curl("/api/show", model=server.model).json()
+    assert entry["size"] == (embedded_path()/"model.safetensors").stat().st_size and entry["details"] == shown["details"]
+    assert {"completion", "tools", "thinking"} <= {*shown["capabilities"]} and "messages" in shown["template"]
+    assert shown["details"] | dict(family="qwen3", format="safetensors", quantization_level="BF16") == shown["details"]
+    assert shown["model_info"]["qwen3.context_length"] == 256
+    asked = dict(role="assistant", content="", tool_calls=[dict(function=dict(name=o, arguments={})) for o in "fg"])
+    talk = [*HI, asked, dict(role="tool", content="1", tool_name="g"), dict(role="tool", content="2")]
+    assert curl("/api/chat", messages=talk, stream=False, options=dict(num_predict=2)).status_code == 200
+
+@pytest.mark.parametrize("name, level", [("embedded-Q4_K_M.gguf", "Q4_K"), ("qwen2-Q4_0.gguf", "Q4_0")])
+def test_what_is_served_of_a_gguf_file(tmp_path, name, level):
+    file = Path(__file__).parent/"data"/name
+    about = ServedModel.of(Tokenizer(gguf_folder(file, tmp_path)), dict(max_seq_len=64))
+    assert (about.size, about.details["format"], about.details["quantization_level"]) == (file.stat().st_size, "gguf", level)
+    assert about.known["general.parameter_count"] > 1000 and about.details["parameter_size"].endswith(("K", "M"))
+
+def test_what_is_served_of_files_that_cannot_be_read(tmp_path):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"): shutil.copy(embedded_path()/name, tmp_path)
+    for bad in (b"", b"\xff" * 8, (1 << 60).to_bytes(8, "little") + b"{"):
+        (tmp_path/"model.safetensors").write_bytes(bad)
+        about = ServedModel.of(Tokenizer(tmp_path), {})
+        assert (about.size, about.details["parameter_size"], about.details["family"]) == (0, "", "qwen3")

@@ -11,7 +11,8 @@ __all__ = ['Options', 'OllamaCall', 'OllamaMessage', 'OllamaRequest', 'OllamaCha
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -23,6 +24,7 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
+from safetensors import SafetensorError, safe_open
 
 from .blocks import (
     Block, BlockWriter, ChatServer, ConversationRequest, Route)
@@ -138,21 +140,7 @@ class OllamaChatRequest(OllamaRequest):
     def chat(self) -> ChatRequest:
         "The same as a chat request"
         messages = [o.chat_message for o in self.messages]
-        _name_calls(messages)
         return self.chat_of('messages', messages, tools=self.tools or None)
-
-def _name_calls(messages: Sequence[ChatMessage]) -> None:
-    "Give calls and results the ids that a history lacks: a result is of the first open call"
-    open_calls: dict[str, str] = {}   # names, by id
-    for i, message in enumerate(messages):
-        for k, call in enumerate(message.tool_calls or []):
-            call.id = call.id or f'c{i:05}{k:03}'   # nine letters and digits: some templates count
-            open_calls[call.id] = call.function.name
-        if message.role != 'tool': continue
-        fitting = [o for o, name in open_calls.items() if message.name in (None, name)]
-        message.tool_call_id = message.tool_call_id or next(iter(fitting), None)
-        name = open_calls.pop(message.tool_call_id or '', None)
-        message.name = message.name or name
 
 class OllamaTextRequest(OllamaRequest):
     "The body of `/api/generate`."
@@ -277,27 +265,27 @@ def ollama_error(
 class _Tensor(NamedTuple):
     "What a file says of a tensor."
     name: str
-    kind: str     # Such as 'BF16' or 'Q4_K'
-    size: int     # Numbers in it
-    nbytes: int
+    kind: str   # Such as 'BF16' or 'Q4_K'
+    size: int   # Numbers in it
 
 def _stored(folder: Path) -> tuple[int, list[_Tensor]]:
     "Bytes of the files of weights, and their tensors"
     if (index := folder/'gguf.json').exists():
         found = json.loads(index.read_text(encoding='utf-8'))
-        tensors = [_Tensor(name, kind, prod(shape), nbytes)
-                   for name, (_, _, nbytes, kind, shape, *_) in found.items()]
-        files = [Path(o) for o in {entry[0] for entry in found.values()}]
+        tensors = [_Tensor(name, kind, prod(shape))
+                   for name, (_, _, _, kind, shape, *_) in found.items()]
+        files = {Path(file) for file, *_ in found.values()}
     else:
-        files = [*folder.glob('*.safetensors')]
+        one = folder/'model.safetensors'
+        files = {one} if one.exists() else {*folder.glob('model-*.safetensors')}
         tensors = [o for file in files for o in _of_file(file)]
-    return sum(o.stat().st_size for o in files if o.exists()), tensors
+    return sum(o.stat().st_size for o in files), tensors
 
-def _of_file(path: Path) -> list[_Tensor]:
-    with path.open('rb') as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), 'little')))
-    return [_Tensor(name, o['dtype'], prod(o['shape']), o['data_offsets'][1] - o['data_offsets'][0])
-            for name, o in header.items() if name != '__metadata__']
+def _of_file(file: Path) -> Iterator[_Tensor]:
+    with safe_open(file, framework='np') as f:
+        for name in f.keys():
+            part = f.get_slice(name)
+            yield _Tensor(name, part.get_dtype(), prod(part.get_shape()))
 
 def _short(n: int) -> str:
     "A number of parameters as people write it, such as 135M"
@@ -325,7 +313,7 @@ class ServedModel:
         try: config = json.loads((folder/'config.json').read_text(encoding='utf-8'))
         except (OSError, ValueError): config = {}
         try: size, tensors = _stored(folder)
-        except (OSError, ValueError, KeyError, TypeError): size, tensors = 0, []
+        except (OSError, ValueError, SafetensorError): size, tensors = 0, []
         family = str(config.get('model_type') or '')
         packed = config.get('quantization_config') or {}
         n = _parameters(tensors, packed.get('bits'))
@@ -352,18 +340,18 @@ _THEIR_NAMES = {
 def _parameters(tensors: Sequence[_Tensor], bits: object) -> int:
     "Weights in all tensors; packed ones hold several in a number, and have scales beside them"
     packed = isinstance(bits, int) and bits > 0
-    def count(tensor: _Tensor) -> int:
-        name, size = tensor.name, tensor.size
-        if not packed or tensor.kind != 'I32': return 0 if packed and 'scale' in name else size
-        return size * 32 // int(str(bits)) if 'zero' not in name and 'idx' not in name else 0
+    def count(one: _Tensor) -> int:
+        if not packed: return one.size
+        if any(word in one.name for word in ('scale', 'zero', 'idx')): return 0
+        return one.size * 32 // int(str(bits)) if one.kind == 'I32' else one.size
     return sum(map(count, tensors))
 
 def _level(tensors: Sequence[_Tensor], packed: Mapping[str, object]) -> str:
-    "How most bytes are stored, or the name of what has compressed them"
+    "How most numbers are stored, or the name of what has compressed them"
     if packed: return str(packed.get('quant_method') or '').upper()
-    nbytes: dict[str, int] = {}
-    for _, kind, _, n in tensors: nbytes[kind] = nbytes.get(kind, 0) + n
-    return max(nbytes, key=nbytes.__getitem__, default='')
+    sizes = Counter[str]()
+    for tensor in tensors: sizes[tensor.kind] += tensor.size
+    return max(sizes, key=sizes.__getitem__, default='')
 
 # %% ../../nbs/54h_server.ollama_protocol.ipynb #12e509eb
 _VERSION = '0.12.0'   # of Ollama, whose protocol this is

@@ -106,8 +106,9 @@ def completed(
                        if isinstance(o, Mapping) and isinstance(o.get('function'), Mapping)]
             message = {**message, 'tool_calls': made}
         elif message['role'] == 'tool' and waiting:
-            ids, given = [o for o, _ in waiting], message.get('tool_call_id')
-            call_id, name = waiting.pop(ids.index(given) if given in ids else 0)
+            said = message.get('tool_call_id'), message.get('name')   # it may have neither
+            fits = [(o[0] == said[0], o[1] == said[1]) for o in waiting]
+            call_id, name = waiting.pop(fits.index(max(fits)))
             known = {k: v for k, v in message.items() if v}
             message = {**message, **dict(tool_call_id=call_id, name=name), **known}
         done.append(message)
