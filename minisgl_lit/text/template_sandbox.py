@@ -154,6 +154,20 @@ def _string(value: object) -> str:
     return str(value)
 
 # %% ../../nbs/49d_text.template_sandbox.ipynb #7890ee0f
+_HOLDERS = Mapping, list, tuple, set
+_MOST_HELD = 1 << 18   # things; of a text, each 64 characters
+
+def _n_held(value: object) -> int:
+    "Things in a value, and in those, about; counts no further than it must"
+    n, stack = 0, [value]
+    while stack and n <= _MOST_HELD:
+        item = stack.pop()
+        n += 1 + (len(item) >> 6 if isinstance(item, str) else 0)
+        if isinstance(item, Mapping): stack += [*item, *item.values()]
+        elif isinstance(item, _HOLDERS): stack += item
+    return n
+
+# %% ../../nbs/49d_text.template_sandbox.ipynb #f570e838
 class _AddChecks(NodeTransformer):
     "Rewrites a template's syntax tree: loops and macros tick, and `~` asks the budget."
     def _tick_in(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
@@ -168,12 +182,35 @@ class _AddChecks(NodeTransformer):
         if node.test: node.test = nodes.And(nodes.EnvironmentAttribute('ticked'), node.test)
         return node
 
+    def _built(self, node: nodes.Expr) -> nodes.Node:
+        if getattr(node, 'ctx', 'load') != 'load': return node   # names that are assigned to
+        self.generic_visit(node)
+        function = nodes.EnvironmentAttribute('built')
+        return nodes.Call(function, [node], [], None, None).set_lineno(node.lineno)
+
+    visit_List = visit_Tuple = visit_Dict = visit_Filter = _built
+
+    def visit_Name(self, node: nodes.Name) -> nodes.Node:
+        return self._built(node) if node.name in ('varargs', 'kwargs') else node
+
+    def _tick_before(self, node: nodes.Compare | nodes.Test) -> nodes.Node:
+        self.generic_visit(node)
+        return nodes.And(nodes.EnvironmentAttribute('ticked'), node).set_lineno(node.lineno)
+
+    visit_Compare = visit_Test = _tick_before
+
+    def _with_filter(self, node: nodes.FilterBlock | nodes.AssignBlock) -> nodes.Node:
+        node.body = [self.visit(o) for o in node.body]   # its filter makes a text of a text
+        return node
+
+    visit_FilterBlock = visit_AssignBlock = _with_filter
+
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         function = nodes.EnvironmentAttribute('joined')
         return nodes.Call(function, node.nodes, [], None, None).set_lineno(node.lineno)
 
-# %% ../../nbs/49d_text.template_sandbox.ipynb #f570e838
+# %% ../../nbs/49d_text.template_sandbox.ipynb #4c277cc6
 class _Sandbox(ImmutableSandboxedEnvironment):
     "Nothing outside can be reached or changed, and what results cost is paid from the budget."
     intercepted_binops = frozenset(('+', '*', '**', '%'))
@@ -194,6 +231,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call_filter(self, *args: Any, **kwargs: Any) -> Any:   # by `map`
         return self.ticked and super().call_filter(*args, **kwargs)
 
+    def built(self, value: object) -> object:
+        "A value that may hold others: what it holds has a bound, though it may hold it often"
+        if self.ticked and isinstance(value, _HOLDERS) and _n_held(value) > _MOST_HELD:
+            raise TemplateLimit('it makes lists that are too large')
+        return value
+
     def joined(self, *values: object) -> str: return self.concat(map(str, map(self.paid, values)))
 
     def concat(self, pieces: Iterable[str]) -> str:
@@ -212,7 +255,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         _budget.get().spend(_operator_size(operator, left, right))
-        return super().call_binop(context, operator, left, right)
+        return self.built(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, obj: object, /, *args: object, **kwargs: object) -> object:
         method = getattr(obj, '__wrapped__', obj)   # Jinja's sandbox has wrapped `format`
@@ -222,7 +265,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             if name == 'join' and isinstance(args[0], Iterable): args = ([*map(str, args[0])],)
             if name in ('join', 'format', 'format_map'): self.paid([*args, *kwargs.values()])
             _budget.get().spend(_method_size(name, text, args))
-        return super().call(context, obj, *args, **kwargs)
+        made = super().call(context, obj, *args, **kwargs)
+        return self.built(made) if obj is dict and self.ticked else made
 
 # %% ../../nbs/49d_text.template_sandbox.ipynb #e8fbf17a
 class _Generation(Extension):
