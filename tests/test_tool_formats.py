@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from minisgl_lit.text import tool_formats
-from minisgl_lit.text.tool_calls import ToolCall, ToolParser, as_json, join_calls, parse_json
+from minisgl_lit.text.json_object import JsonReader, as_json, parse_json
+from minisgl_lit.text.tool_calls import ToolCall, ToolParser, join_calls
 from minisgl_lit.text.tool_formats import FORMATS, PYTHONIC, PythonReader, XmlReader
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
@@ -80,13 +81,19 @@ def test_any_answer_is_read_alike_in_any_pieces(text, sizes):
     whole = said(text)
     assert said(*cut(text, sizes)) == whole
     if not any(isinstance(o, ToolCall) for o in whole): assert "".join(whole) == text
-    for call in whole[:-1]:   # the last may not have ended
-        if isinstance(call, ToolCall): json.loads(call.arguments)
+    assert_whole(whole)
 
-def test_a_call_that_breaks_off_is_not_whole():
-    "A client that reads only JSON does not run half a call"
-    [call] = said('[time(at="Ro')
-    assert call == ToolCall("time", '{"at": "Ro')
+def assert_whole(parts):
+    "The arguments of each call are an object that every client can read"
+    for call in parts:
+        if not isinstance(call, ToolCall): continue
+        assert isinstance(parse_json(call.arguments), dict), call
+        call.arguments.encode()
+
+@pytest.mark.parametrize("text, want", [('at="Ro', {"at": "Ro"}), ('at=["Ro", {"a": [1, ', {"at": ["Ro", {"a": [1]}]}), ("at=", {}), ("at=5, to=1", {"at": 5}), ("at=\"\"\"Ro'", {"at": "Ro'"})])
+def test_a_call_that_breaks_off_is_closed(text, want):
+    [call] = said("[time(" + text)
+    assert json.loads(call.arguments) == want
 
 
 # -- all formats: what a model may write that no one expects ------------------------------------------
@@ -104,7 +111,35 @@ ODD = [o for form in FORMATS.values() for call in form.calls for o in call.repla
 def test_any_text_of_any_format_is_read_alike_in_any_pieces(text, sizes, form):
     whole = parsed(text, [10**9], form)
     assert parsed(text, sizes, form) == parsed(text, [1], form) == whole
+    assert_whole(whole)
     if not any(isinstance(o, ToolCall) for o in whole): assert "".join(whole) == text
+
+JSON_FORMS = [(name, call.replace("NAME", "time").replace("]ID[", "]a1[")) for name, form in FORMATS.items() if form.reader is JsonReader for call in form.calls]
+
+@pytest.mark.parametrize("name, form", JSON_FORMS)
+def test_arguments_that_are_a_text_null_or_nothing(name, form):
+    "In every form whose arguments are JSON"
+    head, tail = form.split("ARGUMENTS")
+    def calls(text): return [(o.name, json.loads(o.arguments)) for o in parsed(text, [7], (FORMATS[name],)) if isinstance(o, ToolCall)]
+    if not head.endswith("time"):   # where the arguments would follow the name itself
+        for given, want in {r'"{\"at\": 5}"': {"at": 5}, "null": {}, '""': {}}.items(): assert calls(head + given + tail) == [("time", want)], given
+    if not head.endswith((": ", "time")): assert calls(head + tail) == [("time", {})]
+    assert calls(head + '{"at": "no') == calls(head + '{"at": "no", "da') == [("time", {"at": "no"})]
+
+TWICE = {   # the first call has lost what closes its value
+    "hermes": '<tool_call>\n{"name": "time", "arguments": {"at": "noon%s</tool_call>\n<tool_call>\n{"name": "time", "arguments": {"at": "noon"}}\n</tool_call>',
+    "mistral_v11": '[TOOL_CALLS]time[ARGS]{"at": "noon%s[TOOL_CALLS]time[ARGS]{"at": "noon"}',
+    "deepseek_v3": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>time\n```json\n{"at": "noon%s```<｜tool▁call▁end｜>\n'
+                   '<｜tool▁call▁begin｜>function<｜tool▁sep｜>time\n```json\n{"at": "noon"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time<｜tool▁sep｜>{"at": "noon%s<｜tool▁call▁end｜><｜tool▁call▁begin｜>time<｜tool▁sep｜>{"at": "noon"}<｜tool▁call▁end｜>',
+    "gpt_oss": '<|channel|>commentary to=functions.time<|message|>{"at": "noon%s<|call|><|start|>assistant<|channel|>commentary to=functions.time<|message|>{"at": "noon"}',
+    "qwen3_coder": '<tool_call>\n<function=time>\n<parameter=at>\nnoon%s</function>\n</tool_call>\n<tool_call>\n<function=time>\n<parameter=at>\nnoon\n</parameter>\n</function>\n</tool_call>'}
+
+@pytest.mark.parametrize("name", TWICE)
+def test_an_end_that_is_missing_takes_no_later_call_with_it(name):
+    "In each format that has marks: a quote, or only a brace, or the tag of a value"
+    for end in ["\n", ""] if name == "qwen3_coder" else ["\n", '"', '"\n', '"]']:
+        for size in (1, 10**9): assert parsed(TWICE[name] % end, [size], (FORMATS[name],)) == [ToolCall("time", '{"at": "noon"}')] * 2, end
 
 def test_a_model_that_writes_line_feeds_for_ever_costs_nothing(monkeypatch):
     "Each piece is looked at with a hundred characters before it, not with all"

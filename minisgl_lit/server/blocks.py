@@ -6,7 +6,6 @@
 __all__ = ['Kind', 'Route', 'ConversationRequest', 'Block', 'BlockWriter', 'ChatServer']
 
 # %% ../../nbs/54c_server.blocks.ipynb #47481da3
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -21,9 +20,10 @@ from .openai_protocol import (
     ApiRequest, ChatMessage, ChatRequest, ConversationWriter)
 from .fields import explain
 from .protocol import ApiError, SamplingRequest
+from ..text.json_object import arguments_of
 from ..text.reasoning import AnswerPart, ReasoningDelta
 from ..text.tokenizer import Piece, RequestOutput
-from ..text.tool_calls import ArgumentsDelta, ToolCall, as_json, parse_json
+from ..text.tool_calls import ArgumentsDelta, ToolCall
 
 # %% ../../nbs/54c_server.blocks.ipynb #7bd95ee8
 _MAX_MESSAGES = 10_000   # as on the other routes
@@ -69,9 +69,8 @@ class Block:
 
     @property
     def arguments(self) -> object:
-        "The arguments of a call as an object; an empty one if they are no JSON, or cut off"
-        try: return json.loads(as_json(parse_json(self.text)))
-        except ValueError: return {}
+        "The arguments of a call as an object"
+        return arguments_of(self.text)
 
     @property
     def function(self) -> ToolCall:

@@ -8,7 +8,6 @@ __all__ = ['TextBlock', 'ToolReference', 'ContentBlock', 'BlockMessage', 'messag
            'MessagesWriter', 'messages_error', 'MessagesProtocol']
 
 # %% ../../nbs/54g_server.messages_protocol.ipynb #4cc2c3e7
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from .blocks import (
     Block, BlockWriter, ChatServer, ConversationRequest, Route)
 from .fields import ApiError, ApiObject, Refused
 from .openai_protocol import (
-    ChatMessage, ChatRequest, Function, FunctionCall, MessageCall, NamedFunction, NamedSchema,
-    NamedTool, OtherTool, ResponseFormat, Tool, new_id)
+    Arguments, ChatMessage, ChatRequest, Function, FunctionCall, MessageCall, NamedFunction,
+    NamedSchema, NamedTool, OtherTool, ResponseFormat, Tool, new_id)
 from .sse import sse
 from ..text.tokenizer import RequestOutput
 
@@ -69,7 +68,7 @@ def _text_of(blocks: Sequence[TextBlock | ToolReference] | None) -> str:
     return '\n'.join(o.text for o in blocks or ())
 
 # %% ../../nbs/54g_server.messages_protocol.ipynb #bbcf6038
-_NEEDED = {'text': ('text',), 'tool_use': ('id', 'name', 'input'), 'tool_result': ('tool_use_id',),
+_NEEDED = {'text': ('text',), 'tool_use': ('id', 'name'), 'tool_result': ('tool_use_id',),
            'thinking': ('thinking',), 'redacted_thinking': ()}
 
 class ContentBlock(ApiObject):
@@ -81,7 +80,7 @@ class ContentBlock(ApiObject):
     thinking: str | None = None
     id: str | None = None                    # Of the use of a tool
     name: str | None = None                  # Of the tool
-    input: dict[str, object] | None = None   # Its arguments
+    input: Arguments = ''                    # Its arguments, an object
     tool_use_id: str | None = None           # The use whose result this is
     content: _Results | None = None          # What the tool has returned
 
@@ -116,7 +115,7 @@ def messages_of_blocks(
 def _turn(blocks: Sequence[ContentBlock]) -> ChatMessage:
     "All that the model has said in a message"
     calls = [MessageCall(id=o.id or '', type='function', function=FunctionCall(
-                 name=o.name or '', arguments=json.dumps(o.input)))
+                 name=o.name or '', arguments=o.input))
              for o in blocks if o.type == 'tool_use']
     thoughts = '\n\n'.join(o.thinking for o in blocks if o.thinking)
     return ChatMessage(role='assistant', content=''.join(o.text or '' for o in blocks),

@@ -32,7 +32,7 @@ from .embedding_protocol import EmbeddingRequest, EmbeddingRoutes
 from .fields import ApiError, ApiObject, Refused
 from .openai_protocol import (
     ChatMessage, ChatRequest, FunctionCall, MessageCall, NamedSchema, ResponseFormat, Tools)
-from .openai_protocol import check_model, new_id
+from .openai_protocol import Arguments, check_model, new_id
 from .sse import ndjson
 from ..text.tokenizer import RequestOutput, Tokenizer
 
@@ -74,7 +74,7 @@ class OllamaCall(ApiObject):
         "A function that was called."
         without_effect = {'index', 'description'}
         name: str
-        arguments: dict[str, object] = Field(default_factory=dict)
+        arguments: Arguments = ''
     without_effect = {'type'}
     id: str = ''
     function: Function
@@ -94,7 +94,7 @@ class OllamaMessage(ApiObject):
     def chat_message(self) -> ChatMessage:
         "As on the other routes"
         calls = [MessageCall(id=o.id, type='function', function=FunctionCall(
-                     name=o.function.name, arguments=json.dumps(o.function.arguments)))
+                     name=o.function.name, arguments=o.function.arguments))
                  for o in self.tool_calls or []]
         return ChatMessage(
             role=self.role, content=self.content or '', tool_calls=calls or None,

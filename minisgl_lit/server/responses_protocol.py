@@ -22,8 +22,8 @@ from .blocks import (
     Block, BlockWriter, ConversationRequest)
 from .fields import ApiError, ApiObject, Refused
 from .openai_protocol import (
-    ChatMessage, ChatRequest, Function, FunctionCall, MessageCall, NamedFunction, NamedSchema,
-    NamedTool, OtherTool, ResponseFormat, Tool, usage)
+    Arguments, ChatMessage, ChatRequest, Function, FunctionCall, MessageCall, NamedFunction,
+    NamedSchema, NamedTool, OtherTool, ResponseFormat, Tool, usage)
 from .sse import sse
 from ..text.template_sandbox import written_size
 from ..text.tokenizer import RequestOutput
@@ -46,9 +46,9 @@ def _text_of(parts: Sequence[ContentPart] | None) -> str:
     return ''.join(o.text for o in parts or ())
 
 # %% ../../nbs/54d_server.responses_protocol.ipynb #4edcfe7f
-_NEEDED = {'message': ('role', 'content'), 'function_call': ('call_id', 'name', 'arguments'),
+_NEEDED = {'message': ('role', 'content'), 'function_call': ('call_id', 'name'),
            'function_call_output': ('call_id', 'output'), 'reasoning': (),
-           'custom_tool_call': ('call_id', 'name', 'input'),
+           'custom_tool_call': ('call_id', 'name'),
            'custom_tool_call_output': ('call_id', 'output'),
            'item_reference': ('id',)}
 
@@ -73,8 +73,8 @@ class InputItem(ApiObject):
     call_id: str | None = None     # Joins a call and its result
     name: str | None = None        # Of the function
     namespace: str | None = None   # Of the function, if it is in one
-    arguments: str | None = None   # A JSON object, as text
-    input: str | None = None       # Of a custom tool, instead of arguments
+    arguments: Arguments = ''      # A JSON object, as text
+    input: Arguments = ''          # Of a custom tool, instead of arguments
     output: _Parts | None = None   # What the function has returned
     summary: _Parts | None = None  # Of a thought, if it has no content
 
@@ -94,7 +94,7 @@ class InputItem(ApiObject):
         "The call that this is, if it is one"
         if self.type not in ('function_call', 'custom_tool_call'): return None
         is_custom = self.type == 'custom_tool_call'
-        arguments = json.dumps({'input': self.input}) if is_custom else self.arguments or ''
+        arguments = json.dumps({'input': self.input}) if is_custom else self.arguments
         name = flat_name(self.namespace, self.name or '')
         return MessageCall(id=self.call_id or '', type='function',
                            function=FunctionCall(name=name, arguments=arguments))

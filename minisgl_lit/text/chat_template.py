@@ -19,6 +19,7 @@ from jinja2 import Template, TemplateError, meta
 
 from ..core.sampling_params import RequestError, quote
 from .control_tokens import Marker
+from .json_object import arguments_of, as_json
 from .template_sandbox import (
     Budget, TemplateLimit, TemplateRefusal, environment, spending, written_size)
 
@@ -68,11 +69,9 @@ class CallStyle(NamedTuple):
 _STYLES = [CallStyle(*o) for o in product((False, True), (None, ''), (False, True))]
 
 def _arguments(arguments: object, style: CallStyle) -> object:
-    "Arguments of a call, as text or as an object; as they are if they are neither"
-    if style.text_arguments:
-        return arguments if isinstance(arguments, str) else json.dumps(arguments)
-    try: return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError): return arguments
+    "Arguments of a call, as text or as an object"
+    found = arguments_of(arguments)
+    return as_json(found) if style.text_arguments else found
 
 def styled(
     message: Mapping[str, object],   # Of a conversation

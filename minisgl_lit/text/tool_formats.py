@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 
 import regex
 
-from .tool_calls import (
-    CALL_OBJECTS, HERMES, Schema, ToolFormat, as_json, parse_json)
+from .json_object import Schema, as_json, parse_json
+from .tool_calls import CALL_OBJECTS, HERMES, ToolFormat
 
 # %% ../../nbs/46c_text.tool_formats.ipynb #93fe8d97
 LLAMA = ToolFormat(
@@ -115,7 +115,7 @@ class PythonReader:
         'after': _tokens('comma', 'close'), 'text': _tokens('quote', 'comma', 'close'),
         **{quote: _in_quotes(quote) for quote in ('"', "'", '"""', "'''")}}
 
-    def __init__(self, schema: Schema):
+    def __init__(self, schema: Schema, marks: str = ''):
         self._held, self._state = '', 'keyword'
         self._open: list[tuple[str, str, str]] = [_CALL]   # as in `_BRACKETS`
         self._json = '{'    # not returned yet
@@ -131,8 +131,13 @@ class PythonReader:
             if kind == 'close' and match[kind] != self._open[-1][0]: break
             self._held = self._held[match.end():]
             if kind: getattr(self, f'_on_{kind}')(match[kind])
+        return self.close(), self._held
+
+    def close(self) -> str:
+        "JSON that ends all that is open; half a word, or half an escape, is dropped"
+        if self._state in ('"', "'", '"""', "'''"): self._state = 'text'
         while self._open: self._on_close('')
-        return self._take_json(), self._held
+        return self._take_json()
 
     def _take_json(self) -> str:
         ready, self._json = self._json, ''
@@ -236,12 +241,14 @@ def typed_value(
 
 # %% ../../nbs/46c_text.tool_formats.ipynb #af59aee7
 _PARAMETER = regex.compile(r'\s{0,99}<parameter=(?P<key>[^<>\n]{1,99})>(?:\n|(?=[^\n]))')
-_CLOSE = regex.compile(r'\n?</parameter>')
+_CLOSE = regex.compile(   # the value's own mark, or the next thing where that is missing
+    r'\n?</parameter>|\n(?=<parameter=[^<>\n]{1,99}>|</tool_call>)|'
+    r'\n?(?=</function>\s{0,99}(?:</?tool_call>|<function=))')
 
 class XmlReader:
     "Arguments between tags, up to the end of the function."
     begins = '<'
-    def __init__(self, schema: Schema):
+    def __init__(self, schema: Schema, marks: str = ''):
         self._schema, self._held, self._comma = schema, '', '{'
         self._types: set[str] | None = None   # of the value that is read; between values: `None`
         self._searched = 0   # of what is held: no closing tag begins there
@@ -280,6 +287,13 @@ class XmlReader:
         if ended: self._types = None
         if is_text: return _inside(text) + ('"' if ended else ''), ended
         return as_json(typed_value(text, types)), True
+
+    def close(self) -> str:
+        "JSON that ends the value and the arguments; half a tag is dropped"
+        types, end = self._types, '{}' if self._comma == '{' else '}'
+        if types is None: return end
+        if types <= {'string'}: return '"' + end
+        return as_json(typed_value(self._held[:self._searched], types)) + end
 
 # %% ../../nbs/46c_text.tool_formats.ipynb #ba6da7f0
 QWEN3_CODER = ToolFormat(
