@@ -67,6 +67,11 @@ def changed_counts(file: Path, rng: random.Random) -> str:
     file.write_bytes(data)
     return f'{file.name}: {kind} at {at} is {value}'
 
+def without_files(file: Path) -> None:
+    "Its tokenizer is made of its vocabulary: the field that holds the whole file of one has another name"
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'tokenizer.huggingface.json', b'general.huggingface.json_x'))
+
 def variant(seed: int, home: Path) -> tuple[Path, str]:
     "A checkpoint with one thing changed, and what that is"
     rng = random.Random(seed)
@@ -74,6 +79,7 @@ def variant(seed: int, home: Path) -> tuple[Path, str]:
     how = rng.choice(['config', 'config', 'quantization', 'safetensors', 'tokenizer', 'gguf counts', 'gguf counts', 'gguf words'])
     if how.startswith('gguf'):
         file = Path(shutil.copy(rng.choice(sorted(DATA.glob('*.gguf'))), home))
+        if rng.random() < .5: without_files(file)
         return file, changed_counts(file, rng) if how == 'gguf counts' else changed_words(file, rng, 4000)
     folder = Path(shutil.copytree(rng.choice(folders[1:] if how == 'quantization' else folders[:1] if how == 'tokenizer' else folders), home/'model'))
     if how == 'quantization': return folder, f'{folder.name} ' + changed_json(folder/'config.json', rng, ('quantization_config',))
@@ -152,6 +158,25 @@ def gguf_tensor(*dims: int, home: Path) -> tuple[Path, str]:
     (file := home/'bomb.gguf').write_bytes(struct.pack('<4sIQQQ17s', b'GGUF', 3, 1, 0, 17, b'token_embd.weight') + shape + struct.pack('<IQ', 0, 0) + bytes(64))
     return file, f'a tensor of {dims}'
 
+def text_field(name: str, value: str | int | list) -> bytes:
+    "A field of a GGUF file: a text, a number, or a list of texts or of small numbers"
+    def text(o: str) -> bytes: return struct.pack('<Q', len(o.encode())) + o.encode()
+    if isinstance(value, str): return text(name) + word('I', 8) + text(value)
+    if isinstance(value, int): return text(name) + word('II', 4, value)
+    texts = isinstance(value[0], str)
+    return text(name) + word('IIQ', 9, 8 if texts else 5, len(value)) + b''.join(text(o) if texts else word('i', o) for o in value)
+
+def vocabulary(home: Path, n_letters: int = 0, **fields) -> tuple[Path, str]:
+    "A small model with a vocabulary of 512 tokens, one of which has many letters, and other fields of its text"
+    data = (DATA/'llama-Q5_K_M.gguf').read_bytes().replace(b'tokenizer.ggml.model', b'general.ggml.model_x')
+    tokens = ['<unk>', '<s>', '</s>', 'h' * n_letters or 'h', *(f't{i}' for i in range(508))]
+    given = dict(model='llama', tokens=tokens, token_type=[2, 3, 3, 1, *[1] * 508], scores=[-o for o in range(512)]) | fields
+    added = b''.join(text_field(f'tokenizer.ggml.{k}', v) for k, v in given.items())
+    padding = text_field('general.x', 'x' * (32 - (len(added) + len(text_field('general.x', ''))) % 32))   # tensors stay aligned
+    n_fields = struct.unpack_from('<Q', data, 16)[0] + len(given) + 1
+    (file := home/'text.gguf').write_bytes(data[:16] + word('Q', n_fields) + added + padding + data[24:])
+    return file, f'a token of {n_letters} letters and {list(fields)}'
+
 def folder_bomb(source: Path, under: tuple, home: Path, **fields) -> tuple[Path, str]:
     "Numbers of a config.json"
     folder = Path(shutil.copytree(source, home/'model'))
@@ -165,6 +190,9 @@ def word(code: str, *numbers: int) -> bytes: return struct.pack('<' + code, *num
 
 BOMBS = [partial(gguf_bomb, word('IIQ', 9, 0, 1 << 40)), partial(gguf_bomb, word('IIQ', 9, 8, 1 << 60)), partial(gguf_bomb, word('IQ', 8, 1 << 62)),
          partial(gguf_bomb, word('I', 9), *[word('IQ', 9, 1)] * 5000), partial(gguf_bomb, word('II', 77, 0)),
+         *(partial(vocabulary, n_letters=o) for o in (1, 60_000)), partial(vocabulary, precompiled_charsmap=[255, 255, 255, 127, 1]),
+         partial(vocabulary, model='gpt2', merges=['h h'], pre='x' * 100_000), partial(vocabulary, add_bos_token='x' * 100_000),
+         partial(vocabulary, n_letters=60_000, token_type=[3] * 512),
          partial(gguf_tensor, 1 << 40, 1 << 40), partial(gguf_tensor, 0, 5), partial(gguf_tensor, *[1 << 32] * 9), partial(gguf_tensor, 3, 1 << 62),
          *(partial(folder_bomb, embedded_path(), (), **{name: 2**n}) for n in (26, 31, 40) for name in (
              'max_position_embeddings', 'hidden_size', 'vocab_size', 'num_hidden_layers', 'num_attention_heads', 'head_dim', 'intermediate_size')),

@@ -69,7 +69,7 @@ def read_optional(
     exact = type(value) is kind   # `isinstance` alone would take `true` for a number
     if exact and isinstance(value, kind) and _in_range(value, low): return value
     bound = '' if low is None else f' of at least {low}'
-    raise ValueError(f'{name}={value!r} of {file} must be {_kinds[kind]}{bound}')
+    raise ValueError(f'{name}={value!r:.80} of {file} must be {_kinds[kind]}{bound}')
 
 # %% ../../nbs/38_models.checkpoint.ipynb #f4b654e2
 def read_field(
@@ -112,13 +112,13 @@ def check_supported(
     "`ValueError` for an architecture, an activation or a quantization that we do not compute"
     name, *_ = read_optional(raw, 'architectures', list) or [None]
     if not isinstance(name, str) or _with_head(name) not in families:
-        raise ValueError(f'architecture {name!r} of config.json is not served; '
+        raise ValueError(f'architecture {name!r:.80} of config.json is not served; '
                          f'known are {", ".join(families)}')
     if (act := raw.get('hidden_act', 'silu')) != 'silu':
-        raise ValueError(f"hidden_act={act!r} of config.json is not served; only 'silu' is")
+        raise ValueError(f"hidden_act={act!r:.80} of config.json is not served; only 'silu' is")
     if found := read_optional(raw, 'quantization_config', dict):
         if (method := read_optional(found, 'quant_method', str)) in methods: return
-        raise ValueError(f'quant_method={method!r} of config.json is not served; '
+        raise ValueError(f'quant_method={method!r:.80} of config.json is not served; '
                          f'known are {", ".join(methods)}; or give a checkpoint in float32, '
                          "bfloat16 or float16: quantization='int4' compresses that while it loads")
 
@@ -132,7 +132,7 @@ def read_rope(
     rope = read_optional(raw, 'rope_parameters', dict) or read_field(raw, 'rope_scaling', dict, {})
     kind = read_optional(rope, 'rope_type', str) or read_field(rope, 'type', str, 'default')
     if kind not in ropes or any(isinstance(o, dict) for o in rope.values()):
-        raise ValueError(f'rope_type={kind!r} of config.json is not served; known are '
+        raise ValueError(f'rope_type={kind!r:.80} of config.json is not served; known are '
                          f'{", ".join(ropes)}, one for all layers')
     trained = read_count(raw, 'max_position_embeddings', DEFAULT_CONTEXT)
     defaults = dict(original_max_position_embeddings=trained) | dict(raw)
@@ -147,7 +147,7 @@ def read_rope(
         value = read_optional(known, f.name, of[0], low=0 if f.default is None else 1)
         if value is not None: settings[f.name] = value
         elif f.default is MISSING:
-            raise ValueError(f'rope_type={kind!r} of config.json needs {f.name!r} beside it')
+            raise ValueError(f'rope_type={kind!r:.80} of config.json needs {f.name!r} beside it')
     return ropes[kind](**settings)
 
 # %% ../../nbs/38_models.checkpoint.ipynb #cd2763ed
@@ -240,7 +240,7 @@ def _read_generation_config(
     for eos in (found.get('eos_token_id'), raw.get('eos_token_id')):
         given = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(o) is int and o >= 0 for o in given):
-            raise ValueError(f'eos_token_id={eos!r} of the checkpoint must be a token id '
+            raise ValueError(f'eos_token_id={eos!r:.80} of the checkpoint must be a token id '
                              'or a list of such')
         ids += [o for o in given if o not in ids]
     return dict(eos_token_ids=tuple(ids), generation=generation)
@@ -271,7 +271,7 @@ def read_config(
     check_supported(raw)
     dtype = read_optional(raw, 'dtype', str) or read_field(raw, 'torch_dtype', str, 'float32')
     if dtype not in dtypes:
-        raise ValueError(f'dtype={dtype!r} of config.json is not served; '
+        raise ValueError(f'dtype={dtype!r:.80} of config.json is not served; '
                          f'known are {", ".join(dtypes)}')
     rope = read_rope(raw)
     trained = read_count(raw, 'max_position_embeddings', DEFAULT_CONTEXT)

@@ -131,7 +131,8 @@ def _size(fields: Fields, name: str, default: int | None = None) -> int:
     "A field that is a whole number of at least 1; `ValueError` if it is not"
     value = fields.get(name, default)
     if type(value) is int and value >= 1: return value
-    raise ValueError(f'{name}={value!r} of this GGUF file must be a whole number of at least 1')
+    raise ValueError(f'{name}={value!r:.80} of this GGUF file must be a whole number, '
+                     'at least 1')
 
 def config_fields(
     fields: Fields,   # Of the file
@@ -141,7 +142,7 @@ def config_fields(
     kind = fields.get('general.architecture')
     experts = fields.get(f'{kind}.expert_count')
     if not isinstance(kind, str) or kind not in _architectures or kind == 'llama' and experts:
-        what = f'{kind!r} with experts' if experts else repr(kind)
+        what = f'{kind!r:.80}' + (' with experts' if experts else '')
         raise ValueError(f'architecture {what} of this GGUF file is not served; '
                          f'known are {", ".join(_architectures)}')
     model_type, architecture = _architectures[kind]
@@ -171,7 +172,7 @@ def rope_fields(
     rope = f'{fields["general.architecture"]}.rope.scaling.'
     kind = fields.get(rope + 'type', 'linear' if rope + 'factor' in fields else 'none')
     if factors is not None and kind != 'none':
-        raise ValueError(f'{rope}type={kind!r} and a tensor rope_freqs in one GGUF file '
+        raise ValueError(f'{rope}type={kind!r:.80} and a tensor rope_freqs in one GGUF file '
                          'are not served together')
     if factors is not None:
         ours = Llama3Rope(rope_theta=theta, factor=float(factors.max()), low_freq_factor=1.0,
@@ -187,7 +188,7 @@ def rope_fields(
     other = [o for o, value in usual.items() if _shortest(fields.get(rope + o, value)) != value]
     if other: kind = f'{kind} with {other[0]}'
     if kind not in ('linear', 'yarn'):
-        raise ValueError(f'{rope}type={kind!r} of this GGUF file is not served; '
+        raise ValueError(f'{rope}type={kind!r:.80} of this GGUF file is not served; '
                          'known are linear and yarn')
     scaling = dict(rope_type=kind, factor=_shortest(fields.get(rope + 'factor', 1.0)))
     original = fields.get(rope + 'original_context_length')
@@ -311,7 +312,7 @@ def _parts(data: memoryview, file: str) -> tuple[dict[str, object], dict[str, Gg
     fields = {header.text(): header.value(header.count(4)) for _ in range(n_fields)}
     found = dict(header.tensor(file) for _ in range(n_tensors))
     align = fields.get('general.alignment', 32)
-    if type(align) is not int or align < 1: raise ValueError(f'general.alignment={align!r}')
+    if type(align) is not int or align < 1: raise ValueError(f'general.alignment={align!r:.80}')
     start = -(-header.at // align) * align
     if len(found) < n_tensors: raise ValueError('it has two tensors of one name')
     found = {name: o._replace(offset=start + o.offset) for name, o in found.items()}

@@ -76,7 +76,7 @@ def split_rules(
 ) -> Sequence[str]:
     "Expressions that split a text, one after the other; `ValueError` for a name that is not known"
     if name in _BY_NAME: return _BY_NAME[name]
-    raise ValueError(f'tokenizer.ggml.pre={name!r} of this GGUF file is not served; '
+    raise ValueError(f'tokenizer.ggml.pre={name!r:.80} of this GGUF file is not served; '
                      f'known are {", ".join(sorted(_BY_NAME))}')
 
 # %% ../../nbs/34a_models.gguf_text.ipynb #827109ca
@@ -102,13 +102,15 @@ class _Reader:
 
 _SPM_IDS = dict(bos=1, eos=2, unknown=0)   # where the file does not say
 
+_LONGEST = 512   # characters of a token that is made by merges
+
 def _merges(tokens: Sequence[str], scores: Sequence[float],
             types: Sequence[int]) -> list[tuple[str, str]]:
     "All merges of two tokens to a third, those to the best first"
     ids = {o: i for i, o in enumerate(tokens) if types[i] in (1, 4, 5)}
     found = []
     for text, i in ids.items():
-        if types[i] != 1: continue
+        if types[i] != 1 or len(text) > _LONGEST: continue
         splits = [(text[:n], text[n:]) for n in range(1, len(text))]
         found += [(-scores[i], ids[a], ids[b], a, b) for a, b in splits if a in ids and b in ids]
     return [(a, b) for *_, a, b in sorted(found)]
@@ -145,8 +147,8 @@ def _byte_level(reader: _Reader, tokens: list[str], types: list[int]) -> Tokeniz
     vocab, pairs = {o: i for i, o in enumerate(tokens)}, [_pair(str(o)) for o in merges]
     for a, b in pairs:
         if not {a, b, a + b} <= vocab.keys():
-            raise ValueError(f'tokenizer.ggml.merges of this GGUF file have {a!r} and {b!r}, '
-                             'which are no tokens, or make none')
+            raise ValueError(f'tokenizer.ggml.merges of this GGUF file have {a!r:.80} and '
+                             f'{b!r:.80}, which are no tokens, or make none')
     made = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre in _WHOLE))
     if pre in _COMPOSED: made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.Sequence([
@@ -187,13 +189,12 @@ def chat_templates(
         if name.startswith(start + '.')}
     return [{'name': name, 'template': str(o)} for name, o in found.items() if o]
 
-def build_tokenizer(
-    fields: Fields,   # Of the file, with its vocabulary
-) -> Tokenizer:
-    "Its tokenizer; `ValueError` for what is not served"
-    reader, model = _Reader(fields), fields.get('tokenizer.ggml.model')
-    if model not in _KINDS: raise ValueError(f'tokenizer.ggml.model={model!r} of this GGUF file is '
-                                             f'not served; known are {", ".join(_KINDS)}')
+def _built(reader: _Reader) -> Tokenizer:
+    "The tokenizer; may raise what the library raises"
+    model = reader.fields.get('tokenizer.ggml.model')
+    if model not in _KINDS:
+        raise ValueError(f'tokenizer.ggml.model={model!r:.80} of this GGUF file is not served; '
+                         f'known are {", ".join(_KINDS)}')
     listed = reader.one('tokens', list, [])
     tokens = [str(o) for o in listed] if isinstance(listed, list) else []
     types = reader.one('token_type', list, [1] * len(tokens))
@@ -213,6 +214,15 @@ def build_tokenizer(
     if bos or eos: made.post_processor = processors.TemplateProcessing(
         single=[*bos, '$A', *eos], special_tokens=[(o, tokens.index(o)) for o in {*bos, *eos}])
     return made
+
+def build_tokenizer(
+    fields: Fields,   # Of the file, with its vocabulary
+) -> Tokenizer:
+    "Its tokenizer; `ValueError` for what is not served"
+    try: return _built(_Reader(fields))
+    except ValueError: raise
+    except Exception as e:   # the library's has no kind of its own
+        raise ValueError(f'the texts of this GGUF file fit no tokenizer: {e!s:.200}') from e
 
 def end_tokens(
     fields: Fields,   # Of the file

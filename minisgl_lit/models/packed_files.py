@@ -87,7 +87,8 @@ def _bits(settings: Settings, *names: str) -> int:
     "The bits of a code; `ValueError` unless they are 4 or 8"
     found = next((settings[o] for o in names if o in settings), None)
     if found in (4, 8): return 4 if found == 4 else 8
-    raise ValueError(f'{names[0]}={found!r} of quantization_config is not served; known are 4, 8')
+    raise ValueError(f'{names[0]}={found!r:.80} of quantization_config is not served; '
+                     'known are 4, 8')
 
 def read_gptq(layer: Layer, settings: Settings) -> QuantizedWeight | torch.Tensor:
     "Frantar et al., \"GPTQ: Accurate Post-Training Quantization\", 2022"
@@ -122,7 +123,7 @@ def read_fp8(layer: Layer, settings: Settings) -> torch.Tensor:
     block = settings.get('weight_block_size') or [
         -(-n // m) for n, m in zip(weight.shape, scale.shape)]
     if not _fits(block, weight.shape, scale.shape):
-        raise ValueError(f'weight_block_size={block!r} of quantization_config does not fit '
+        raise ValueError(f'weight_block_size={block!r:.80} of quantization_config does not fit '
                          f'{list(scale.shape)} scales of {list(weight.shape)} weights')
     for dim, size in enumerate(block):
         if scale.shape[dim] > 1: scale = scale.repeat_interleave(size, dim)

@@ -7,6 +7,7 @@ __all__ = ['ChatOptions', 'CallStyle', 'styled', 'completed', 'shaped', 'ChatTem
 
 # %% ../../nbs/50a_text.chat_template.ipynb #d67baab5
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -139,6 +140,7 @@ def shaped(
 # %% ../../nbs/50a_text.chat_template.ipynb #eb5fe6aa
 _MAX_SOURCE = 1 << 18       # characters of a template
 _TRIAL = 1 << 22, .5        # budget of the trial, characters and seconds
+_TRIALS = 2.                # seconds for all examples of a template together
 _RENDERING = 1 << 29, 5.    # and of a conversation: a result has 32 million characters at most
 _EXAMPLE = [{'role': 'user', 'content': 'hi'}]
 _EXAMPLE_TOOL = {'type': 'function', 'function': {
@@ -159,6 +161,7 @@ class ChatTemplate:
         special: Mapping[str, str],  # Special tokens by role, such as `bos_token`
     ):
         self.source, self.special = source, special
+        self._tried = 0.   # seconds that examples have taken
 
     @cached_property   # compiling a long one takes time, and a server may never be asked to chat
     def _template(self) -> Template:
@@ -180,9 +183,7 @@ class ChatTemplate:
     @cached_property
     def asked_to_think(self) -> str:
         "A short prompt as it writes it when it is asked to think; '' if it cannot"
-        names = dict(messages=self._shaped(_EXAMPLE), tools=None, add_generation_prompt=True,
-                     enable_thinking=True, thinking=True)
-        try: return self._write(_TRIAL, names)
+        try: return self._try(self._shaped(_EXAMPLE), enable_thinking=True, thinking=True)
         except Exception: return ''
 
     @cached_property
@@ -199,8 +200,7 @@ class ChatTemplate:
     def tool_shape(self) -> str:
         "In which shape it wants the tools, one of `_TOOL_SHAPES`"
         for name, shape in _TOOL_SHAPES.items():
-            try: text = self._write(_TRIAL, dict(messages=self._shaped(_EXAMPLE),
-                tools=shape([_LOOK_UP]), add_generation_prompt=True))
+            try: text = self._try(self._shaped(_EXAMPLE), tools=shape([_LOOK_UP]))
             except Exception: continue
             if 'look_up' in text: return name
         return 'tools'
@@ -213,15 +213,23 @@ class ChatTemplate:
 
     def _write(self, budget: tuple[int, float], names: Mapping[str, object]) -> str:
         "The text; raises whatever the template raises"
-        with spending(Budget(*budget)): return self._template.render({**self.special, **names})
+        template = self._template
+        with spending(Budget(*budget)): return template.render({**self.special, **names})
+
+    def _try(self, messages: Sequence[Mapping[str, object]], **names: object) -> str:
+        "What it writes of an example; `TemplateLimit` if all of them have taken too long"
+        if self._tried > _TRIALS: raise TemplateLimit('it takes too long with short messages')
+        began = time.thread_time()
+        given = dict(messages=messages, tools=None, add_generation_prompt=True)
+        try: return self._write(_TRIAL, given | names)
+        finally: self._tried += time.thread_time() - began
 
     # %% ../../nbs/50a_text.chat_template.ipynb #4cfb7a67
     def _trial(self) -> str:
         "What goes wrong with a short message; '' if nothing does"
         said = ''
         for tools in [None, [_EXAMPLE_TOOL]][:1 + self.takes_tools]:
-            names = dict(messages=self._shaped(_EXAMPLE), tools=tools, add_generation_prompt=True)
-            try: self._write(_TRIAL, names)
+            try: self._try(self._shaped(_EXAMPLE), tools=tools)
             except TemplateRefusal: return ''   # it works, and does not like our example
             except Exception as e: said = said or _about(e)
             else: return ''
@@ -253,8 +261,7 @@ class ChatTemplate:
         for shape, style in product(_SHAPES, _STYLES):
             style = style._replace(result=shape)
             messages = self._shaped([styled(o, style) for o in _CALLING], shape)
-            try: text = self._write(_TRIAL, dict(messages=messages, tools=tools,
-                                                 add_generation_prompt=True))
+            try: text = self._try(messages, tools=tools)
             except Exception: continue
             if text.count('look_up') < 1 or 'Rome' not in text or 'None' in text: continue
             if 'sunny' in text: return style
@@ -269,8 +276,7 @@ class ChatTemplate:
             talk = ['system', 'user', 'assistant', 'user']
             for roles in (talk, talk[1:], talk[1:2]):
                 messages = [shaped({'role': o, 'content': _SAID[o]}, shapes) for o in roles]
-                try: text = self._write(_TRIAL, dict(messages=messages, tools=None,
-                                                     add_generation_prompt=True))
+                try: text = self._try(messages)
                 except Exception: continue
                 wrong = text.count("'type'")   # a list that is written as it is
                 most = max(most, sum(_SAID[o] in text for o in {*roles}) - 9 * wrong)

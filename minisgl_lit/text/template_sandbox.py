@@ -9,16 +9,17 @@ __all__ = ['TemplateLimit', 'written_size', 'Budget', 'spending', 'TemplateRefus
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
 from functools import cache
+from itertools import islice
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, nodes, pass_eval_context
+from jinja2 import Environment, TemplateError, nodes, pass_environment, pass_eval_context
 from jinja2.ext import Extension
-from jinja2.filters import do_indent, sync_do_join
+from jinja2.filters import FILTERS, do_indent, sync_do_join
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -79,6 +80,39 @@ def spending(
     try: yield
     finally: _budget.reset(token)
 
+# %% ../../nbs/49d_text.template_sandbox.ipynb #f6ece805
+_HOLDERS = Mapping, list, tuple, set
+_MOST_HELD = 1 << 18   # things; of a text, each 64 characters
+
+def _check_held(n: int) -> None:
+    "`TemplateLimit` if a list of so many things must not be made"
+    if n > _MOST_HELD: raise TemplateLimit('it makes lists that are too large')
+
+def _n_held(value: object) -> int:
+    "Things in a value, and in those, about; counts no further than it must"
+    n, stack = 0, [value]
+    while stack and n <= _MOST_HELD:
+        item = stack.pop()
+        n += 1 + (len(item) >> 6 if isinstance(item, str) else 0)
+        if isinstance(item, Mapping): stack += [*item, *item.values()]
+        elif isinstance(item, _HOLDERS): stack += item
+    return n
+
+# %% ../../nbs/49d_text.template_sandbox.ipynb #dbf5d8bc
+def _list(value: Iterable) -> list:
+    "What can be iterated over, as a list; `TemplateLimit` before that is too large"
+    made = [*islice(value, _MOST_HELD + 1)]
+    _check_held(_n_held(made))
+    return made
+
+_SPACES = [chr(i) for i in range(1 << 14) if chr(i).isspace()]
+
+def _n_pieces(text: str, separator: str | None = None, most: int = -1) -> int:
+    "Pieces into which a text would be split, at most"
+    separators = _SPACES if separator is None else [separator or text]
+    n = sum(text.count(o) for o in separators) + 1
+    return n if most < 0 else min(n, most + 1)
+
 # %% ../../nbs/49d_text.template_sandbox.ipynb #6ba9aa0e
 def _check_pattern(pattern: str) -> int:
     "Length of a pattern for numbers and texts; `TemplateLimit` if it pads its results far"
@@ -106,12 +140,15 @@ def _method_size(name: str, text: str, args: Sequence) -> int:
         case 'expandtabs', _: return len(text) + text.count('\t') * max([8, *args])
         case 'join', [list() as items]: return len(items) * len(text)
         case 'format' | 'format_map', _: return _check_pattern(text)
-        case 'split' | 'rsplit' | 'splitlines', _: return len(text)
+        case 'split' | 'rsplit' | 'splitlines', _:
+            _check_held(_n_pieces(text, *args) if 'split' == name[-5:] else _n_pieces(text))
+            return len(text)
     return 0
 
 # %% ../../nbs/49d_text.template_sandbox.ipynb #83394ebc
 _DROPPED = ('batch', 'center', 'filesizeformat', 'pprint', 'random', 'slice', 'striptags', 'sum',
-            'urlize', 'wordwrap', 'xmlattr')   # filters
+            'urlize', 'wordcount', 'wordwrap', 'xmlattr')   # filters
+_OF_LIST = 'sort', 'groupby', 'unique', 'min', 'max'
 _MAX_INDENT = 16   # of JSON and of lines
 
 def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None,
@@ -134,7 +171,7 @@ def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = 
 @pass_eval_context
 def _join(context: nodes.EvalContext, value: Iterable, d: str = '',
           attribute: str | int | None = None) -> str:
-    items = list(value)
+    items = _list(value)
     _budget.get().spend(len(items) * len(str(d)))
     _budget.get().spend_on(items)
     return sync_do_join(context, items, d, attribute)
@@ -153,21 +190,23 @@ def _string(value: object) -> str:
     _budget.get().spend_on(value)
     return str(value)
 
-# %% ../../nbs/49d_text.template_sandbox.ipynb #7890ee0f
-_HOLDERS = Mapping, list, tuple, set
-_MOST_HELD = 1 << 18   # things; of a text, each 64 characters
+def _of_list(filter: Callable[..., object]) -> Callable[..., object]:
+    "The same filter, for what is a list or becomes one that is not too large"
+    @pass_environment
+    def bounded(env: Environment, value: Iterable, *args: object, **kwargs: object) -> object:
+        return filter(env, _list(value), *args, **kwargs)
+    return bounded
 
-def _n_held(value: object) -> int:
-    "Things in a value, and in those, about; counts no further than it must"
-    n, stack = 0, [value]
-    while stack and n <= _MOST_HELD:
-        item = stack.pop()
-        n += 1 + (len(item) >> 6 if isinstance(item, str) else 0)
-        if isinstance(item, Mapping): stack += [*item, *item.values()]
-        elif isinstance(item, _HOLDERS): stack += item
-    return n
+_GROWTH = {'escape': 5, 'e': 5, 'forceescape': 5, 'urlencode': 12, 'title': 64}   # by filter
 
-# %% ../../nbs/49d_text.template_sandbox.ipynb #f570e838
+def _of_text(name: str) -> Callable[..., object]:
+    "The same filter, which first pays for what it needs, at most, for each character"
+    def bounded(value: object) -> object:
+        _budget.get().spend(_GROWTH[name] * written_size(value, _MOST_HELD << 6))
+        return FILTERS[name](value)
+    return bounded
+
+# %% ../../nbs/49d_text.template_sandbox.ipynb #ef31943c
 class _AddChecks(NodeTransformer):
     "Rewrites a template's syntax tree: loops and macros tick, and `~` asks the budget."
     def _tick_in(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
@@ -205,12 +244,18 @@ class _AddChecks(NodeTransformer):
 
     visit_FilterBlock = visit_AssignBlock = _with_filter
 
+    def visit_Call(self, node: nodes.Call) -> nodes.Node:
+        self.generic_visit(node)
+        if node.dyn_args:   # `f(*x)`
+            node.dyn_args = nodes.Filter(node.dyn_args, 'list', [], [], None, None)
+        return node
+
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         function = nodes.EnvironmentAttribute('joined')
         return nodes.Call(function, node.nodes, [], None, None).set_lineno(node.lineno)
 
-# %% ../../nbs/49d_text.template_sandbox.ipynb #4c277cc6
+# %% ../../nbs/49d_text.template_sandbox.ipynb #16fc6f9e
 class _Sandbox(ImmutableSandboxedEnvironment):
     "Nothing outside can be reached or changed, and what results cost is paid from the budget."
     intercepted_binops = frozenset(('+', '*', '**', '%'))
@@ -233,8 +278,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def built(self, value: object) -> object:
         "A value that may hold others: what it holds has a bound, though it may hold it often"
-        if self.ticked and isinstance(value, _HOLDERS) and _n_held(value) > _MOST_HELD:
-            raise TemplateLimit('it makes lists that are too large')
+        if self.ticked and isinstance(value, _HOLDERS): _check_held(_n_held(value))
         return value
 
     def joined(self, *values: object) -> str: return self.concat(map(str, map(self.paid, values)))
@@ -251,10 +295,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
-        return attr != 'translate' and super().is_safe_attribute(obj, attr, value)
+        grows = attr in ('translate', 'striptags')
+        return not grows and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
-        _budget.get().spend(_operator_size(operator, left, right))
+        size = _operator_size(operator, left, right)
+        _budget.get().spend(size)
+        if not isinstance(left, str) and not isinstance(right, str): _check_held(size)
         return self.built(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, obj: object, /, *args: object, **kwargs: object) -> object:
@@ -262,7 +309,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         text = getattr(method, '__self__', None)
         if isinstance(text, str):
             name = getattr(method, '__name__', '')
-            if name == 'join' and isinstance(args[0], Iterable): args = ([*map(str, args[0])],)
+            if name == 'join' and isinstance(args[0], Iterable):
+                args = ([*map(str, _list(args[0]))],)
             if name in ('join', 'format', 'format_map'): self.paid([*args, *kwargs.values()])
             _budget.get().spend(_method_size(name, text, args))
         made = super().call(context, obj, *args, **kwargs)
@@ -294,6 +342,8 @@ def environment() -> Environment:
     for name in _DROPPED: del env.filters[name]
     del env.globals['lipsum']
     env.filters.update(tojson=_tojson, indent=_indent, join=_join, replace=_replace,
-                       format=_format, string=_string)
+                       format=_format, string=_string, list=_list)
+    env.filters.update({o: _of_list(FILTERS[o]) for o in _OF_LIST})
+    env.filters.update({o: _of_text(o) for o in _GROWTH})
     env.globals.update(documents=None, raise_exception=_raise, strftime_now=_strftime_now)
     return env

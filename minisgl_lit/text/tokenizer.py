@@ -25,7 +25,7 @@ from ..core.request import (
 from ..core.sampling_params import ContextTooLong, RequestError, SamplingParams, quote
 from ..core.outputs import EngineCoreOutput
 from .chat_template import ChatOptions, ChatTemplate
-from .control_tokens import Marker, PlainTexts
+from .control_tokens import ControlTokens, Marker, PlainTexts
 from .reasoning import (
     ReasoningDelta, ReasoningFormat, ReasoningParser, ThinkingTracker, find_format, place_of)
 from .stop import SearchBudget, StopChecker, compile_stop, search_together
@@ -132,11 +132,14 @@ class Tokenizer:
         turns = [{'role': o, 'content': 'hi'} for o in ('user', 'assistant', 'user')]
         try: text = self.chat_template.render(turns) if self.chat_template else ''
         except RequestError: text = ''
-        return frozenset(
-        o for o, i in self.added_ids.items() if i in self._special_ids or o in text)
+        return frozenset(o for o, i in self.added_ids.items()
+                         if o.strip() and (i in self._special_ids or o in text))
 
     @cached_property
-    def _plain_texts(self) -> PlainTexts: return PlainTexts(self.backend, self.control_tokens)
+    def _control(self) -> ControlTokens: return ControlTokens(self.control_tokens)
+
+    @cached_property
+    def _plain_texts(self) -> PlainTexts: return PlainTexts(self.backend, self._control)
 
     # %% ../../nbs/51_text.tokenizer.ipynb #94bd656d
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -189,7 +192,7 @@ class Tokenizer:
             raise RequestError('messages', 'this model has no chat template; use a prompt instead')
         if not self._marks_texts:
             return self.encode(template.render(messages, tools, options), False, max_len)
-        marker = Marker(self.control_tokens)
+        marker = Marker(self._control)
         text = template.render(messages, tools, options, marker)
         if marker.mark not in text: return self.encode(text, False, max_len)
         if max_len is not None: self.check_length(marker.clean(text), max_len)

@@ -59,7 +59,7 @@ def template_sources(
         if file.exists(): found[name] = file.read_text(encoding='utf-8')
     for name, source in found.items():
         if not isinstance(source, str):
-            raise ValueError(f'the chat template {name!r} in {path} must be a text')
+            raise ValueError(f'the chat template {name!r:.80} in {path} must be a text')
     return {name: str(source) for name, source in found.items()}
 
 def _name(entry: object) -> str:
@@ -94,7 +94,7 @@ def add_named_tokens(
     for i, token in sorted(tokens.items()):
         if token.content not in known: backend.add_tokens([token])
         if (got := backend.token_to_id(token.content)) != i: raise ValueError(
-            f'the files of this tokenizer give {token.content!r} the id {i}, '
+            f'the files of this tokenizer give {token.content!r:.80} the id {i}, '
             f'and the vocabulary gives it {got}')
     mark_special(backend, special)
 
