@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from minisgl_lit import LLM, SamplingParams
+from minisgl_lit.kernels.compiler import cache_folder
 from minisgl_lit.models.embedded import embedded_path
 
 DATA = Path(__file__).parent/'data'
@@ -133,7 +134,7 @@ def judged(told: dict, limit: int) -> dict:
     if 'raised' in told: wrong.append(told['raised'])
     said = told.get('refused', '')
     if '\n' in said or len(said) > 600: wrong.append('no sentence')
-    return told | dict(wrong=wrong)
+    return {k: v[:2000] if isinstance(v, str) else v for k, v in told.items()} | dict(wrong=wrong)
 
 def trial(make: Callable[[Path], tuple[Path, str]]) -> dict:
     "What was changed, what came of it, and what is wrong with that"
@@ -200,10 +201,12 @@ BOMBS = [partial(gguf_bomb, word('IIQ', 9, 0, 1 << 40)), partial(gguf_bomb, word
          *(partial(folder_bomb, DATA/'gptq-4-bits-32', ('quantization_config',), **o) for o in (dict(bits=2**40), dict(quant_method=[])))]
 
 if __name__ == '__main__':
-    if sys.argv[1:] == ['bombs']: found = (trial(lambda home: make(home=home)) for make in BOMBS)
-    else:
-        n, first = (int(o) for o in (*sys.argv[1:], '20', '0')[:2])
-        found = trials(range(first, first + n))
+    def bombs() -> Iterator[dict]:
+        cost(DATA/'llama-Q5_K_M.gguf', 1 << 40)
+        for make in BOMBS: yield trial(lambda home: make(home=home))
+    n, first = (int(o) for o in (*sys.argv[1:], '0')[:2]) if sys.argv[1:] != ['bombs'] else (0, 0)
     with tempfile.TemporaryDirectory() as home:
+        kernels = cache_folder()[0]   # what is compiled already need not be again
         os.environ['XDG_CACHE_HOME'] = home
-        for o in found: print(json.dumps(o), flush=True)
+        shutil.copytree(kernels, cache_folder()[0], dirs_exist_ok=True, ignore=lambda folder, names: [o for o in names if not o.endswith('.so')])
+        for o in trials(range(first, first + n)) if n else bombs(): print(json.dumps(o), flush=True)

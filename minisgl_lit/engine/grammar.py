@@ -8,6 +8,7 @@ __all__ = ['MAX_GRAMMAR', 'MASK_S', 'GRAMMAR_S', 'Compiling', 'pack_mask', 'Choi
 
 # %% ../../nbs/45_engine.grammar.ipynb #e8f99a3a
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -77,7 +78,8 @@ class ChoiceGrammar:
         return remaining == {b''}
 
 # %% ../../nbs/45_engine.grammar.ipynb #45c0571a
-MAX_GRAMMAR = dict(bytes=65_536, rules=300, items=2_000, levels=100)
+MAX_GRAMMAR = {'bytes': 65_536, 'rules': 300, 'items': 2_000, 'levels': 100,
+               'steps of multipleOf': 20_000}   # the library has a state for each
 
 class GrammarSpec(NamedTuple):
     "The grammar that a request asks for."
@@ -93,6 +95,13 @@ def _several(spec: GrammarSpec) -> list[dict] | None:
     is_list = isinstance(grammars, list) and all(isinstance(o, dict) for o in grammars)
     return grammars if is_list else None
 
+def _multiples(text: str) -> int:
+    "States that the library makes for the multiples in a text; in an `allOf` it multiplies them"
+    text = re.sub(r'\\u([0-9a-fA-F]{4})', lambda found: chr(int(found[1], 16)), text)
+    steps = [int(digits.replace('.', '').strip('0') or '0') for digits in re.findall(
+        r'"multipleOf"\s*:\s*-?(\d{1,99}(?:\.\d{1,99})?)', text)]
+    return math.prod(steps) if 'allOf' in text or '$ref' in text else sum(steps)
+
 def check_size(
     spec: GrammarSpec,  # What a request asks for
 ) -> None:
@@ -107,6 +116,7 @@ def check_size(
         text = '\n'.join(o if isinstance(o, str) else json.dumps(o) for o in values)
     rules = sum(':' in line for line in text.splitlines()) if name == 'ebnf' else 0
     check('rules', rules + text.count('"$ref"'))   # a chain of these is followed on the stack
+    check('steps of multipleOf', _multiples(text))
     check('items', 1 + max(text.count(','), text.count('|')))   # of a list, or alternatives
     brackets = re.findall(r'[\[\](){}]', text)
     check('levels', max(accumulate(1 if o in '[({' else -1 for o in brackets), default=0))

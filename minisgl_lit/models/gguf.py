@@ -154,6 +154,7 @@ def config_fields(
     config['tie_word_embeddings'] = 'output.weight' not in shapes
     config['attention_bias'] = 'blk.0.attn_q.bias' in shapes
     heads = _size(fields, f'{kind}.attention.head_count')
+    config.setdefault('num_key_value_heads', heads)
     usual = _size(fields, f'{kind}.embedding_length') // heads
     head_dim = config['head_dim'] = _size(fields, f'{kind}.attention.key_length', usual)
     turned = _size(fields, f'{kind}.rope.dimension_count', head_dim)
@@ -278,7 +279,9 @@ class _Header:
         return self._data[self.at - n:self.at]
 
     def count(self, nbytes: int = 8) -> int: return int.from_bytes(self.take(nbytes), 'little')
-    def text(self) -> str: return str(self.take(self.count()), 'utf-8')
+    def text(self) -> str:
+        try: return str(self.take(self.count()), 'utf-8')
+        except UnicodeDecodeError: raise ValueError('it has a text that is no UTF-8') from None
 
     def numbers(self, kind: int, n: int) -> list:
         if kind not in _dtypes: raise ValueError(f'it has a field of type {kind}')
@@ -296,7 +299,10 @@ class _Header:
         "Its offset counts from the end of the header, yet"
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         name, shape = self.text(), [self.count() for _ in range(self.count(4))]
-        kind, offset, n = GGMLQuantizationType(self.count(4)), self.count(), math.prod(shape)
+        number, offset, n = self.count(4), self.count(), math.prod(shape)
+        if number not in [*GGMLQuantizationType]:
+            raise ValueError(f'tensor {name:.80} has the type {number}')
+        kind = GGMLQuantizationType(number)
         block, nbytes = GGML_QUANT_SIZES[kind]
         if not shape or not n or shape[0] % block or len(shape) <= (block > 1):
             raise ValueError(f'tensor {name} of type {kind.name} has the shape {shape[::-1]}')
@@ -325,7 +331,8 @@ def _read_file(path: Path) -> tuple[dict[str, object], dict[str, GgufTensor]]:
     if not path.exists(): raise ValueError(f'{path} is missing: it is a part of this model')
     try: return _parts(np.memmap(path, np.uint8, 'r').data, str(path.absolute()))
     except (ValueError, RecursionError) as e:
-        raise ValueError(f'{path} is damaged or incomplete: {e}') from None
+        why = 'it has lists in lists' if isinstance(e, RecursionError) else e
+        raise ValueError(f'{path} is damaged or incomplete: {why}') from None
 
 # %% ../../nbs/35a_models.gguf.ipynb #ead87ef3
 INDEX = 'gguf.json'   # the index of tensors, in the folder

@@ -111,13 +111,17 @@ def shard_names(
     names = read_json(index).get('weight_map')
     if not isinstance(names, dict):
         raise ValueError(f"{index} has no 'weight_map', so it names no shards")
-    return sorted({str(o) for o in names.values()})
+    found = sorted({str(o) for o in names.values()})
+    for name in found:
+        if Path(name).is_absolute() or '..' in Path(name).parts:
+            raise ValueError(f'{index} names {name!r:.80}, which is not in its folder')
+    return found
 
 def list_files(
     path: Path,  # The folder of a checkpoint
 ) -> list[Path]:
     "The safetensors files: one, or the shards that an index names"
-    if (path/'model.safetensors').exists(): return [path/'model.safetensors']
+    if (path/'model.safetensors').is_file(): return [path/'model.safetensors']
     index = path/'model.safetensors.index.json'
     if not index.exists() and list(path.glob('pytorch_model*.bin')):
         raise ValueError(
@@ -128,7 +132,7 @@ def list_files(
         raise ValueError(f'{path} holds no weights: neither model.safetensors nor {index.name}')
     files = [path/o for o in shard_names(index)]
     for file in files:
-        if not file.exists():
+        if not file.is_file():
             raise ValueError(f'{path} is incomplete: {file.name}, named in its index, is missing')
     return files
 

@@ -150,6 +150,17 @@ _HEALTH_SECONDS = 20           # that `/health_generate` waits for a step
 _SECRETS = 'api_key', 'api_keys', 'admin_key', 'batch_folder'   # `/get_server_info` has none
 _CLIENT_CLOSED_REQUEST = 499   # the status that nginx logs for a client that disconnected
 
+_LONG_ANSWER = 4_000   # tokens and logprobs; more are written while others are served
+
+def _n_told(output: RequestOutput) -> int:
+    "Tokens and logprobs that an answer may tell, about"
+    each = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
+    return 10 + len(output.token_ids) + sum(2 + len(o.top) for o in each)
+
+def _json_in_steps(value: object) -> bytes:
+    "JSON, made by the interpreter: it lets other threads in, which the library's C does not"
+    return ''.join(json.JSONEncoder(allow_nan=False).iterencode(value)).encode()
+
 class Api:
     "The routes of the server, one method each."
     def __init__(
@@ -181,7 +192,10 @@ class Api:
         group = self._group(request, writer.id, params, prompts, user, names)
         if not stream:
             outputs = await unless_disconnected(request, group.done())
-            return JSONResponse(writer.whole(outputs))
+            if sum(map(_n_told, outputs)) <= _LONG_ANSWER:
+                return JSONResponse(writer.whole(outputs))
+            body = await asyncio.to_thread(lambda: _json_in_steps(writer.whole(outputs)))
+            return Response(body, media_type='application/json')
         rest = events(group, writer)
         first = await unless_disconnected(request, anext(rest))
         return EventStream(first, rest, writer.media_type)

@@ -9,6 +9,7 @@ __all__ = ['Awaits', 'Connection', 'Connections', 'LimitedProtocol', 'connection
 import asyncio
 import json
 import os
+import re
 import resource
 import socket
 from collections import Counter
@@ -132,7 +133,8 @@ _REFUSALS = {
     'body_timeout': (408, f'a body may pause for {_SECONDS[Awaits.BODY]} seconds in all, and '
                           f'earns one more with every {_BODY_RATE:,} bytes'),
     'all_busy': (503, 'all connections of this server are being answered; try again later'),
-    'no_http': (400, 'this is not a valid HTTP request')}
+    'no_http': (400, 'this is not a valid HTTP request'),
+    'no_upgrade': (400, 'this server speaks HTTP/1.1 only; leave out the header Upgrade')}
 
 class LimitedProtocol(HttpToolsProtocol):
     "A connection of uvicorn that says what it waits for, and refuses what is too long."
@@ -270,8 +272,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self.pool.leave(self)
         HttpToolsProtocol.connection_lost(self, exc)
 
+    def _unsupported_upgrade_warning(self) -> None: self.refuse('no_upgrade')
+
     def data_received(self, data: bytes) -> None:
         if self.refused: return
+        if self._parsing is not Awaits.BODY: data = _without_upgrade(data)
         self._begun, before, in_body = False, self._body, self._parsing is Awaits.BODY
         HttpToolsProtocol.data_received(self, data)
         if self._parsing is Awaits.HEADER and not self._begun: self._size += len(data)
@@ -298,6 +303,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
 # %% ../../nbs/49b_server.connection.ipynb #f7512534
 _LOOK = .1   # seconds between two looks whether a half-closed caller is there
+
+# %% ../../nbs/49b_server.connection.ipynb #02acc634
+
+def _without_upgrade(data: bytes) -> bytes:
+    "A header, and what follows, that asks for no other protocol"
+    header, end, rest = data.partition(b'\r\n\r\n')
+    return re.sub(rb'(?i)\r\nupgrade:', b'\r\nx-asked:', header) + end + rest
 
 # %% ../../nbs/49b_server.connection.ipynb #16ac4959
 _RESERVE = 96          # descriptors: for refused callers, sockets of the engine, files

@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from ..core.request import FinishReason
 from .blocks import (
     Block, BlockWriter, ChatServer, ConversationRequest, Route)
-from .fields import ApiError, ApiObject, Refused
+from .fields import ApiError, ApiObject, JsonObject, Refused
 from .openai_protocol import (
     Arguments, ChatMessage, ChatRequest, Function, FunctionCall, MessageCall, NamedFunction,
     NamedSchema, NamedTool, OtherTool, ResponseFormat, Tool, new_id)
@@ -129,7 +129,7 @@ class ToolDescription(ApiObject):
     type: Literal['custom'] | None = None   # Before the others, so that another is named first
     name: str = Field(pattern=_TOOL_NAME)
     description: str | None = None          # For the model to read
-    input_schema: dict[str, object]         # A JSON schema of its arguments
+    input_schema: JsonObject                # A JSON schema of its arguments
     strict: bool | None = None              # Whether each call must follow it
 
     @property
@@ -162,7 +162,7 @@ class ThinkingConfig(ApiObject):
 class OutputFormat(ApiObject):
     "The schema of an answer."
     type: Literal['json_schema']
-    schema_dict: dict[str, object] = Field(alias='schema')
+    schema_dict: JsonObject = Field(alias='schema')
 
 class OutputConfig(ApiObject):
     "How an answer shall be."

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from .blocks import (
     Block, BlockWriter, ChatServer, ConversationRequest, Route)
 from .embedding_protocol import EmbeddingRequest, EmbeddingRoutes
-from .fields import ApiError, ApiObject, Refused
+from .fields import ApiError, ApiObject, JsonObject, Refused
 from .openai_protocol import (
     ChatMessage, ChatRequest, FunctionCall, MessageCall, NamedSchema, ResponseFormat, Tools)
 from .openai_protocol import Arguments, check_model, new_id
@@ -104,7 +104,7 @@ class OllamaRequest(ConversationRequest):
     "What both routes that generate take."
     without_effect = {'truncate', 'shift'}
     refused = {'images': Refused('only text is served')}
-    format: Literal['', 'json'] | dict[str, object] | None = None   # Or a JSON schema
+    format: Literal['', 'json'] | JsonObject | None = None   # Or a JSON schema
     options: Options | None = None
     think: bool | Literal['low', 'medium', 'high'] | None = None    # Whether, or how much
     keep_alive: float | str | None = None   # Changes nothing; 0 with no messages is answered

@@ -28,7 +28,7 @@ from ..text.tool_calls import (
 from ..text.tool_calling import ToolOffer, chosen_tools
 from ..text.tokenizer import RequestOutput, Piece
 from .sse import DONE, sse
-from .fields import ApiError, ApiObject, Refused, one_value
+from .fields import ApiError, ApiObject, JsonObject, Refused, one_value
 from .protocol import Rid, SamplingRequest
 
 # %% ../../nbs/54_server.openai_protocol.ipynb #3ed75a63
@@ -150,7 +150,7 @@ class Function(ApiObject):
     "A function that may be called."
     name: str = Field(pattern=r'^[a-zA-Z0-9_-]{1,64}$')
     description: str | None = None               # For the model to read
-    parameters: dict[str, object] | None = None  # A JSON schema of its arguments
+    parameters: JsonObject | None = None         # A JSON schema of its arguments
     strict: bool | None = None                   # Whether each call must follow it
 
 class Tool(ApiObject):
@@ -189,7 +189,7 @@ class NamedSchema(ApiObject):
     "A JSON schema with a name."
     without_effect = {'strict', 'description'}
     name: str | None = None   # Changes nothing
-    schema_dict: dict[str, object] | None = Field(default=None, alias='schema')   # None: any object
+    schema_dict: JsonObject | None = Field(default=None, alias='schema')   # None: any object
 
 class ResponseFormat(ApiObject):
     "The format of the output."

@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from importlib.metadata import version
 from importlib.resources import files
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
 from fastapi import Request
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import Response
 from pydantic import Field
 
 from ..core.sampling_params import RequestError
@@ -121,11 +122,13 @@ class Operations:
     async def page(self, request: Request) -> Response:
         "A file of the web pages; 304 if the browser has it"
         file = Path(str(files('minisgl_lit')/'webui'/PAGE_FILES[request.url.path]))
-        etag = f'"{sha256(file.read_bytes()).hexdigest():.32}"'
+        content = file.read_bytes()
+        etag = f'"{sha256(content).hexdigest():.32}"'
         headers = {'content-security-policy': _CONTENT_SECURITY_POLICY, 'cache-control': 'no-cache',
                    'x-content-type-options': 'nosniff', 'etag': etag}
         known = etag in request.headers.get('if-none-match', '')
-        return Response(None, 304, headers) if known else FileResponse(file, headers=headers)
+        if known: return Response(None, 304, headers)
+        return Response(content, 200, headers, guess_type(file.name)[0])
 
     # %% ../../nbs/54x_server.operations.ipynb #5454b0c2
     async def update_weights(self, body: UpdateWeightsRequest) -> dict[str, object]:

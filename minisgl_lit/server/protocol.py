@@ -89,7 +89,7 @@ def _from_json(given: Mapping[str, object]) -> dict[str, object]:
     for name, other in _OTHER_NAMES.items():
         converted[name] = one_value(**{name: given.get(name), other: given.get(other)})
     if isinstance(bias, Mapping):
-        converted['logit_bias'] = {int(k) if str(k).isdecimal() else k: v
+        converted['logit_bias'] = {int(k) if re.fullmatch('[0-9]{1,18}', str(k)) else k: v
                                    for k, v in bias.items()}
     return converted
 

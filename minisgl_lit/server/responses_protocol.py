@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from ..core.request import FinishReason
 from .blocks import (
     Block, BlockWriter, ConversationRequest)
-from .fields import ApiError, ApiObject, Refused
+from .fields import ApiError, ApiObject, JsonObject, Refused
 from .openai_protocol import (
     Arguments, ChatMessage, ChatRequest, Function, FunctionCall, MessageCall, NamedFunction,
     NamedSchema, NamedTool, OtherTool, ResponseFormat, Tool, usage)
@@ -59,7 +59,9 @@ def flat_name(
     name: str,               # Its own
 ) -> str:
     "The name by which the model knows a function"
-    return f'{namespace.rstrip("_")}__{name}'[:64] if namespace else name
+    if not namespace: return name
+    space = re.sub('[^a-zA-Z0-9_-]', '_', namespace)   # an MCP server may be called `my.server`
+    return f'{space.rstrip("_")}__{name}'[:64]
 
 class InputItem(ApiObject):
     "An item of a conversation."
@@ -134,9 +136,9 @@ class FunctionTool(ApiObject):
     type: Literal['function', 'custom']   # First, so that another type is named first
     name: str = Field(pattern=r'^[a-zA-Z0-9_-]{1,64}$')
     description: str | None = None               # For the model to read
-    parameters: dict[str, object] | None = None  # A JSON schema of its arguments
+    parameters: JsonObject | None = None         # A JSON schema of its arguments
     strict: bool | None = None                   # Whether each call must follow it
-    format: dict[str, object] | None = None      # Of the text of a custom tool; it is told
+    format: JsonObject | None = None             # Of the text of a custom tool; it is told
 
     def tool(
         self,
@@ -174,7 +176,7 @@ class TextFormat(ApiObject):
     without_effect = {'strict', 'description'}
     type: Literal['text', 'json_object', 'json_schema']
     name: str | None = None   # Changes nothing
-    schema_dict: dict[str, object] | None = Field(default=None, alias='schema')
+    schema_dict: JsonObject | None = Field(default=None, alias='schema')
 
     @property
     def response_format(self) -> ResponseFormat:

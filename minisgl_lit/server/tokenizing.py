@@ -18,10 +18,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 from fastapi import Request
 
-from ..core.sampling_params import RequestError
+from ..core.sampling_params import RequestError, quote
 from .sse import unless_disconnected
 from ..text.chat_template import ChatOptions
-from ..text.template_sandbox import written_size
+from ..text.template_sandbox import TemplateLimit, written_size
 from ..text.tokenizer import Tokenizer, too_long
 
 # %% ../../nbs/54b_server.tokenizing.ipynb #d2dd11a2
@@ -63,6 +63,7 @@ def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> N
 
 # %% ../../nbs/54b_server.tokenizing.ipynb #be569462
 LONG_TEXT = 10_000         # characters; fewer are done in less time than a thread needs to begin
+_AT_ONCE = .05             # seconds that a chat template may take while all others wait
 _ITEM_COST = 100           # an item costs as much as so many characters, beside its own
 _MAX_IDS = 1 << 19         # token ids in the body or the answer of one call
 _MAX_TOKEN_ID = 2**31 - 1  # what the tokenizers library can decode
@@ -125,7 +126,8 @@ class AsyncTokenizer:
                 return self.tokenizer.encode(prompt, add_special_tokens, self.max_len)
             try: return np.array(prompt, dtype=np.int64)
             except OverflowError:
-                what = f'token id {max(prompt, key=abs)} in the prompt is outside the vocabulary'
+                most = quote(max(prompt, key=abs))
+                what = f'token id {most} in the prompt is outside the vocabulary'
                 raise RequestError('prompt', what) from None
         cost = sum(len(o) + _ITEM_COST for o in prompts)
         return await self._run(request, cost, encode, prompts)
@@ -147,7 +149,10 @@ class AsyncTokenizer:
             return self.tokenizer.chat(dialog, tools, options, self.max_len)
         given = [messages, tools, options.chat_template_kwargs]
         cost = _ITEM_COST*len(messages) + written_size(given, LONG_TEXT)
-        return (await self._run(request, cost, encode, [messages]))[0]
+        if cost <= LONG_TEXT:
+            try: return self.tokenizer.chat(messages, tools, options, self.max_len, _AT_ONCE)
+            except TemplateLimit: pass   # a thread has more time
+        return (await self._run(request, LONG_TEXT + 1, encode, [messages]))[0]
 
     async def texts(
         self,

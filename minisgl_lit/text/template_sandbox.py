@@ -15,11 +15,11 @@ from contextvars import ContextVar
 from datetime import datetime
 from functools import cache
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from jinja2 import Environment, TemplateError, nodes, pass_environment, pass_eval_context
 from jinja2.ext import Extension
-from jinja2.filters import FILTERS, do_indent, sync_do_join
+from jinja2.filters import FILTERS, do_indent, do_int, do_round, sync_do_join
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -107,11 +107,11 @@ def _list(value: Iterable) -> list:
 
 _SPACES = [chr(i) for i in range(1 << 14) if chr(i).isspace()]
 
-def _n_pieces(text: str, separator: str | None = None, most: int = -1) -> int:
+def _n_pieces(text: str, sep: str | None = None, maxsplit: int = -1) -> int:
     "Pieces into which a text would be split, at most"
-    separators = _SPACES if separator is None else [separator or text]
+    separators = _SPACES if sep is None else [sep or text]
     n = sum(text.count(o) for o in separators) + 1
-    return n if most < 0 else min(n, most + 1)
+    return n if maxsplit < 0 else min(n, maxsplit + 1)
 
 # %% ../../nbs/49d_text.template_sandbox.ipynb #6ba9aa0e
 def _check_pattern(pattern: str) -> int:
@@ -119,29 +119,32 @@ def _check_pattern(pattern: str) -> int:
     if re.search(r'\d{4}|\*|\{[^}]*\{', pattern): raise TemplateLimit('it formats too widely')
     return 1000 * (pattern.count('%') + pattern.count('{'))
 
+_MOST_BITS = 1 << 14   # of a number: a division takes time by the square of them
+
 def _operator_size(operator: str, left: object, right: object) -> int:
     "Characters, or items, that an operator's result has, at most"
     sized = [o for o in (left, right) if isinstance(o, (str, list, tuple))]
     counts = [abs(o) for o in (left, right) if isinstance(o, int)]
+    bits = [o.bit_length() for o in counts]
+    if operator == '**' and len(counts) == 2: bits.append(bits[0] * counts[1])
+    if max(bits, default=0) > _MOST_BITS: raise TemplateLimit('its numbers are too large')
     match operator, sized, counts:
         case '%', [str() as pattern, *_], _: return _check_pattern(pattern)
         case '+', [a, b], _: return len(a) + len(b)
         case '*', [a], [n]: return len(a) * n
-        case '*', _, [a, b]: return (a.bit_length() + b.bit_length()) // 3
-        case '**', _, [a, b]: return a.bit_length() * b
     return 0
 
-def _method_size(name: str, text: str, args: Sequence) -> int:
+def _method_size(name: str, text: str, args: Sequence, named: Mapping[str, Any]) -> int:
     "Characters that the result of a text's method has, at most"
     match name, args:
         case 'replace', [str() as old, str() as new, *_]:
             return len(text) + text.count(old) * len(new)
         case 'center' | 'ljust' | 'rjust' | 'zfill', [int() as width, *_]: return width
-        case 'expandtabs', _: return len(text) + text.count('\t') * max([8, *args])
         case 'join', [list() as items]: return len(items) * len(text)
         case 'format' | 'format_map', _: return _check_pattern(text)
         case 'split' | 'rsplit' | 'splitlines', _:
-            _check_held(_n_pieces(text, *args) if 'split' == name[-5:] else _n_pieces(text))
+            lines = name == 'splitlines'
+            _check_held(_n_pieces(text) if lines else _n_pieces(text, *args, **named))
             return len(text)
     return 0
 
@@ -178,13 +181,24 @@ def _join(context: nodes.EvalContext, value: Iterable, d: str = '',
 
 def _replace(text: object, old: object, new: object, count: int | None = None) -> str:
     text, old, new = str(text), str(old), str(new)
-    _budget.get().spend(_method_size('replace', text, [old, new]))
+    _budget.get().spend(_method_size('replace', text, [old, new], {}))
     return text.replace(old, new, -1 if count is None else count)
 
 def _format(pattern: object, *args: object, **kwargs: object) -> str:
     _budget.get().spend(_check_pattern(str(pattern)))
     _budget.get().spend_on([*args, *kwargs.values()])
     return str(pattern) % (kwargs or args)
+
+def _int(value: object, default: int = 0, base: int = 10) -> int:
+    if isinstance(value, str) and len(value) > _MOST_BITS >> 3:
+        raise TemplateLimit('its numbers are too large')
+    return do_int(value, default, base)
+
+_Rounding = Literal['common', 'ceil', 'floor']
+
+def _round(value: float, precision: int = 0, method: _Rounding = 'common') -> float:
+    if abs(precision) > 32: raise TemplateLimit('it rounds too far')
+    return do_round(value, precision, method)
 
 def _string(value: object) -> str:
     _budget.get().spend_on(value)
@@ -256,9 +270,11 @@ class _AddChecks(NodeTransformer):
         return nodes.Call(function, node.nodes, [], None, None).set_lineno(node.lineno)
 
 # %% ../../nbs/49d_text.template_sandbox.ipynb #16fc6f9e
+_NO_METHODS = 'encode', 'expandtabs', 'maketrans', 'striptags', 'translate'   # of texts
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     "Nothing outside can be reached or changed, and what results cost is paid from the budget."
-    intercepted_binops = frozenset(('+', '*', '**', '%'))
+    intercepted_binops = frozenset(('+', '-', '*', '**', '/', '//', '%'))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -295,8 +311,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
-        grows = attr in ('translate', 'striptags')
-        return not grows and super().is_safe_attribute(obj, attr, value)
+        if attr in _NO_METHODS or isinstance(obj, (int, float)): return False
+        return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         size = _operator_size(operator, left, right)
@@ -312,7 +328,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             if name == 'join' and isinstance(args[0], Iterable):
                 args = ([*map(str, _list(args[0]))],)
             if name in ('join', 'format', 'format_map'): self.paid([*args, *kwargs.values()])
-            _budget.get().spend(_method_size(name, text, args))
+            _budget.get().spend(_method_size(name, text, args, kwargs))
         made = super().call(context, obj, *args, **kwargs)
         return self.built(made) if obj is dict and self.ticked else made
 
@@ -342,7 +358,8 @@ def environment() -> Environment:
     for name in _DROPPED: del env.filters[name]
     del env.globals['lipsum']
     env.filters.update(tojson=_tojson, indent=_indent, join=_join, replace=_replace,
-                       format=_format, string=_string, list=_list)
+                       format=_format, string=_string, list=_list,
+                       int=_int, round=_round)
     env.filters.update({o: _of_list(FILTERS[o]) for o in _OF_LIST})
     env.filters.update({o: _of_text(o) for o in _GROWTH})
     env.globals.update(documents=None, raise_exception=_raise, strftime_now=_strftime_now)

@@ -24,13 +24,13 @@ from ..core.request import (
     AnswerEnd, FinishReason, Logprob, PendingReq, SearchedTokens, StopCheck, Thinking)
 from ..core.sampling_params import ContextTooLong, RequestError, SamplingParams, quote
 from ..core.outputs import EngineCoreOutput
-from .chat_template import ChatOptions, ChatTemplate
+from .chat_template import RENDER_S, ChatOptions, ChatTemplate
 from .control_tokens import ControlTokens, Marker, PlainTexts
 from .reasoning import (
     ReasoningDelta, ReasoningFormat, ReasoningParser, ThinkingTracker, find_format, place_of)
 from .stop import SearchBudget, StopChecker, compile_stop, search_together
 from .tokenizer_files import (
-    load_backend, read_settings, special_tokens, template_sources)
+    load_backend, read_settings, special_tokens, template_sources, without_panics)
 
 # %% ../../nbs/51_text.tokenizer.ipynb #20029c15
 _KEEPING = {'NFC', 'NFKC', 'NFD', 'NFKD', 'Lowercase', 'Prepend', 'Replace', 'ByteLevel', 'Digits',
@@ -128,12 +128,17 @@ class Tokenizer:
 
     @cached_property
     def control_tokens(self) -> frozenset[str]:
-        "Texts of special tokens, and of those that the template writes around each turn"
+        "Texts of special tokens, and of those that a template writes around turns and results"
         turns = [{'role': o, 'content': 'hi'} for o in ('user', 'assistant', 'user')]
         try: text = self.chat_template.render(turns) if self.chat_template else ''
         except RequestError: text = ''
-        return frozenset(o for o, i in self.added_ids.items()
-                         if o.strip() and (i in self._special_ids or o in text))
+        templates = self.chat_template, self.tool_template
+        sources = ''.join(o.source for o in templates if o)
+        def is_control(token: str, token_id: int) -> bool:
+            if token_id in self._special_ids or token in text: return True
+            is_mark = not token[0].isalnum() and not token[-1].isalnum()
+            return is_mark and token in sources   # such as `<tool_response>`
+        return frozenset(o for o, i in self.added_ids.items() if o.strip() and is_control(o, i))
 
     @cached_property
     def _control(self) -> ControlTokens: return ControlTokens(self.control_tokens)
@@ -160,7 +165,11 @@ class Tokenizer:
     def _ids(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool,
              max_len: int | None) -> np.ndarray:
         "Token ids, by this backend"
-        try: [found] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            with without_panics():
+                [found] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except ValueError as e:
+            raise RequestError('prompt', f'the tokenizer of this checkpoint: {e}') from None
         except TypeError:
             what = f'a prompt must be valid Unicode, not {quote(text)}'
             raise RequestError('prompt', what) from None
@@ -185,15 +194,17 @@ class Tokenizer:
         tools: Sequence[Mapping[str, object]] | None = None,   # Functions the model may call
         options: ChatOptions = ChatOptions(),       # How it ends, and what the caller adds
         max_len: int | None = None,                 # Most tokens
+        seconds: float = RENDER_S,   # For the template; `TemplateLimit` if fewer are not enough
     ) -> np.ndarray:
         "Token ids of a conversation, int64, [n], up to where the model's turn begins"
         template = self.tool_template if tools else self.chat_template
         if template is None:
             raise RequestError('messages', 'this model has no chat template; use a prompt instead')
         if not self._marks_texts:
-            return self.encode(template.render(messages, tools, options), False, max_len)
+            text = template.render(messages, tools, options, seconds=seconds)
+            return self.encode(text, False, max_len)
         marker = Marker(self._control)
-        text = template.render(messages, tools, options, marker)
+        text = template.render(messages, tools, options, marker, seconds)
         if marker.mark not in text: return self.encode(text, False, max_len)
         if max_len is not None: self.check_length(marker.clean(text), max_len)
         prepared = self._plain_texts.prepare(text, marker.mark)
