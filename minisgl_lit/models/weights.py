@@ -111,11 +111,9 @@ def shard_names(
     names = read_json(index).get('weight_map')
     if not isinstance(names, dict):
         raise ValueError(f"{index} has no 'weight_map', so it names no shards")
-    found = sorted({str(o) for o in names.values()})
-    for name in found:
-        if Path(name).is_absolute() or '..' in Path(name).parts:
-            raise ValueError(f'{index} names {name!r:.80}, which is not in its folder')
-    return found
+    outside = [o for o in names.values() if {'/', '..'} & {*Path(str(o)).parts}]
+    if outside: raise ValueError(f'{index} names {outside[0]!r:.80}, which is not in its folder')
+    return sorted({str(o) for o in names.values()})
 
 def list_files(
     path: Path,  # The folder of a checkpoint

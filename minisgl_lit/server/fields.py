@@ -11,10 +11,9 @@ import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from functools import wraps
 from itertools import islice
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler
-from pydantic_core import CoreSchema
 
 from ..core.sampling_params import ContextTooLong, QueueFull, RequestError, quote
 
@@ -187,7 +186,7 @@ class ApiObject(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
+    ) -> Any:   # the library's
         schema = handler(source)
         _fail_fast(schema)
         return schema

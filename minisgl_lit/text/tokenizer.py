@@ -22,15 +22,16 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from ..core.request import (
     AnswerEnd, FinishReason, Logprob, PendingReq, SearchedTokens, StopCheck, Thinking)
-from ..core.sampling_params import ContextTooLong, RequestError, SamplingParams, quote
+from ..core.sampling_params import ContextTooLong, RequestError, SamplingParams
 from ..core.outputs import EngineCoreOutput
 from .chat_template import RENDER_S, ChatOptions, ChatTemplate
-from .control_tokens import ControlTokens, Marker, PlainTexts
+from .control_tokens import (
+    ControlTokens, Marker, PlainTexts, control_texts)
 from .reasoning import (
     ReasoningDelta, ReasoningFormat, ReasoningParser, ThinkingTracker, find_format, place_of)
 from .stop import SearchBudget, StopChecker, compile_stop, search_together
 from .tokenizer_files import (
-    load_backend, read_settings, special_tokens, template_sources, without_panics)
+    ids_of, load_backend, read_settings, special_tokens, template_sources)
 
 # %% ../../nbs/51_text.tokenizer.ipynb #20029c15
 _KEEPING = {'NFC', 'NFKC', 'NFD', 'NFKD', 'Lowercase', 'Prepend', 'Replace', 'ByteLevel', 'Digits',
@@ -133,12 +134,8 @@ class Tokenizer:
         try: text = self.chat_template.render(turns) if self.chat_template else ''
         except RequestError: text = ''
         templates = self.chat_template, self.tool_template
-        sources = ''.join(o.source for o in templates if o)
-        def is_control(token: str, token_id: int) -> bool:
-            if token_id in self._special_ids or token in text: return True
-            is_mark = not token[0].isalnum() and not token[-1].isalnum()
-            return is_mark and token in sources   # such as `<tool_response>`
-        return frozenset(o for o, i in self.added_ids.items() if o.strip() and is_control(o, i))
+        source = ''.join(o.source for o in templates if o)
+        return control_texts(self.added_ids, self._special_ids, text, source)
 
     @cached_property
     def _control(self) -> ControlTokens: return ControlTokens(self.control_tokens)
@@ -165,17 +162,10 @@ class Tokenizer:
     def _ids(self, backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool,
              max_len: int | None) -> np.ndarray:
         "Token ids, by this backend"
-        try:
-            with without_panics():
-                [found] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except ValueError as e:
-            raise RequestError('prompt', f'the tokenizer of this checkpoint: {e}') from None
-        except TypeError:
-            what = f'a prompt must be valid Unicode, not {quote(text)}'
-            raise RequestError('prompt', what) from None
-        if max_len is not None and len(found) > max_len + 1:   # one may be a second BOS token
-            raise too_long(len(found), max_len)
-        ids = np.array(found.ids, dtype=np.int64)
+        try: ids = np.array(ids_of(backend, text, add_special_tokens), dtype=np.int64)
+        except ValueError as e: raise RequestError('prompt', str(e)) from None
+        if max_len is not None and len(ids) > max_len + 1:   # one may be a second BOS token
+            raise too_long(len(ids), max_len)
         others = np.flatnonzero(ids != self._bos)
         n_bos = int(others[0]) if len(others) else len(ids)
         return ids[max(n_bos - 1, 0):]
@@ -200,12 +190,9 @@ class Tokenizer:
         template = self.tool_template if tools else self.chat_template
         if template is None:
             raise RequestError('messages', 'this model has no chat template; use a prompt instead')
-        if not self._marks_texts:
-            text = template.render(messages, tools, options, seconds=seconds)
-            return self.encode(text, False, max_len)
-        marker = Marker(self._control)
+        marker = Marker(self._control) if self._marks_texts else None
         text = template.render(messages, tools, options, marker, seconds)
-        if marker.mark not in text: return self.encode(text, False, max_len)
+        if marker is None or marker.mark not in text: return self.encode(text, False, max_len)
         if max_len is not None: self.check_length(marker.clean(text), max_len)
         prepared = self._plain_texts.prepare(text, marker.mark)
         return self._ids(self._plain_texts.backend, prepared, False, max_len)
