@@ -100,8 +100,8 @@ class Parser(ArgumentParser):
         self.error(f'{unknown} is not understood{nearest(unknown.split("=")[0], flags)}')
 
 # %% ../nbs/62a_cli_arguments.ipynb #a719d3e2
-COMMON = ('model', 'device', 'dtype', 'quantization', 'max_seq_len', 'memory_ratio',
-          'max_running_req', 'host', 'port', 'api_key')
+COMMON = ('model', 'device', 'dtype', 'quantization', 'quantization_compute', 'max_seq_len',
+          'memory_ratio', 'max_running_req', 'host', 'port', 'api_key')
 
 class _HelpAll(Action):
     "Print the help with all flags, and leave."

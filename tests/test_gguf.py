@@ -15,6 +15,7 @@ from minisgl_lit.device import ProcessGroup
 from minisgl_lit.models.checkpoint import read_config
 from minisgl_lit.models.decoder import shard_config, weight_shapes
 from minisgl_lit.models.embedded import embedded_path
+from minisgl_lit.kernels.compiler import cache_folder
 from minisgl_lit.models.gguf import block_formats, gguf_folder, read_blocks, read_index, read_tensor
 from minisgl_lit.models.quantization import pack_parts
 from minisgl_lit.models.weights import load_weights
@@ -29,10 +30,9 @@ GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0)
 
 
 @pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-    "The folder of a file"
-    cache = tmp_path_factory.mktemp('gguf')
-    return lambda file: gguf_folder(file, cache)
+def folder():
+    "The folder of a file, in the cache, where alone an index of tensors is believed"
+    return lambda file: gguf_folder(file, cache_folder()[0]/'gguf')
 
 
 @given(st.sampled_from(sorted(block_formats)), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**32 - 1))

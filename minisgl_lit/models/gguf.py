@@ -311,9 +311,10 @@ class _Header:
 def _parts(data: memoryview, file: str) -> tuple[dict[str, object], dict[str, GgufTensor]]:
     "Fields and tensors of the bytes of a file"
     header = _Header(data)
-    magic, version = bytes(header.take(4)), header.count(4)
-    if magic != b'GGUF' or version not in (2, 3):
-        raise ValueError(f'it begins with {magic!r} and version {version}; served are 2 and 3')
+    magic = bytes(header.take(4))
+    if magic != b'GGUF': raise ValueError(f'it is no GGUF file: it begins with {magic!r}')
+    if (version := header.count(4)) not in (2, 3):
+        raise ValueError(f'it has version {version} of the format; served are 2 and 3')
     n_tensors, n_fields = header.count(), header.count()
     fields = {header.text(): header.value(header.count(4)) for _ in range(n_fields)}
     found = dict(header.tensor(file) for _ in range(n_tensors))

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
+from importlib.metadata import version
 
 import numpy as np
 from fastapi import Depends, FastAPI, Request
@@ -41,7 +42,8 @@ from .ollama_protocol import ServedModel
 from .openai_protocol import (
     ChatRequest, ChatWriter, ConversationWriter, ResponseWriter, check_model, new_id)
 from .protocol import GenerateRequest
-from .sse import ClientDisconnected, EventStream, in_one_line, unless_disconnected
+from .sse import (
+    ClientDisconnected, EventStream, in_one_line, json_in_steps, unless_disconnected)
 from .tokenizing import AsyncTokenizer, token_bytes
 from .web_pages import WebPages
 from ..text.tool_calling import ToolCalling
@@ -157,10 +159,6 @@ def _n_told(output: RequestOutput) -> int:
     each = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
     return 10 + len(output.token_ids) + sum(2 + len(o.top) for o in each)
 
-def _json_in_steps(value: object) -> bytes:
-    "JSON, made by the interpreter: it lets other threads in, which the library's C does not"
-    return ''.join(json.JSONEncoder(allow_nan=False).iterencode(value)).encode()
-
 class Api:
     "The routes of the server, one method each."
     def __init__(
@@ -194,7 +192,7 @@ class Api:
             outputs = await unless_disconnected(request, group.done())
             if sum(map(_n_told, outputs)) <= _LONG_ANSWER:
                 return JSONResponse(writer.whole(outputs))
-            body = await asyncio.to_thread(lambda: _json_in_steps(writer.whole(outputs)))
+            body = await asyncio.to_thread(lambda: json_in_steps(writer.whole(outputs)))
             return Response(body, media_type='application/json')
         rest = events(group, writer)
         first = await unless_disconnected(request, anext(rest))
@@ -495,7 +493,8 @@ def create_app(
     pages: WebPages | None = None,          # Which web pages may call; `None`: its own
 ) -> FastAPI:
     "The web application of one engine"
-    app = FastAPI(title='minisgl_lit', docs_url=None, redoc_url=None)
+    app = FastAPI(title='minisgl_lit', version=version('minisgl_lit'), docs_url=None,
+                  redoc_url=None)
     _add_routes(app, Api(client, tokenizer, info or {}), routes)
     for kind in (ApiError, RequestError, RequestValidationError, HTTPException,
                  UnicodeEncodeError, RecursionError, ClientDisconnected):

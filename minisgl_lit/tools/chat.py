@@ -34,6 +34,8 @@ if TYPE_CHECKING:   # only names in annotations: `--help` shall not wait for the
 Messages = list[dict[str, str]]
 Ask = Callable[[Messages], Generator[str]]
 
+_FULL = '\n(cut: the context is full; --max-tokens and --max-seq-len bound an answer)'
+
 def local(
     llm: 'LLM',                 # The model
     params: 'SamplingParams',   # For each answer
@@ -44,6 +46,8 @@ def local(
             for piece in pieces:
                 yield piece.text
                 if piece.error: raise ValueError(piece.error)
+                is_full = piece.finish_reason == 'length' and params.max_tokens is None
+                if is_full: print(_FULL, file=sys.stderr)
     return ask
 
 # %% ../../nbs/62e_tools.chat.ipynb #c34d4f2e
@@ -178,7 +182,7 @@ _HELP = '\n'.join(
     f'{f"/{name} {what}":12} {getattr(Conversation, name).__doc__}'
     for name, what in _COMMANDS.items()) + '''
 """          begins and ends a message of several lines
-Ctrl-C       stops an answer; Ctrl-D leaves'''
+Ctrl-C       stops an answer; Ctrl-D or /bye leaves'''
 
 def _read_message(read: Callable[[str], str]) -> str:
     "A line, or all lines between two triple quotes"
@@ -192,6 +196,7 @@ def _read_message(read: Callable[[str], str]) -> str:
 def _obey(conversation: Conversation, line: str) -> None:
     "Do what a line that begins with / says; `ValueError` if that cannot be"
     name, _, argument = line[1:].partition(' ')
+    if name in ('bye', 'exit', 'quit'): raise EOFError
     if name == 'help': print(_HELP, file=sys.stderr)
     elif name not in _COMMANDS: raise ValueError(f'/{name} is no command; /help lists them')
     elif bool(argument) != bool(_COMMANDS[name]):

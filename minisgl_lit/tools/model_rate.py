@@ -6,6 +6,7 @@
 __all__ = ['Rate', 'rate', 'RateReport', 'model']
 
 # %% ../../nbs/60a_tools.model_rate.ipynb #52001d98
+import sys
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -36,12 +37,13 @@ def rate(
     "How fast a prompt is read, or how fast tokens are made after the first"
     params = SamplingParams(max_tokens=n_out, temperature=0, ignore_eos=True)
     prompt, speeds = [i % llm.runtime.model_config.vocab_size for i in range(3, n_in + 3)], []
+    name = f'pp{n_in}' if n_out == 1 else f'tg{n_out - 1}'
+    print(f'{name}: {repeat + 1} runs …', file=sys.stderr, flush=True)
     for _ in range(repeat + 1):
         [answer] = llm.generate([prompt], params)
         if answer.error or not answer.times: raise ValueError(answer.error)
         begun, first, end = answer.times
         speeds.append(n_in / (first - begun) if n_out == 1 else (n_out - 1) / (end - first))
-    name = f'pp{n_in}' if n_out == 1 else f'tg{n_out - 1}'
     return Rate(name, float(np.mean(speeds[1:])), 'tokens/s', spread=float(np.std(speeds[1:])))
 
 # %% ../../nbs/60a_tools.model_rate.ipynb #77995016
