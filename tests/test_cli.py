@@ -149,8 +149,8 @@ def test_a_conversation_here(run, llm):
     first = llm.chat(HI, FEW).text
     second = llm.chat([*HI, dict(role='assistant', content=first), *HI], FEW).text
     kind = llm.chat([dict(role='system', content='Be kind.'), *HI], FEW).text
-    code, out, err = run('chat', *TINY, stdin='Hi\nHi\n/bye\n/reset\nHi\n')
-    assert (code, out) == (0, f'{first}\n{second}\n{first}\n') and '/bye is no command' in err
+    code, out, err = run('chat', *TINY, stdin='Hi\nHi\n/hello\n/reset\nHi\n')
+    assert (code, out) == (0, f'{first}\n{second}\n{first}\n') and '/hello is no command' in err
     assert err.startswith('weights ') and 'pages of 16 tokens' in err.split('\n')[0]
     assert run('chat', *TINY, '--system', 'Be kind.', stdin='Hi\n/reset\nHi\n')[1] == f'{kind}\n{kind}\n'
 

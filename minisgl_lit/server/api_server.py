@@ -154,11 +154,6 @@ _CLIENT_CLOSED_REQUEST = 499   # the status that nginx logs for a client that di
 
 _LONG_ANSWER = 4_000   # tokens and logprobs; more are written while others are served
 
-def _n_told(output: RequestOutput) -> int:
-    "Tokens and logprobs that an answer may tell, about"
-    each = [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
-    return 10 + len(output.token_ids) + sum(2 + len(o.top) for o in each)
-
 class Api:
     "The routes of the server, one method each."
     def __init__(
@@ -190,7 +185,8 @@ class Api:
         group = self._group(request, writer.id, params, prompts, user, names)
         if not stream:
             outputs = await unless_disconnected(request, group.done())
-            if sum(map(_n_told, outputs)) <= _LONG_ANSWER:
+            if sum(len(o.token_ids) + 20 * len(o.logprobs or o.prompt_logprobs or ())
+                   for o in outputs) <= _LONG_ANSWER:
                 return JSONResponse(writer.whole(outputs))
             body = await asyncio.to_thread(lambda: json_in_steps(writer.whole(outputs)))
             return Response(body, media_type='application/json')
