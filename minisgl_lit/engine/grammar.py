@@ -96,11 +96,12 @@ def _several(spec: GrammarSpec) -> list[dict] | None:
     return grammars if is_list else None
 
 def _multiples(text: str) -> int:
-    "States that the library makes for the multiples in a text; in an `allOf` it multiplies them"
+    "States that the library makes for the multiples in a text; what it merges has a common one"
     text = re.sub(r'\\u([0-9a-fA-F]{4})', lambda found: chr(int(found[1], 16)), text)
-    steps = [int(digits.replace('.', '').strip('0') or '0') for digits in re.findall(
+    steps = [int(digits.replace('.', '').strip('0') or '1') for digits in re.findall(
         r'"multipleOf"\s*:\s*-?(\d{1,99}(?:\.\d{1,99})?)', text)]
-    return math.prod(steps) if 'allOf' in text or '$ref' in text else sum(steps)
+    merged = math.lcm(*steps) if 'allOf' in text or '$ref' in text else 0
+    return max(sum(steps), merged)
 
 def check_size(
     spec: GrammarSpec,  # What a request asks for

@@ -23,7 +23,7 @@ def control_texts(
 ) -> frozenset[str]:
     "The texts of the tokens that callers must not make"
     def is_control(text: str) -> bool:
-        is_mark = not text[0].isalnum() and not text[-1].isalnum()
+        is_mark = len(text) > 2 and not text[0].isalnum() and not text[-1].isalnum()
         return added[text] in special or text in written or is_mark and text in source
     return frozenset(o for o in added if o.strip() and is_control(o))
 
