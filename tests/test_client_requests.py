@@ -12,7 +12,7 @@ from minisgl_lit.engine.grammar import GrammarCompiler
 from minisgl_lit.engine.json_schema import _CHECKED
 from minisgl_lit.models.checkpoint import read_config
 from minisgl_lit.models.embedded import embedded_path
-from minisgl_lit.models.gguf import gguf_folder
+from minisgl_lit.models.hub import resolve_model
 from minisgl_lit.server.fields import ApiError
 from minisgl_lit.server.messages_protocol import messages_error
 from minisgl_lit.server.ollama_protocol import ServedModel
@@ -128,9 +128,9 @@ def test_ollama_as_its_documentation_shows_it(server):
     assert curl("/api/chat", messages=talk, stream=False, options=dict(num_predict=2)).status_code == 200
 
 @pytest.mark.parametrize("name, level", [("embedded-Q4_K_M.gguf", "Q4_K"), ("qwen2-Q4_0.gguf", "Q4_0")])
-def test_what_is_served_of_a_gguf_file(tmp_path, name, level):
+def test_what_is_served_of_a_gguf_file(name, level):
     file = Path(__file__).parent/"data"/name
-    about = ServedModel.of(Tokenizer(gguf_folder(file, tmp_path)), dict(max_seq_len=64))
+    about = ServedModel.of(Tokenizer(resolve_model(file)), dict(max_seq_len=64))
     assert (about.size, about.details["format"], about.details["quantization_level"]) == (file.stat().st_size, "gguf", level)
     assert about.known["general.parameter_count"] > 1000 and about.details["parameter_size"].endswith(("K", "M"))
 

@@ -18,7 +18,7 @@ from minisgl_lit.models.embedded import embedded_path
 from minisgl_lit.kernels.compiler import cache_folder
 from minisgl_lit.models.gguf import block_formats, gguf_folder, read_blocks, read_index, read_tensor
 from minisgl_lit.models.quantization import pack_parts
-from minisgl_lit.models.weights import load_weights
+from minisgl_lit.models.weights import load_weights, open_checkpoint
 from minisgl_lit.text.tokenizer import Tokenizer
 from reference import MAX_NEW, prompts
 from test_products import needs_compiler
@@ -171,7 +171,7 @@ def test_a_type_without_a_kernel_is_widened(tmp_path, capfd):
     for o in reader.tensors: out.add_tensor(o.name, o.data, raw_dtype=iq4 if o.tensor_type.name == 'Q4_0' else o.tensor_type)
     out.write_header_to_file(), out.write_kv_data_to_file(), out.write_tensors_to_file()
     out.close()
-    folder = gguf_folder(tmp_path/'m.gguf', tmp_path/'cache')
+    folder = gguf_folder(tmp_path/'m.gguf', cache_folder()[0]/'gguf')
     name = 'model.layers.0.self_attn.o_proj.weight'
     tensor = read_index(folder)[name]
     assert tensor.kind == 'IQ4_NL'
@@ -192,3 +192,10 @@ def test_the_same_text_as_transformers(tmp_path):
         text = unicodedata.normalize('NFC', text)
         assert ours.encode(text).tolist() == theirs.encode(text)
     same()
+
+
+def test_an_index_from_elsewhere_names_no_weights(folder, tmp_path):
+    "A downloaded folder that brings an index of tensors: it could name any file of this machine"
+    elsewhere = Path(shutil.copytree(folder(FILES[0]), tmp_path/'model'))
+    with pytest.raises(ValueError, match='holds no weights|has no safetensors'): LLM(elsewhere, device='cpu')
+    with pytest.raises(ValueError, match='holds no weights'): open_checkpoint(elsewhere, read_config(elsewhere))

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Blocks', 'block_formats', 'INDEX', 'BlockFormat', 'read_blocks', 'config_fields', 'rope_fields', 'GgufTensor',
-           'their_name', 'index_tensors', 'read_tensor', 'split_files', 'write_folder', 'gguf_folder', 'read_index']
+           'their_name', 'index_tensors', 'read_tensor', 'split_files', 'write_folder', 'gguf_folder', 'has_index',
+           'read_index']
 
 # %% ../../nbs/35a_models.gguf.ipynb #3088d321
 import hashlib
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..kernels.compiler import cache_folder
 from ..kernels.quantized import QuantizedWeight
 from .decoder import Llama3Rope, Rope
 from .gguf_text import Fields, end_tokens, write_tokenizer
@@ -402,6 +404,13 @@ def gguf_folder(
         except OSError: pass   # another process was faster
     finally: shutil.rmtree(new, ignore_errors=True)
     return folder
+
+def has_index(
+    folder: Path,   # Of a checkpoint
+) -> bool:
+    "Whether `gguf_folder` has made it; an index from elsewhere might name any file as weights"
+    ours = (cache_folder()[0]/'gguf').resolve()
+    return (folder/INDEX).exists() and folder.resolve().parent == ours
 
 def read_index(
     folder: Path,   # From `gguf_folder`

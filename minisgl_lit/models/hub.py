@@ -17,7 +17,7 @@ from io import BufferedWriter, FileIO
 from pathlib import Path
 
 from ..kernels.compiler import cache_folder
-from .gguf import INDEX, gguf_folder, split_files
+from .gguf import gguf_folder, has_index, split_files
 from .weights import shard_names
 
 # %% ../../nbs/36c_models.hub.ipynb #1db83235
@@ -146,11 +146,7 @@ def _is_gguf(path: Path) -> bool:
 
 def _check_weights(folder: Path, asked: str, hub: str = '') -> None:
     "`ValueError` that says what to give if a folder has GGUF files, or may have, and no others"
-    if (folder/INDEX).exists():   # it names files anywhere on this machine
-        if folder.resolve().parent == (cache_folder()[0]/'gguf').resolve(): return
-        raise ValueError(f'model={asked!r} holds {INDEX}, which only this package writes, and only '
-                         'into its own cache; give the GGUF file itself')
-    if any(folder.glob('*.safetensors*')): return
+    if has_index(folder) or any(folder.glob('*.safetensors*')): return
     first = min((o.name for o in folder.glob('*.gguf')), default='file.gguf' if hub else '')
     if first: raise ValueError(f'model={asked!r} has no safetensors; a GGUF file is named itself, '
                                f'as in {hub or folder}/{first}')
@@ -172,7 +168,7 @@ def resolve_config(
         f'owner/model, a GGUF file {HUB}owner/model/file.gguf')
     with _explained(f'model={text!r} is no folder here, and the hub did not give it'):
         folder = _snapshot(on_hub[1], on_hub[2], _SMALL)
-    if (folder/INDEX).exists() or not (folder/'config.json').exists():
+    if not (folder/'config.json').exists():
         _check_weights(folder, text, HUB + text.removeprefix(HUB))
     return folder
 

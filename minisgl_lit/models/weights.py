@@ -29,7 +29,7 @@ from .decoder import (
 from ..kernels.compiler import large_pages, trim_heap, warn_once
 from ..kernels.linear import PackedWeight
 from ..kernels.quantized import QuantizedWeight
-from .gguf import INDEX, GgufTensor, block_formats, read_index, read_tensor
+from .gguf import GgufTensor, block_formats, has_index, read_index, read_tensor
 from .packed_files import SMALL, layer_form, methods
 
 # %% ../../nbs/36_models.weights.ipynb #422c9b4c
@@ -370,7 +370,7 @@ class PackedFiles(SafetensorsFiles):
 
 def _open(path: Path, tied: bool) -> SafetensorsFiles | GgufFiles:
     "All its tensors"
-    if (path/INDEX).exists(): return GgufFiles(path)
+    if has_index(path): return GgufFiles(path)
     config = path/'config.json'
     settings = read_json(config).get('quantization_config') if config.exists() else None
     return PackedFiles(path, tied, settings) if settings else SafetensorsFiles(path, tied)

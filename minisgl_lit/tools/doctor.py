@@ -32,7 +32,7 @@ from ..kernels.flashinfer_reference import set_environment
 from ..kernels.trials import compiled_modules
 from ..kv_cache.pool import page_bytes
 from ..models.checkpoint import read_config
-from ..models.gguf import INDEX
+from ..models.gguf import has_index
 from ..models.hub import HUB, resolve_config
 from ..models.decoder import ModelConfig
 from ..models.embedded import embedded_path
@@ -254,7 +254,7 @@ def what_fits(
     path = embedded_path() if model == 'embedded' else resolve_config(model)
     config, raw = read_config(path), read_json(path/'config.json')
     found = [Finding('model', f'{model}, {config.architecture}, {config.num_layers} layers')]
-    sizes, is_here = formats(config), (path/INDEX).exists() or any(path.glob('*.safetensors'))
+    sizes, is_here = formats(config), has_index(path) or any(path.glob('*.safetensors'))
     if is_here:
         found.append(Finding('stored as', kinds(path, config)))
         own = ResolvedConfig.of(EngineConfig(model=str(path))).stored_bytes()
