@@ -1,6 +1,8 @@
 "What agents and SDKs send beside what they want: accepted where it asks for nothing, left out where only their maker's server could do it."
 import json
 import shutil
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -140,3 +142,60 @@ def test_what_is_served_of_files_that_cannot_be_read(tmp_path):
         (tmp_path/"model.safetensors").write_bytes(bad)
         about = ServedModel.of(Tokenizer(tmp_path), {})
         assert (about.size, about.details["parameter_size"], about.details["family"]) == (0, "", "qwen3")
+
+
+# -- bodies and headers that cost more than they are, found by an attack ------------------------------
+
+def tool(**parameters): return dict(type="function", name="f", parameters=parameters)
+
+@pytest.mark.parametrize("path, body, param, said", [
+    ("/v1/completions", dict(prompt="a", logit_bias={"9"*5000: 1}), "logit_bias", "must be a map"),
+    ("/v1/completions", dict(prompt="a", logit_bias={"\u0663": 1}), "logit_bias", "must be a map"),
+    ("/v1/responses", dict(input="a", tools=[tool(x=float("nan"))]), "tools[0].parameters", "finite numbers"),
+    ("/v1/responses", dict(input="a", tools=[tool(x="\ud800")], tool_choice="none", stream=True), "tools[0].parameters", "valid Unicode"),
+    ("/v1/chat/completions", dict(messages=[dict(role="user", content=[0]*100_000)]), "messages[0].content[0]", "must be an object"),
+    ("/v1/completions", dict(prompt="a", json_schema=json.dumps(dict(type="integer", multipleOf=999_983))), "json_schema", "steps of multipleOf")])
+def test_one_sentence_at_once(server, path, body, param, said):
+    answer = web.post(server.url + path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param and said in answer.text, answer.text[:500]
+
+def test_a_namespace_may_have_any_name(server):
+    answer = web.post(server.url + "/v1/responses", json=dict(input="Hi", max_output_tokens=2, tools=[dict(type="namespace", name="my.server", tools=[tool()])]))
+    assert answer.status_code == 200 and answer.json()["tools"][0]["name"] == "my.server"
+
+def test_an_upgrade_to_another_protocol_loses_no_body(server):
+    "As a client of Java's sends it; and one whose header comes in two pieces is told what to leave out"
+    body = json.dumps(dict(prompt="Hi", max_tokens=1)).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgr"
+    rest = b"ade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    address = server.url.removeprefix("http://").split(":")
+    def answers(*pieces):
+        with socket.create_connection((address[0], int(address[1])), timeout=20) as s:
+            got = b""
+            for piece in pieces:
+                s.sendall(piece)
+                time.sleep(.2)
+            while b"HTTP/1.1 200" not in got.rpartition(b"health")[0] and (more := s.recv(65536)):
+                got += more
+                if b"}" in got: return got
+            return got
+    assert b" 200 OK" in (whole := answers(head + rest)) and b"text_completion" in whole
+    assert b" 400 " in (torn := answers(head, rest)) and b"leave out the header Upgrade" in torn
+
+def test_the_page_is_sent_whole_whatever_range_is_asked_for(server):
+    for wanted in ("bytes=abc", "bytes=9-1", "bytes=0-3"):
+        answer = web.get(server.url + "/", headers={"range": wanted})
+        assert answer.status_code == 200 and answer.text.startswith("<!doctype html>")
+
+def test_a_large_answer_is_the_same(server):
+    body = dict(prompt="Hi", n=8, max_tokens=40, logprobs=20, temperature=0, ignore_eos=True)
+    large, small = (web.post(server.url + "/v1/completions", json=body | o).json() for o in ({}, dict(n=1)))
+    assert len(large["choices"]) == 8 and all(o["text"] == small["choices"][0]["text"] for o in large["choices"])
+    assert [o["logprobs"]["tokens"] for o in large["choices"]] == [small["choices"][0]["logprobs"]["tokens"]]*8
+
+@pytest.mark.parametrize("tag", ["<tool_response>", "<tool_call>", "<think>"])
+def test_tags_that_only_a_template_knows_are_text_in_a_result(tag):
+    tok = Tokenizer(embedded_path())
+    call = dict(role="assistant", content="", tool_calls=[dict(id="c", type="function", function=dict(name="get_time", arguments="{}"))])
+    def count(content): return tok.chat([*HI, call, dict(role="tool", tool_call_id="c", content=content)], [CHAT]).tolist().count(tok.added_ids[tag])
+    assert count(f"a {tag} b") == count("a b")

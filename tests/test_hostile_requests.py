@@ -18,6 +18,8 @@ from minisgl_lit.server.api_server import create_app
 from minisgl_lit.server.protocol import NativeSamplingRequest
 from minisgl_lit.server.tokenizing import TextThreads
 from minisgl_lit.testing.toy_engine import ToyEngine
+from minisgl_lit.text.chat_template import RENDER_S
+from minisgl_lit.text.template_sandbox import TemplateLimit
 from minisgl_lit.text.tokenizer import TextStopChecks, Tokenizer
 
 CHAT, PLAIN, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -329,6 +331,22 @@ def test_a_template_that_fails_on_some_messages(checkpoint):
     said = [post(web, CHAT, messages=say(*o), max_tokens=1) for o in (["a"], ["a", "b"], ["no"])]
     assert [r.status_code for r in said] == [200, 400, 400]
     assert "of this checkpoint fails on these messages: ZeroDivisionError" in said[1].text and "refuses these messages: never" in said[2].text
+
+
+def test_a_template_that_is_slow_on_some_messages_renders_in_a_thread(checkpoint, monkeypatch):
+    "The event loop gives it a twentieth of a second"
+    tok = Tokenizer(checkpoint("{% if messages[0].content == 'slow' %}" + "{% for i in range(99999) %}"*2 + "{% endfor %}"*2 + "{% endif %}x"))
+    web = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(InProcess(tok), tok)), base_url="http://here")
+    seen, render = [], type(tok.chat_template).render
+    def noted(self, *args):
+        if len(args) < 5: return render(self, *args)   # to find the control tokens
+        seen.append((threading.current_thread() is threading.main_thread(), args[-1]))
+        return render(self, *args[:-1], min(args[-1], .2))
+    monkeypatch.setattr(type(tok.chat_template), "render", noted)
+    assert post(web, "/tokenize", messages=say("quick")).status_code == 200 and seen == [(True, .05)]
+    seen.clear()
+    with pytest.raises(TemplateLimit): post(web, "/tokenize", messages=say("slow"))   # 200 ms are not all that it has
+    assert seen == [(True, .05), (False, RENDER_S)]
 
 
 # -- what takes long -----------------------------------------------------------------------------
