@@ -19,7 +19,6 @@ from minisgl_lit.server.protocol import NativeSamplingRequest
 from minisgl_lit.server.tokenizing import TextThreads
 from minisgl_lit.testing.toy_engine import ToyEngine
 from minisgl_lit.text.chat_template import RENDER_S
-from minisgl_lit.text.template_sandbox import TemplateLimit
 from minisgl_lit.text.tokenizer import TextStopChecks, Tokenizer
 
 CHAT, PLAIN, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -341,11 +340,11 @@ def test_a_template_that_is_slow_on_some_messages_renders_in_a_thread(checkpoint
     def noted(self, *args):
         if len(args) < 5: return render(self, *args)   # to find the control tokens
         seen.append((threading.current_thread() is threading.main_thread(), args[-1]))
-        return render(self, *args[:-1], min(args[-1], .2))
+        return render(self, *args) if args[-1] < RENDER_S else "x"   # what a thread has is too long for a test
     monkeypatch.setattr(type(tok.chat_template), "render", noted)
     assert post(web, "/tokenize", messages=say("quick")).status_code == 200 and seen == [(True, .05)]
     seen.clear()
-    with pytest.raises(TemplateLimit): post(web, "/tokenize", messages=say("slow"))   # 200 ms are not all that it has
+    assert post(web, "/tokenize", messages=say("slow")).status_code == 200
     assert seen == [(True, .05), (False, RENDER_S)]
 
 
