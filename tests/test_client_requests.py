@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from pydantic import ValidationError
 
 from minisgl_lit import serve
 from minisgl_lit.core.sampling_params import SamplingParams
@@ -158,6 +159,11 @@ def tool(**parameters): return dict(type="function", name="f", parameters=parame
 def test_one_sentence_at_once(server, path, body, param, said):
     answer = web.post(server.url + path, content=json.dumps(body), headers={"content-type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param and said in answer.text, answer.text[:500]
+
+def test_of_many_invalid_items_one_is_reported():
+    "Half a million of them are a short body, and were a gigabyte of errors"
+    with pytest.raises(ValidationError) as e: ChatRequest.model_validate(dict(messages=[dict(role="user", content=[0]*1000)]))
+    assert e.value.error_count() < 5
 
 def test_a_namespace_may_have_any_name(server):
     answer = web.post(server.url + "/v1/responses", json=dict(input="Hi", max_output_tokens=2, tools=[dict(type="namespace", name="my.server", tools=[tool()])]))

@@ -185,8 +185,9 @@ class Api:
         group = self._group(request, writer.id, params, prompts, user, names)
         if not stream:
             outputs = await unless_disconnected(request, group.done())
-            n_told = [len(o.token_ids) + 20 * len(o.logprobs or ()) for o in outputs]
-            if sum(n_told) <= _LONG_ANSWER: return JSONResponse(writer.whole(outputs))
+            told = [len(o.token_ids) + 20 * (len(o.logprobs or ()) + len(o.prompt_logprobs or ()))
+                    for o in outputs]
+            if sum(told) <= _LONG_ANSWER: return JSONResponse(writer.whole(outputs))
             made = await asyncio.to_thread(lambda: json_in_steps(writer.whole(outputs)))
             return Response(made, media_type='application/json')
         rest = events(group, writer)

@@ -90,6 +90,11 @@ class AsyncTokenizer:
     ) -> list[R]:
         "What the work returns for each item; `ClientDisconnected` if the caller hangs up first"
         if cost <= LONG_TEXT: return [work(o) for o in items]
+        return await self._run_in_thread(request, work, items)
+
+    async def _run_in_thread(
+        self, request: Request, work: Callable[[T], R], items: Sequence[T],
+    ) -> list[R]:
         caller = request.state.account.name or (request.client.host if request.client else '')
         running = self._threads.run(caller, work, items)
         return await unless_disconnected(request, running)
@@ -152,7 +157,7 @@ class AsyncTokenizer:
         if cost <= LONG_TEXT:
             try: return self.tokenizer.chat(messages, tools, options, self.max_len, _AT_ONCE)
             except TemplateLimit: pass   # a thread has more time
-        return (await self._run(request, LONG_TEXT + 1, encode, [messages]))[0]
+        return (await self._run_in_thread(request, encode, [messages]))[0]
 
     async def texts(
         self,
