@@ -17,7 +17,8 @@ from io import BufferedWriter, FileIO
 from pathlib import Path
 
 from ..kernels.compiler import cache_folder
-from .gguf import gguf_folder, has_index, split_files
+from .gguf import gguf_folder, split_files
+from .gguf_text import has_index
 from .weights import shard_names
 
 # %% ../../nbs/36c_models.hub.ipynb #1db83235

@@ -29,7 +29,8 @@ from .decoder import (
 from ..kernels.compiler import large_pages, trim_heap, warn_once
 from ..kernels.linear import PackedWeight
 from ..kernels.quantized import QuantizedWeight
-from .gguf import GgufTensor, block_formats, has_index, read_index, read_tensor
+from .gguf import GgufTensor, block_formats, read_index, read_tensor
+from .gguf_text import has_index
 from .packed_files import SMALL, layer_form, methods
 
 # %% ../../nbs/36_models.weights.ipynb #422c9b4c
@@ -109,8 +110,7 @@ def shard_names(
 ) -> list[str]:
     "The files that an index names"
     names = read_json(index).get('weight_map')
-    if not isinstance(names, dict):
-        raise ValueError(f"{index} has no 'weight_map', so it names no shards")
+    if not isinstance(names, dict): raise ValueError(f"{index} has no 'weight_map'")
     outside = [o for o in names.values() if {'/', '..'} & {*Path(str(o)).parts}]
     if outside: raise ValueError(f'{index} names {outside[0]!r:.80}, which is not in its folder')
     return sorted({str(o) for o in names.values()})

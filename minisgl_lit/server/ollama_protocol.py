@@ -26,7 +26,6 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
-from ..models.gguf import has_index, read_index
 from .blocks import (
     Block, BlockWriter, ChatServer, ConversationRequest, Route)
 from .embedding_protocol import EmbeddingRequest, EmbeddingRoutes
@@ -271,10 +270,11 @@ class _Tensor(NamedTuple):
 
 def _stored(folder: Path) -> tuple[int, list[_Tensor]]:
     "Bytes of the files of weights, and their tensors"
-    if has_index(folder):
-        found = read_index(folder)
-        tensors = [_Tensor(name, o.kind, prod(o.shape)) for name, o in found.items()]
-        files = {Path(o.file) for o in found.values()}
+    if (index := folder/'gguf.json').exists():
+        found = json.loads(index.read_text(encoding='utf-8'))
+        tensors = [_Tensor(name, kind, prod(shape))
+                   for name, (_, _, _, kind, shape, *_) in found.items()]
+        files = {Path(file) for file, *_ in found.values()}
     else:
         one = folder/'model.safetensors'
         files = {one} if one.exists() else {*folder.glob('model-*.safetensors')}
@@ -318,7 +318,7 @@ class ServedModel:
         packed = config.get('quantization_config') or {}
         n = _parameters(tensors, packed.get('bits'))
         details = {
-            'format': 'gguf' if has_index(folder) else 'safetensors',
+            'format': 'gguf' if (folder/'gguf.json').exists() else 'safetensors',
             'family': family, 'families': [family] if family else [], 'parent_model': '',
             'parameter_size': _short(n) if n else '',
             'quantization_level': info.get('quantization') or _level(tensors, packed)}

@@ -32,7 +32,7 @@ from ..kernels.flashinfer_reference import set_environment
 from ..kernels.trials import compiled_modules
 from ..kv_cache.pool import page_bytes
 from ..models.checkpoint import read_config
-from ..models.gguf import has_index
+from ..models.gguf_text import has_index
 from ..models.hub import HUB, resolve_config
 from ..models.decoder import ModelConfig
 from ..models.embedded import embedded_path
