@@ -130,11 +130,11 @@ class ForkingManager(AsyncKernelManager):
         self.provisioner.process, self.provisioner.pid, self.provisioner.pgid = kernel, kernel.pid, kernel.pid
         self._reconcile_connection_info(self.provisioner.connection_info)
 
-def execute(nb, path, timeout, allow_errors=False):
-    "Run `nb` in a kernel of its own; return an error message or ''."
+def execute(nb, path, timeout, allow_errors=False, env={}):
+    "Run `nb` in a kernel of its own, with these more variables; return an error message or ''."
     client = NotebookClient(nb, kernel_name="python3", timeout=timeout, startup_timeout=300, kernel_manager_class=ForkingManager, allow_errors=allow_errors,
         resources={"metadata": {"path": str(path.parent)}}, extra_arguments=["--log-level=ERROR"])
-    try: client.execute(env=_env)
+    try: client.execute(env=_env | env)
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as e:
         bad = next((i for i, c in enumerate(nb.cells) if any(o.output_type == "error" for o in c.get("outputs", []))), None)
         where = f"{path.name}, cell {bad} (id {nb.cells[bad].id})" if bad is not None else path.name
@@ -151,7 +151,7 @@ def store(nb, path):
     clean_nb(js)
     write_nb(js, path)
 
-def run(path, flags=(), save=False, timeout=900, package=False, fresh=False):
+def run(path, flags=(), save=False, timeout=900, package=False, fresh=False, env={}):
     "Run one notebook; return (error message or '', ids of cells with stale outputs, seconds)."
     t0, path, stale = time.time(), Path(path).resolve(), []
     old, nb = (nbformat.read(path, as_version=4) for _ in range(2))
@@ -160,7 +160,7 @@ def run(path, flags=(), save=False, timeout=900, package=False, fresh=False):
         d = directives(c)
         if d.get("eval", "").lower() == "false" or (marks - set(flags)) & d.keys(): c.metadata.tags = ["skip-execution"]
     if package: use_package(nb)
-    err = execute(nb, path, timeout)
+    err = execute(nb, path, timeout, env=env)
     if err or package: return err, [], time.time()-t0
     nb = _fix_widget_ids(nb)
     for a, b in zip(old.cells, nb.cells):
