@@ -132,9 +132,14 @@ class ForkingManager(AsyncKernelManager):
 
 def execute(nb, path, timeout, allow_errors=False, env={}):
     "Run `nb` in a kernel of its own, with these more variables; return an error message or ''."
-    client = NotebookClient(nb, kernel_name="python3", timeout=timeout, startup_timeout=300, kernel_manager_class=ForkingManager, allow_errors=allow_errors,
-        resources={"metadata": {"path": str(path.parent)}}, extra_arguments=["--log-level=ERROR"])
-    try: client.execute(env=_env | env)
+    def in_a_kernel():
+        NotebookClient(nb, kernel_name="python3", timeout=timeout, startup_timeout=300, kernel_manager_class=ForkingManager, allow_errors=allow_errors,
+            resources={"metadata": {"path": str(path.parent)}}, extra_arguments=["--log-level=ERROR"]).execute(env=_env | env)
+    try:
+        try: in_a_kernel()
+        except RuntimeError as e:
+            if "before replying" not in str(e): raise
+            in_a_kernel()   # a port was chosen here and is bound there: another process has taken it between
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as e:
         bad = next((i for i, c in enumerate(nb.cells) if any(o.output_type == "error" for o in c.get("outputs", []))), None)
         where = f"{path.name}, cell {bad} (id {nb.cells[bad].id})" if bad is not None else path.name

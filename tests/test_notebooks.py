@@ -3,7 +3,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 
 import nbformat, pytest
-from nbrun import _key, notebooks, run
+from nbrun import ForkingManager, _key, execute, notebooks, run
 from test_products import no_compiler
 
 flags, package = os.environ.get("TST_FLAGS", "").split(), bool(os.environ.get("TST_PACKAGE"))
@@ -30,6 +30,17 @@ def test_what_the_machine_decides_is_not_compared(tmp_path):
     nbformat.write(nbformat.v4.new_notebook(cells=[cell("#| machine\n"), cell("")]), path := tmp_path/"x.ipynb")
     err, stale, _ = run(path)
     assert not err and stale == [nbformat.read(path, as_version=4).cells[1].id]
+
+def test_a_kernel_whose_port_was_taken_is_started_again(tmp_path, monkeypatch):
+    "Ports are chosen here and bound there, and another process may be quicker"
+    kernels, start = [], ForkingManager._async_launch_kernel
+    async def killed_at_first(self, *args, **settings):
+        await start(self, *args, **settings)
+        kernels.append(self.provisioner.pid)
+        if len(kernels) == 1: os.kill(kernels[0], signal.SIGKILL)
+    monkeypatch.setattr(ForkingManager, "_async_launch_kernel", killed_at_first)
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print(6 * 7)")])
+    assert execute(nb, tmp_path/"x.ipynb", 60) == "" and nb.cells[0].outputs[0].text == "42\n" and len(kernels) == 2
 
 def test_a_kernel_ends_with_who_started_it(tmp_path):
     "Even if that is killed in the middle of a notebook"
