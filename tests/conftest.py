@@ -15,6 +15,11 @@ def is_long(config): return config.getoption("--long") or os.environ.get("TST_LO
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also run tests marked `long` (or set TST_LONG=1)")
 
+@pytest.fixture(scope="session")
+def long(pytestconfig):
+    "Whether there is time"
+    return is_long(pytestconfig)
+
 def pytest_configure(config): settings.load_profile("long" if is_long(config) else "default")
 
 def pytest_collection_modifyitems(config, items):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import is_long
 
 from minisgl_lit.async_llm import AsyncEngineDriver, AsyncLLM
 from minisgl_lit.core.sampling_params import SamplingParams
@@ -137,9 +136,9 @@ async def whole(stream): return "".join([piece.text async for piece in stream])
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sleep needs Linux")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")   # cancelled before its first line
-def test_cancelled_at_every_await(pytestconfig):
+def test_cancelled_at_every_await(long):
     "After so many turns of the event loop the caller is cancelled, wherever it is then; nothing hangs, and nothing is left"
-    moments = (0, 1, 2, 3, 5, 10, 30, 100) if is_long(pytestconfig) else (0, 2, 5, 30)
+    moments = (0, 1, 2, 3, 5, 10, 30, 100) if long else (0, 2, 5, 30)
     async def main():
         loop, spare = asyncio.get_running_loop(), ThreadPoolExecutor(2)
         async def cancelled(call, turns):

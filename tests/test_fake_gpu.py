@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import is_long
 
 root = Path(__file__).parents[1]
 fetched = root/'.flashinfer'
@@ -25,10 +24,10 @@ WORK = ['qwen3moe', 'kv_fp8', 'weights_fp8', 'qwen3', 'sampled', 'no_edits', 'mi
 MORE = ['prefix', 'named', 'llama', 'group5', 'page1']   # of kinds that the others have, too
 BROKEN = ['no_norm', 'no_rope', 'no_prefill', 'accidents']
 
-def test_every_configuration_is_built_captured_and_generates(pytestconfig):
+def test_every_configuration_is_built_captured_and_generates(long):
     """No call is refused, and nothing is copied or planned while a graph is captured: both would raise. A module that does not compile takes
     nothing else with it."""
-    work = WORK + (MORE if is_long(pytestconfig) else [])
+    work = WORK + (MORE if long else [])
     told = on_fake_gpu(*work, *BROKEN)
     for name, o in told.items(): assert o['ok'] and o['tokens'] == 6 * o['requests'], (name, o.get('error'), o.get('at'))
     for name in work:
@@ -56,9 +55,9 @@ EXPERTS_LAYER = [*LAYER[:6], *ROUTER, 'aten.sort.stable', 'aten.arange.default',
 STEPS = ['machine', 'modules', 'recorded', 'prefill', 'bench256', 'profile', 'sampling', 'attend', 'fp8', 'serve', 'first_start', 'kernels', 'low', 'experts', 'late']
 FOR_A_WHILE = ['serve', 'low']   # these take a third of the time of all
 
-def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_their_end(pytestconfig):
+def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_their_end(long):
     "On a real GPU there is one run of seven minutes: no line of it may be the first to be wrong"
-    steps = [o for o in STEPS if is_long(pytestconfig) or o not in FOR_A_WHILE]
+    steps = [o for o in STEPS if long or o not in FOR_A_WHILE]
     told = on_fake_gpu(*MOST, 'layer', 'kv_fp8_layer', 'experts_layer', 'fp8_layer', 'experts_fp8_layer', *steps)
     for name, o in told.items(): assert o['ok'], (name, o['error'], o['at'])
     for name in MOST:
