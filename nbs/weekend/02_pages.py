@@ -1,5 +1,6 @@
 # %%
 #| default_exp weekend.pages
+
 # %% [markdown]
 # # Pages for what has been computed
 # > Keys and values are computed once and kept, in pages of equal size; a page table says which pages a request has, in order.
@@ -7,10 +8,12 @@
 # Each token of an answer computes the whole text before it, although nothing of it has changed. *Where do we keep what has been computed?* We keep keys and values in the simplest way, find that half of the memory is empty and yet no request fits, and then cut the memory into pages.
 #
 # After this chapter you can say what a KV cache holds, tell prefill from decode, find the slot of any token of a request, and say what a page table is for.
+
 # %%
 #| export
 import torch
 from torch import Tensor
+
 # %%
 #| hide
 import time
@@ -19,11 +22,13 @@ from minisgl_lit.weekend.model import Decoder, attention, generate
 from minisgl_lit.testing.weekend_table import QUESTION, Step, fixed_requests, folder, measure, print_table, prompt_of, tokenizer
 from minisgl_lit.tools.drawing import Box, Row, draw_rows
 torch.set_num_threads(1); torch.set_grad_enabled(False);
+
 # %% [markdown]
 # ## Compute once, keep two vectors
 # What does a new token need from the old ones? Only one function looks at them: `attention`, and it wants their keys and values. Queries serve the token that asks, and nobody after it. So keep keys and values, in every layer: that is the *KV cache*. The decoder need not change for it. We give it another `attend`, which writes what is new and reads all.
 #
 # The simplest cache is one tensor for each request, with room for the longest text that we allow.
+
 # %%
 model = Decoder(folder)
 config = model.config
@@ -34,6 +39,8 @@ class Room:
     def __init__(self):
         shape = config.num_hidden_layers, LONGEST, config.num_key_value_heads, config.head_dim
         self.k, self.v, self.length = torch.zeros(shape), torch.zeros(shape), 0
+
+
 # %%
 def step(room, ids):
     "Compute new tokens of a request; the likeliest next one"
@@ -45,10 +52,13 @@ def step(room, ids):
     hidden = model.forward(torch.tensor(ids), torch.arange(start, end), attend)
     room.length = end
     return int(model.logits(hidden[-1:]).argmax())
+
+
 # %% [markdown]
 # The first step computes the prompt, all of it at once, and makes the first token of the answer: *prefill*. Each later step computes the one token that was made last, and makes the next: *decode*.
 #
 # **Predict 1.** Chapter 1 sent some 29,000 tokens through the model to make 200. How many are it now? And by what factor does the time fall: by the same?
+
 # %%
 #| volatile
 def answer(prompt, n):
@@ -65,21 +75,27 @@ for n in range(0, 200, 20):   # every twentieth token, computed as in chapter 1
     model.forward(ids, torch.arange(len(ids)), lambda layer, q, k, v: attention(q, k, v))
 whole = 20 * (time.perf_counter() - began)
 print(f'{len(prompt) + 199} tokens, {seconds:.2f} s; the whole text each time: {whole:.2f} s')
+
 # %%
 #| checks
 test_eq(answer(prompt, 40)[0][:27], generate(model, prompt, 40)[:27])
+
 # %% [markdown]
 # **Answer 1.** Each token is computed once: the prompt's, and all of the answer but the last, a hundredth of what it was. The time falls less. A call of the model has a price of its own, however few tokens are in it: all weights are read, and Python calls some hundred functions. On a GPU that price is nearly all there is. Remember it; the next chapter shares it.
 #
 # What is kept is not small. Two vectors, in every layer, for every head of keys:
+
 # %%
 per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
 print(f'{per_token:,} bytes a token here; {2 * 32 * 8 * 128 * 2:,} in a model of 8 billion weights')
+
+
 # %% [markdown]
 # Four kilobytes for a token here, and more than a hundred for a model of common size: ten thousand tokens are over a gigabyte. On a GPU this memory is what there is least of, and it decides how many requests can run.
 #
 # ## Rooms stand empty
 # So how well does `Room` use it? Nobody knows how long an answer becomes, so each room is made for the longest. Memory for three rooms; one request has 900 tokens, one has 60.
+
 # %%
 def use(lengths, n_rooms=3):
     "How many slots are used, of those that are taken"
@@ -88,6 +104,8 @@ def use(lengths, n_rooms=3):
 
 print(use([900, 60]))
 print(use([900, 60, 40]))
+
+
 # %%
 #| code-fold: true
 def rooms(lengths):
@@ -95,6 +113,8 @@ def rooms(lengths):
     return draw_rows('Three rooms of 1,024 slots', [Row(name, boxes(n, name)) for name, n in zip('abc', lengths)])
 
 rooms([900, 60, 40])
+
+
 # %% [markdown]
 # With two requests half of the memory is empty, with the third one two thirds, and then no more fits: a fourth request of forty tokens is turned away, while two thousand slots lie idle. Smaller rooms would turn away the long text. And rooms that are moved and joined when one gets too small? That copies gigabytes while requests wait.
 #
@@ -102,6 +122,7 @@ rooms([900, 60, 40])
 #
 # ## The pool
 # Memory for keys and values is one tensor for all requests. A place for one token is a *slot*; `page_size` slots in a row are a page. Whoever stores says into which slots: `out_loc`, one for each token.
+
 # %%
 #| export
 class KVPool:
@@ -125,15 +146,20 @@ class KVPool:
         "Keep new tokens, each in its slot: `k` and `v` are [n_tokens, n_kv_heads, head_dim]"
         self.k[layer, out_loc] = k
         self.v[layer, out_loc] = v
+
+
 # %%
 tiny = KVPool(num_pages=3, page_size=2, n_layers=1, n_kv_heads=1, head_dim=1)
 tiny.store(0, torch.tensor([4, 5, 0]), torch.tensor([1., 2., 3.]).view(3, 1, 1), torch.zeros(3, 1, 1))
 tiny.k[0].flatten()
+
+
 # %% [markdown]
 # Three tokens of one request: the first two fill page 2, the third begins page 0. In the tensor they stand in the wrong order, and that does no harm as long as somebody knows the right one.
 #
 # ## The table
 # The *page table* knows. It has a *row* for each running request, and in it the numbers of its pages, first to last. A row is allocated when a request starts, and freed when it has ended. Beside the pages lie the request's tokens, in `token_pool`: the engine reads its inputs there, and will write what it makes. (On a GPU both tables are on the device. Why the tokens have to be there, too, chapter 8 shows.)
+
 # %%
 #| export
 class TableManager:
@@ -168,15 +194,20 @@ class TableManager:
         "Slots of tokens by their rows and positions: page × `page_size` + place in the page"
         pages = self.page_table[rows, positions // self.page_size]
         return pages * self.page_size + positions % self.page_size
+
+
 # %% [markdown]
 # By hand: pages of four slots, and a request with the pages 2, 7 and 5. Where are its tokens 0, 3, 4 and 9?
+
 # %%
 table = TableManager(max_running_req=2, max_seq_len=12, page_size=4)
 row = table.allocate()
 table.page_table[row] = torch.tensor([2, 7, 5])
 table.slots(row, torch.tensor([0, 3, 4, 9])).tolist()
+
 # %% [markdown]
 # Token 3 is the last of page 2, token 4 the first of page 7. No loop, and no question how the pages lie.
+
 # %%
 #| checks
 test_eq(table.slots(row, torch.tensor([0, 3, 4, 9])).tolist(), [8, 11, 28, 21])
@@ -187,9 +218,12 @@ test_eq(table.allocate(), 0)
 test_eq(TableManager(1, 13, 4).page_table.shape, (1, 4))   # the last page is half full
 both = table.slots(torch.tensor([0, 1]), torch.tensor([4, 4]))
 test_eq(both.tolist(), [28, 0])
+
+
 # %% [markdown]
 # ## The same answer, in any pages
 # Now an answer over pages. `serve_paged` is given a list of free pages and takes the next one when a request begins it. `attend` stores into the new slots, and reads all slots so far, in the order of the text.
+
 # %%
 def paged_step(pool, table, row, ids, start):
     "Compute tokens of the request in this row, from position `start` on; the likeliest next one"
@@ -200,6 +234,8 @@ def paged_step(pool, table, row, ids, start):
         return attention(q, pool.k[layer, past], pool.v[layer, past])
     hidden = model.forward(torch.tensor(ids), torch.arange(start, end), attend)
     return int(model.logits(hidden[-1:]).argmax())
+
+
 # %%
 def pages_for(n, size): return -(-n // size)
 
@@ -215,8 +251,11 @@ def serve_paged(pool, table, free, prompt, n):
         if token == config.eos_token_id: break
     free.extend(table.page_table[row, :pages_for(length, 8)].tolist())
     table.free(row)
+
+
 # %% [markdown]
 # The free pages are shuffled, so that neighbours in the text lie anywhere in memory.
+
 # %%
 def memory(num_pages, page_size=8):
     "A pool, a table with four rows, and free pages in no order"
@@ -229,12 +268,16 @@ pool, table, free = memory(40)
 made = list(serve_paged(pool, table, free, prompt, 40))
 print(tokenizer.decode(made))
 print(table.page_table[0, :10].tolist(), len(free))
+
 # %%
 #| checks
 test_eq(made, generate(model, prompt, 40))
 test_eq(sorted(free), list(range(40)))      # all of them came back
+
+
 # %% [markdown]
 # The same answer, from pages all over the pool; and all forty are free again. (The row still shows the old numbers. A length says how much of a row counts, so nothing is wiped.)
+
 # %%
 #| code-fold: true
 def drawn(lengths, page_size, num_pages):
@@ -252,22 +295,27 @@ def drawn(lengths, page_size, num_pages):
                      [Row(f'page {i} …', [box(page) for page in range(i, i + 10)]) for i in range(0, num_pages, 10)])
 
 drawn([90, 60, 12], 8, 30)
+
 # %% [markdown]
 # Only the last page of a request may have empty slots, fewer than a page. What is free is free for every request, of any length.
 #
 # ## How large is a page?
 # **Predict 2.** The seven requests of the weekend's table, each with its longest answer. How many slots stay empty in pages of 1, 8, 16, 64 and 256? And what speaks against the smallest?
+
 # %%
 lengths = [len(prompt) + most - 1 for _, prompt, most in fixed_requests()]
 for size in (1, 8, 16, 64, 256):
     pages = [pages_for(n, size) for n in lengths]
     print(f'{size:3}: {sum(pages):4} pages, {sum(pages) * size - sum(lengths):5} of '
           f'{sum(pages) * size:5} slots empty')
+
+
 # %% [markdown]
 # **Answer 2.** About half a page for each request, so a few per cent with pages of 16, and more than half with 256. Pages of one slot waste nothing, but there are many: the table grows, and every list that is made of it. Kernels read a page as one piece, and a piece of one token is a poor one. Real engines take 1, 16 or 64; we take 8, since our texts are short.
 #
 # ## The table
 # The seven requests, still one after the other.
+
 # %%
 #| code-fold: true
 def one_by_one():
@@ -280,15 +328,19 @@ def one_by_one():
             if token is None: break
             yield Step([(name, token)], computed=n, slots=8 * max(60 - len(free), taken))
             n = 1
+
+
 # %%
 #| volatile
 print_table('2 pages', measure(one_by_one()))
+
 # %%
 #| checks
 found = {}
 for o in one_by_one():
     for name, token in o.made: found.setdefault(name, []).append(token)
 for name, prompt, most in fixed_requests()[:2]: test_eq(found[name], generate(model, prompt, most))
+
 # %% [markdown]
 # `computed` has fallen to the tokens that there are, and `tokens/s` has risen, by less, as predicted. The steps are as many as before: each makes one token. `slots` shows what one request has reserved at most, the document. The callers still wait for each other, and `first` says how long. [The next chapter](03_batch.ipynb) puts them into one call.
 #

@@ -1,5 +1,6 @@
 # %%
 #| default_exp weekend.batch
+
 # %% [markdown]
 # # Many requests in one call
 # > The new tokens of all requests lie in one row behind each other; only attention asks whose they are.
@@ -7,6 +8,7 @@
 # A call of the model has a price of its own, and so far one request pays it for one token. *How do several requests share a call, if their texts differ in length?* We try the rectangle that everyone learns first, count how much of it is nothing, and then lay the tokens in one row.
 #
 # After this chapter you can say what a scheduler tells an engine, read `positions`, `out_loc` and `last_tokens` of a batch, and say which part of a model cares whose token it computes.
+
 # %%
 #| export
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from minisgl_lit.weekend.model import Decoder, attention
 from minisgl_lit.weekend.pages import KVPool, TableManager
+
 # %%
 #| hide
 import time
@@ -25,9 +28,11 @@ from minisgl_lit.weekend.model import generate
 from minisgl_lit.testing.weekend_table import Step, fixed_requests, folder, measure, print_table, tokenizer
 from minisgl_lit.tools.drawing import Box, Row, draw_rows
 torch.set_num_threads(1); torch.set_grad_enabled(False);
+
 # %% [markdown]
 # ## A rectangle
 # In courses a batch is a rectangle: one line for each text, as wide as the longest, the shorter ones filled up with a token that means nothing. That is *padding*. Here are the prompts of the weekend's seven requests.
+
 # %%
 prompts = [prompt for _, prompt, _ in fixed_requests()]
 longest = max(map(len, prompts))
@@ -36,11 +41,14 @@ for line, prompt in zip(rectangle, prompts): line[:len(prompt)] = torch.tensor(p
 
 real = sum(map(len, prompts))
 print(f'{rectangle.numel()} entries, {real} of them tokens: {1 - real / rectangle.numel():.0%} nothing')
+
 # %%
 #| code-fold: true
 draw_rows('Prompts as a rectangle: what is dashed is computed for nothing', [
     Row(f'{name[:18]}', [Box(len(p), i, 'strong', len(p))] + ([Box('', None, 'dashed', longest - len(p))] if len(p) < longest else []))
     for i, (name, p, _) in enumerate(fixed_requests())])
+
+
 # %% [markdown]
 # One long text, and two thirds of the work is wasted. The longer the longest, the worse it gets. Sorting requests by length would help a little, and hurt those who must wait for others of their size. It even takes care to be right: a padded token must not be looked at, and positions must not count it.
 #
@@ -53,6 +61,7 @@ draw_rows('Prompts as a rectangle: what is dashed is computed for nothing', [
 #
 # ## How far a request has come
 # A request that waits has a name and a prompt. It owns nothing yet.
+
 # %%
 #| export
 class PendingReq:
@@ -66,6 +75,8 @@ class PendingReq:
     ):
         self.rid, self.input_ids, self.max_tokens = rid, input_ids, max_tokens
         self.sampling = sampling
+
+
 # %% [markdown]
 # When it starts it gets a row of the table, and becomes a `Req`. Three lengths say where it stands, and never go backwards:
 #
@@ -74,6 +85,7 @@ class PendingReq:
 # * `max_device_len`: so long may prompt and answer become.
 #
 # What lies between the first two is what the next step computes.
+
 # %%
 #| export
 class Req:
@@ -96,6 +108,8 @@ class Req:
         self.max_device_len = len(self.tokens) + pending.max_tokens
         self.launched = 0      # number of the last batch that it was in
         self.ended = False
+
+
 # %%
 #| export
 @patch(as_prop=True)
@@ -123,25 +137,33 @@ def advance(self: Req) -> None:
     "A step was launched: what it computes is cached, and one token more is on its way"
     self.cached_len = self.device_len
     if self.samples: self.device_len += 1
+
+
 # %% [markdown]
 # A prompt of five tokens, and an answer of at most three:
+
 # %%
 req = Req(PendingReq('a', [11, 12, 13, 14, 15], max_tokens=3), row=0, cached_len=0, device_len=5)
 for _ in range(3):
     print(f'{req.cached_len} → {req.device_len} of {req.max_device_len}: '
           f'computes {req.extend_len}, then {req.remain_len} left')
     req.advance()
+
 # %% [markdown]
 # Prefill computes five tokens, each decode step one. After the third step nothing is left: the eighth token is the answer's last, and no one will ever read its keys and values.
+
 # %%
 #| checks
 test_eq((req.cached_len, req.device_len, req.can_decode), (7, 8, False))
 test_eq(req.output_ids, [])
 req.tokens.append(16)
 test_eq((req.output_ids, req.pending.input_ids), ([16], [11, 12, 13, 14, 15]))
+
+
 # %% [markdown]
 # ## A batch
 # A `Batch` is what the scheduler hands to the engine: which requests, and flat arrays with one entry for each token, or each request. It copies the lengths, because the requests move on as soon as it is launched.
+
 # %%
 #| export
 class Batch:
@@ -164,8 +186,11 @@ class Batch:
     def sampled_reqs(self) -> list[Req]:
         "The requests that get a token"
         return [self.reqs[i] for i in self.sampled]
+
+
 # %% [markdown]
 # Two requests, by hand, in pages of four slots. `a` is in prefill with five tokens, in the pages 6 and 2. `b` has nine tokens cached and computes its tenth; its pages are 1, 7 and 3.
+
 # %%
 table = TableManager(max_running_req=2, max_seq_len=12, page_size=4)
 table.page_table[0], table.page_table[1] = torch.tensor([6, 2, 0]), torch.tensor([1, 7, 3])
@@ -174,6 +199,8 @@ b = Req(PendingReq('b', list(range(20, 29)), max_tokens=3), 1, cached_len=9, dev
 batch = Batch([a, b], table)
 for name in ('token_rows', 'positions', 'out_loc', 'last_tokens'):
     print(f'{name:12}', getattr(batch, name).tolist())
+
+
 # %%
 #| code-fold: true
 def drawn(batch):
@@ -185,8 +212,10 @@ def drawn(batch):
         Row('out_loc', boxes(batch.out_loc.tolist())), Row('page', boxes((batch.out_loc // 4).tolist())), Row('last', boxes(chosen))])
 
 drawn(batch)
+
 # %% [markdown]
 # Six tokens, six columns. The last of each request is the one whose scores say its next token: columns 4 and 5. Prefill and decode need no names here. A request computes what it has to, and the batch does not ask.
+
 # %%
 #| checks
 test_eq(batch.token_rows.tolist(), [0, 0, 0, 0, 0, 1])
@@ -196,9 +225,12 @@ test_eq((batch.last_tokens.tolist(), batch.sampled), ([4, 5], [0, 1]))
 a.samples = False
 test_eq((Batch([a, b], table).last_tokens.tolist(), Batch([a, b], table).sampled_reqs), ([5], [b]))
 a.samples = True
+
+
 # %% [markdown]
 # ## Attention, request by request
 # `attend` gets the queries of all six tokens. It stores all keys and values at once, since `out_loc` says where each goes. Then it takes the queries apart again, and each request reads from its own slots. What all layers share, the slots of each request, is prepared once for a batch.
+
 # %%
 #| export
 class TorchAttention:
@@ -221,11 +253,14 @@ class TorchAttention:
         parts = q.split(self.extend_lens)
         return torch.cat([attention(part, keys[slots], values[slots])
                           for part, slots in zip(parts, self.slots)])
+
+
 # %% [markdown]
 # This loop is the one place where requests are still computed one by one. A good kernel does it for all of them at once, chapter 9 uses one; it gets the same lists.
 #
 # ## The engine
 # The engine joins the parts, and decides nothing. It reads the batch's tokens from `token_pool`, computes, takes for each sampled request a token from its scores, and writes it to where it will be read in the next step. How a token is chosen is a function that it is given; the likeliest is the simplest choice.
+
 # %%
 #| export
 Choose = Callable[[Tensor, Batch], Tensor]   # scores [n_sampled, vocab_size] → tokens [n_sampled]
@@ -245,6 +280,8 @@ class Engine:
     ):
         self.model, self.table = model, table
         self.attention, self.choose = attention, choose
+
+
 # %%
 #| export
 @patch
@@ -257,8 +294,11 @@ def forward_batch(self: Engine, batch: Batch) -> Tensor:
     ends = torch.tensor(batch.device_lens)[batch.sampled]
     self.table.token_pool[batch.rows[batch.sampled], ends] = tokens
     return tokens
+
+
 # %% [markdown]
 # Now the seven prompts in one call. Each request gets a row and pages for all that it may need, and its prompt is written to its row.
+
 # %%
 model = Decoder(folder)
 config = model.config
@@ -273,18 +313,23 @@ def start(engine, free, name, prompt, most):
     for column in range(-(-(len(prompt) + most - 1) // 8)): table.page_table[row, column] = free.pop()
     table.token_pool[row, :len(prompt)] = torch.tensor(prompt)
     return Req(PendingReq(name, prompt, most), row, 0, len(prompt))
+
+
 # %%
-engine, free = build(num_pages=80, rows=7)
+engine, free = build(num_pages=120, rows=7)
 reqs = [start(engine, free, *o) for o in fixed_requests()]
 batch = Batch(reqs, engine.table)
 tokens = engine.forward_batch(batch)
 len(batch.positions), [tokenizer.decode([token]) for token in tokens.tolist()]
+
 # %%
 #| checks
 test_eq(tokens.tolist(), [generate(model, prompt, 1)[0] for _, prompt, _ in fixed_requests()])
 test_eq(len(batch.positions), real)
 ends = [len(prompt) for _, prompt, _ in fixed_requests()]
 test_eq(engine.table.token_pool[batch.rows, ends].tolist(), tokens.tolist())
+
+
 # %% [markdown]
 # As many tokens as there are, and the right ones: each request's first token is the one that it gets alone.
 #
@@ -292,6 +337,7 @@ test_eq(engine.table.token_pool[batch.rows, ends].tolist(), tokens.tolist())
 # The rest of the answers: all requests move on, and one batch after the other decodes them. A request that has its end token leaves the batch. This is *static batching*: the group starts together, and the next group starts when the last of it has ended.
 #
 # **Predict.** All seven in one group, against one after the other. One after the other they took 139 steps. How many are it now? And do tokens a second rise as much?
+
 # %%
 def together(engine, free, requests):
     "Answers of a group: for each step its tokens, and how many were computed"
@@ -305,24 +351,30 @@ def together(engine, free, requests):
             req.advance()
         reqs = [req for req, token in zip(reqs, tokens)
                 if token != config.eos_token_id and req.cached_len < req.max_device_len - 1]
+
+
 # %%
 answers = {}
-steps = list(together(*build(80, 7), fixed_requests()))
+steps = list(together(*build(120, 7), fixed_requests()))
 for made, _ in steps:
     for name, token in made: answers.setdefault(name, []).append(token)
 print(len(steps), 'steps;', tokenizer.decode(answers['What is overlap?']))
+
 # %%
 #| checks
 for name, prompt, most in fixed_requests(): test_eq(answers[name], generate(model, prompt, most))
+
+
 # %% [markdown]
 # **Answer.** 24 steps, as many as the longest answer has tokens. Each call makes up to seven tokens, so its price is shared. The table below has the time: tokens a second rise, and by less than the steps fall. The weights are read once for all, but on a CPU the arithmetic of seven tokens counts, and attention is computed for each request by itself.
 #
 # ## The table
 # Rows and pages are not endless. From here on we have four rows, so the seven requests come in two groups, and a group keeps its pages until its last answer has ended.
+
 # %%
 #| code-fold: true
 def in_groups():
-    engine, free = build(num_pages=80, rows=4)
+    engine, free = build(num_pages=120, rows=4)
     requests = fixed_requests()
     for group in (requests[:4], requests[4:]):
         full = list(free)
@@ -332,9 +384,12 @@ def in_groups():
             yield Step(made, computed, slots=8 * pages)
         free[:] = full
         engine.table.free_rows = [3, 2, 1, 0]
+
+
 # %%
 #| volatile
 print_table('3 a batch', measure(in_groups()))
+
 # %% [markdown]
 # Steps fall to a third, and `tokens/s` rises. `slots` rises, too: the memory of four requests is taken at once. And look at `first`. The second group waits for the first one to end, although rows were idle long before. In its last steps a group computes for one or two requests. [The next chapter](04_decode.ipynb) lets nobody wait for a group.
 #

@@ -42,6 +42,7 @@ def is_greedy(model, prompt, answer, most):
     ends = [token == model.config.eos_token_id for token in answer]
     return answer == likeliest and not any(ends[:-1]) and (ends[-1] or len(answer) == most)
 
+
 # %% [markdown]
 # ## One generator for the batch
 # Scores become probabilities by `softmax`, and `torch.multinomial` draws from them. The engine takes any function that chooses tokens. Ours keeps one random generator, with a seed.
@@ -54,6 +55,7 @@ class OneGenerator:
     def __call__(self, logits, batch):
         probs = (logits / 2).softmax(-1)   # more even than the model's own
         return torch.multinomial(probs, 1, generator=self.generator)[:, 0]
+
 
 # %% [markdown]
 # The machine around it is that of the last chapters (folded): four rows, 60 pages, a budget of 64 tokens.
@@ -77,6 +79,7 @@ def served(s, requests):
         for output in s.step(): answers[output.rid].append(output.token)
     return answers
 
+
 # %% [markdown]
 # **Predict 1.** One request asks alone, with seed 7. Then it asks again, with the same seed, while a second caller asks something else. How far do the two answers agree?
 
@@ -86,6 +89,7 @@ neighbour = PendingReq('neighbour', prompt_of('What is a page?'), max_tokens=16)
 for requests in ([mine], [mine, neighbour]):
     answer = served(build(OneGenerator(seed=7)), requests)['mine']
     print(tokenizer.decode(answer))
+
 
 # %% [markdown]
 # **Answer 1.** As long as the neighbour has drawn nothing, which is for one token. From then on each draw of the neighbour takes numbers that would have been ours. An answer that depends on the company cannot be repeated: a caller who reports a bad one reports the traffic of that second.
@@ -100,6 +104,7 @@ def added(seed, position):
     return float(torch.rand(1, generator=torch.Generator().manual_seed(seed + position)))
 
 for seed in (5, 6): print(seed, [round(added(seed, position), 2) for position in range(40, 46)])
+
 
 # %% [markdown]
 # Each number looks random. But seed 6 has those of seed 5, one place earlier: two callers with neighbouring seeds draw from one list. It must make a difference which of the two has grown by one. So the seed is scattered first, then the position is added, and the sum is scattered again.
@@ -116,11 +121,13 @@ def scatter_bits(
     for _ in range(3): x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     return x ^ (x >> np.uint64(32))
 
+
 # %%
 near = np.arange(4, dtype=np.uint64)
 far = scatter_bits(near)
 changed = [int(a ^ b).bit_count() for a, b in zip(far, far[1:])]
 [f'{int(o):016x}' for o in far], changed
+
 
 # %% [markdown]
 # From one number to the next about half of the 64 bits change, as it should be: a bit that is random is another one half of the time. The upper 53 bits become a fraction; more do not fit into a float64.
@@ -134,6 +141,7 @@ def uniform(
     "A number from 0 to 1, below 1, for each token, from its seed and position alone"
     key = scatter_bits(scatter_bits(seeds.astype(np.uint64)) + positions.astype(np.uint64))
     return (key >> np.uint64(11)) * 2.**-53
+
 
 # %%
 for seed in (5, 6): print(seed, uniform(np.full(6, seed), np.arange(40, 46)).round(2))
@@ -178,6 +186,7 @@ for temperature in (.5, 1, 2):
     probs = (torch.tensor([2., 1., 0.]) / temperature).softmax(-1)
     print(f'temperature {temperature}:', [round(p, 2) for p in probs.tolist()])
 
+
 # %% [markdown]
 # Low temperatures favour the likeliest, high ones make all alike, and 0 would be a division by zero: we read it as *greedy*. *top-p* says how much of the probability to keep, and the *seed* we know.
 
@@ -188,6 +197,7 @@ class Sampling(NamedTuple):
     temperature: float = 1.   # 0: always the likeliest
     top_p: float = 1.         # draw from the likeliest tokens that hold this share; 1: from all
     seed: int = 0
+
 
 # %% [markdown]
 # ## Without the tail
@@ -203,6 +213,7 @@ for text in ('The radix', 'A'):
     ordered = next_probs(text).sort(descending=True).values
     print(f'{text!r}: {int((ordered.cumsum(-1) < .9).sum()) + 1} tokens hold 90 %')
 
+
 # %% [markdown]
 # A fixed number of tokens would be too many for the one and too few for the other. So fix the *share*: keep the likeliest tokens that together hold `p`, and draw from these. That is *nucleus sampling*, or *top-p* (Holtzman et al., 2020). In order of probability, a token stays if those before it do not hold `p` yet.
 
@@ -217,11 +228,13 @@ def keep_top_p(
     before = ordered.cumsum(-1) - ordered
     return torch.zeros_like(probs).scatter(-1, ids, ordered.where(before < p, 0))
 
+
 # %%
 probs = torch.tensor([[.15, .5, .05, .3]])
 for p in (.4, .7, .9):
     kept = keep_top_p(probs, torch.tensor([[p]]))
     print(f'p = {p}:', [round(o, 2) for o in kept[0].tolist()])
+
 
 # %% [markdown]
 # In order: 0.5, 0.3, 0.15, 0.05. Take the second line, p = 0.7. Before the second token stands 0.5, which is less, so it stays; before the third stands 0.8, so it goes. Two stay, and hold a little more than was asked for. And the first one always stays, however small `p` is, as nothing stands before it.
@@ -233,6 +246,7 @@ test_eq(stay(.7), [False, True, False, True])
 test_eq(stay(.1), [False, True, False, False])
 test_eq(stay(.9), [True, True, False, True])
 test_eq(stay(1.), [True] * 4)
+
 
 # %% [markdown]
 # ## Where the number falls
@@ -247,6 +261,7 @@ def fall_on(
     "Lay the probabilities end to end: on which of them does `u` fall?"
     ends = probs.double().cumsum(-1)
     return torch.searchsorted(ends, u * ends[:, -1:], right=True)[:, 0]
+
 
 # %%
 #| code-fold: true
@@ -287,6 +302,7 @@ for p in (.3, .9, 1.):
     theirs = sampler.inverse_cdf(many.where(many >= sampler.top_p_threshold(many, p), 0), at)
     test_eq(fall_on(keep_top_p(many, p), at).tolist(), theirs.tolist())
 
+
 # %% [markdown]
 # ## A batch with all kinds
 # The batch knows what each sampled request wishes (`sampling`; `None` is greedy). Greedy rows take the likeliest. For the others, their wishes become columns, one row for each, and everything is computed for all of them at once. The position that counts is that of the token to be drawn: `device_len`, as there are so many tokens before it.
@@ -310,6 +326,7 @@ def sample(
     u = torch.from_numpy(uniform(seeds, positions)).to(logits.device)
     tokens[chosen] = fall_on(probs, u[:, None])
     return tokens
+
 
 # %% [markdown]
 # Five requests with the same three scores: greedy, three seeds, and a temperature so low that it is greedy again.
@@ -350,6 +367,7 @@ test_eq(len({tuple(answer['mine']) for answer in answers.values()}), 1)
 for name, prompt, _ in fixed_requests()[1::2]:
     assert is_greedy(model, prompt, answers['beside'][name], 8)
 
+
 # %% [markdown]
 # **Answer 2.** One. The scores themselves are not equal to the last bit: seven rows, or a chunk of five, are added up in another order than a prompt alone. If a number fell within such a hair of the place where two tokens meet, the answers would part there. That is rare in float32, and less so in the short floats of a GPU. But no neighbour can change the *number*, and that is all that was random.
 #
@@ -373,6 +391,7 @@ def steps(wish=lambda i: None):
     while s.has_work:
         log.append(Step([output[:2] for output in s.step()], **s.counts))
         yield log[-1]
+
 
 # %%
 #| volatile

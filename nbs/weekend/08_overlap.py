@@ -1,5 +1,6 @@
 # %%
 #| default_exp weekend.overlap
+
 # %% [markdown]
 # # The next step before the last one is known
 # > While the device computes a step, the host plans the next one; what a request held is given back when nothing launched still uses it.
@@ -7,6 +8,7 @@
 # A step has two halves: the host decides what runs and hands out tokens, and the device computes. So far one waits for the other. *What can the host do while the device computes, if it does not know the tokens yet?* More than it seems. But whatever is given back too early is overwritten, and we let that happen once.
 #
 # After this chapter you can say what overlap hides, why a plan needs no tokens, and when a row may go to the next request.
+
 # %%
 #| export
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from minisgl_lit.weekend.batch import Batch, Engine
 from minisgl_lit.weekend.decode import Output, Scheduler
+
 # %%
 #| hide
 import random, sys, time
@@ -29,9 +32,12 @@ from minisgl_lit.weekend.radix import CacheManager
 from minisgl_lit.testing.weekend_table import Step, fixed_requests, folder, measure, print_table
 from minisgl_lit.tools.drawing import Box, Row, draw_rows
 torch.set_num_threads(1); torch.set_grad_enabled(False);
+
+
 # %% [markdown]
 # ## Who waits for whom
 # On a GPU the host hands work over and is free at once; the device computes in the order in which it was given work. We have no GPU, and our model needs the same processor as the scheduler, so a *stand-in* plays the device: it answers late, by sleeping, which costs the processor nothing. Its tokens are a simple sum of what it reads in `token_pool`, so that a wrong input gives a wrong answer.
+
 # %%
 class StandIn:
     "Reads the last token of each request from `token_pool`, and makes the next of it"
@@ -51,6 +57,8 @@ def alone(prompt, n):
     ids = list(prompt)
     while len(ids) < len(prompt) + n: ids.append((7 * ids[-1] + len(ids)) % 997)
     return ids[len(prompt):]
+
+
 # %%
 def build(kind, seconds=0., rows=32, num_pages=400, eos=None, wrap=lambda engine: engine):
     table = TableManager(rows, 64, 4)
@@ -68,10 +76,13 @@ def serve(scheduler, requests):
     return answers
 
 many = [PendingReq(f'{i}', [i, i + 1, i + 2], max_tokens=40) for i in range(32)]
+
+
 # %% [markdown]
 # First the host by itself, with a device that takes no time. Then a device that takes as long for a step as the host does.
 #
 # **Predict 1.** The host needs *h* for a step and the device *d*. How long is a step of the normal loop, and how long could it be at best?
+
 # %%
 #| volatile
 def seconds_a_step(scheduler):
@@ -82,6 +93,8 @@ def seconds_a_step(scheduler):
 host = min(seconds_a_step(build(Scheduler)) for _ in range(3))
 normal = min(seconds_a_step(build(Scheduler, host)) for _ in range(3))
 print(f'host {1e3 * host:.2f} ms, device {1e3 * host:.2f} ms; a step {1e3 * normal:.2f} ms')
+
+
 # %% [markdown]
 # **Answer 1.** One after the other they need *h + d*, so the device stands still half of the time. At best a step takes the longer of the two. In lanes, with a number for each step, the device computes it and the host works off its tokens and plans the next:
 #
@@ -99,6 +112,7 @@ print(f'host {1e3 * host:.2f} ms, device {1e3 * host:.2f} ms; a step {1e3 * norm
 # To overlap, the host must plan step 2 while step 1 is still computed: before it knows a single token of step 1. What does a plan need? Which requests run, how long each of them is, which pages they have. `advance` counts a token as soon as its step is launched, whatever it will be. The pages follow from the lengths. And the token itself? The engine reads it from `token_pool`, where the step before has written it: on the device, in order, before step 2 begins. The host is not asked.
 #
 # So `launch` may be called before `process` of the step before. All that is new is a device that computes while we go on. For us that is a thread, which takes one batch after the other. What it returns at once is a `Future`, a promise of tokens.
+
 # %%
 #| export
 class Device:
@@ -109,8 +123,11 @@ class Device:
     def forward_batch(self, batch: Batch) -> 'Future[Tensor]':
         "Its tokens, some time later"
         return self.thread.submit(self.engine.forward_batch, batch)
+
+
 # %% [markdown]
 # And the loop: schedule and launch a batch, then process the one before, whose tokens are there or will be soon.
+
 # %%
 #| export
 class OverlapScheduler(Scheduler):
@@ -121,6 +138,8 @@ class OverlapScheduler(Scheduler):
     def has_work(self) -> bool:
         "Whether a step has anything to do"
         return bool(super().has_work or self.in_flight)
+
+
 # %%
 #| export
 @patch
@@ -139,22 +158,28 @@ def step(self: OverlapScheduler) -> list[Output]:
     self.overlap_loop()
     outputs, self.outputs = self.outputs, []
     return outputs
+
+
 # %% [markdown]
 # **Predict 2.** The same 32 requests on the same device, overlapped. Where between *h* and *h + d* will a step be?
+
 # %%
 #| volatile
 sys.setswitchinterval(1e-4)   # a thread that wakes up gets Python's lock soon
 overlapped = min(seconds_a_step(build(OverlapScheduler, host, wrap=Device)) for _ in range(3))
 print(f'a step {1e3 * overlapped:.2f} ms; the normal loop {1e3 * normal:.2f} ms')
+
 # %%
 #| checks
 test_eq(serve(build(OverlapScheduler, wrap=Device), many), {o.rid: alone(o.input_ids, 40) for o in many})
 test_eq(serve(build(Scheduler), many), serve(build(OverlapScheduler, wrap=Device), many))
+
 # %% [markdown]
 # **Answer 2.** Nearer to *h*: most of the device's time is hidden behind the host's, or the other way round. It is not all of it. Steps differ, and where one side is early it waits; and two threads of Python share a lock. The answers are the same.
 #
 # ## A token too many
 # What does the host miss? It learns of an end one step late. An answer that is as long as it may be ends by its length, and lengths are known. But an end token is a token: when it is seen, the next step is launched already, with this request in it. That step computes a token that nobody wants, and `process` drops it: `if req.ended: continue`.
+
 # %%
 end = alone([1, 2, 3], 5)[-1]     # the fifth token of this answer shall end it
 s = build(OverlapScheduler, eos=end, wrap=Device)
@@ -163,11 +188,14 @@ print(len(answer), 'tokens in', s.launched, 'steps; the normal loop takes', end=
 s = build(Scheduler, eos=end)
 serve(s, [PendingReq('a', [1, 2, 3], max_tokens=40)])
 print(s.launched)
+
+
 # %% [markdown]
 # One step more, for nothing. That is the price, once for each answer. The token is dropped, so no harm is done? The step too many does not only *compute*. It writes.
 #
 # ## Given back too early
 # When a request has ended, its row and pages are free. The normal loop gives them back before the next decision. Let us do the same here, and forget that a step may still be on its way. Two rows are too many to see it, so there is one. `a` ends early by its end token, and `b` waits for its row, with a longer prompt.
+
 # %%
 class TooEarly(OverlapScheduler):
     def run_deferred(self):
@@ -178,8 +206,11 @@ a, b = PendingReq('a', [1, 2, 3], max_tokens=40), PendingReq('b', list(range(50,
 wrong = serve(build(TooEarly, .01, rows=1, eos=end, wrap=Device), [a, b])['b']
 right = alone(b.input_ids, 3)
 wrong == right, wrong, right
+
+
 # %% [markdown]
 # The answer of `b` may be right by luck here, for the stand-in reads only a prompt's last token. Look at the row instead: what did the device read as `b`'s prompt?
+
 # %%
 class Reads(StandIn):
     def forward_batch(self, batch):
@@ -198,10 +229,12 @@ def prompt_as_read(kind):
 
 at = [i for i, (o, token) in enumerate(zip(prompt_as_read(TooEarly), b.input_ids)) if o != token]
 print('tokens of the prompt that are not its own:', at)
+
 # %%
 #| checks
 test_eq(prompt_as_read(OverlapScheduler), b.input_ids)
 assert at
+
 # %% [markdown]
 # A token in the middle of `b`'s prompt is another one. What happened, in order:
 #
@@ -216,6 +249,7 @@ assert at
 # The host is early, the device is late, and both write to one row. No test of one request finds this, and no short prompt does; in a real server a caller now and then gets an answer to a question that differs from its own by a token.
 #
 # So the rule: *a row and pages are given back when the last batch launched with them has completed*. The scheduler has known it from the beginning: each `Req` has the number of its last batch in `launched`, and `run_deferred` releases only what is `completed`. In the normal loop that was always true. Here it holds back a request for one step.
+
 # %%
 s = build(OverlapScheduler, .01, rows=1, eos=end, wrap=Device)
 for pending in (a, b): s.add(pending)
@@ -224,6 +258,8 @@ ended = s.to_release[0]
 print('last launched', ended.launched, 'completed', s.completed, 'free rows', s.table.available_size)
 s.step()
 print('last launched', ended.launched, 'completed', s.completed, 'row of b', s.alive.keys())
+
+
 # %% [markdown]
 # What about pages that are shared? A request that has just computed its prompt hands it to the radix tree while its step may still be on its way (`to_cache`). The next batch may match it: on the device it comes later, when the keys are there. Order protects all that the *device* writes and reads. Only what the *host* writes at once, or gives to another, needs the rule.
 #
@@ -236,6 +272,7 @@ print('last launched', ended.launched, 'completed', s.completed, 'row of b', s.a
 #
 # ## The same answers
 # Random requests, few pages, few rows, end tokens that come early, a device that is late: both loops must say the same.
+
 # %%
 def random_requests(seed):
     rng = random.Random(seed)
@@ -249,6 +286,8 @@ for seed in range(20):
                 for kind, wrap in ((Scheduler, lambda o: o), (OverlapScheduler, Device)))
     assert one == two
 print(sum(map(len, one.values())), 'tokens in the last of them')
+
+
 # %%
 #| code-fold: true
 class Lanes(StandIn):
@@ -277,9 +316,12 @@ def lanes(kind, wrap):
 
 draw_rows('Six steps on a device that takes 4 ms: dashed, it stands still', [
     Row('normal', lanes(Scheduler, lambda o: o).boxes), Row('overlapped', lanes(OverlapScheduler, Device).boxes)])
+
+
 # %% [markdown]
 # ## The table
 # Now the real model, on the thread. Host and model want the same processor here, so what one does the other cannot.
+
 # %%
 #| code-fold: true
 class Counted(OverlapScheduler):
@@ -305,9 +347,12 @@ def steps():
         made, before = [(o.rid, o.token) for o in s.step() if o.token is not None], s.launched
         taken = s.cache.num_pages - len(s.cache.free) - s.cache.tree.evictable_size
         yield Step(made, computed=s.computed if s.in_flight else 0, slots=8 * taken)
+
+
 # %%
 #| volatile
 print_table('8 overlap', measure(steps()))
+
 # %%
 #| checks
 found = {}
@@ -315,6 +360,7 @@ for o in steps():
     for name, token in o.made: found.setdefault(name, []).append(token)
 model = Decoder(folder)
 for name, prompt, most in fixed_requests()[:2]: test_eq(found[name], generate(model, prompt, most))
+
 # %% [markdown]
 # Little has changed, and a few steps have been added: those with a token too many, and the last one, which only processes. On a processor that computes and plans at once there is nothing to hide behind. On a GPU *h* is what Python takes, half a millisecond and more with many requests, and *d* is a few milliseconds: there overlap decides whether the GPU waits. [The next chapter](09_cuda.ipynb) brings one.
 #
