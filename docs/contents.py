@@ -6,19 +6,19 @@ import json, re
 from dataclasses import dataclass
 from pathlib import Path
 
-KINDS = {"★": "core", "ᶜ": "C", "": "reference"}   # marks behind a link of the map
+KINDS = {"★": "weekend", "ᶜ": "C", "": "reference"}   # marks behind a link of the map
 MARKS = {kind: f" {mark}" if mark else "" for mark, kind in KINDS.items()}
 HIDDEN = re.compile(r"#\s*\|\s*(hide|checks|code-fold: *true)\b")   # what the page does not show at once
 CHECKS = re.compile(r"\btest_\w+\(|\bassert\b|\bexpect_fail\(|\btest_fail\(")
 
 @dataclass(frozen=True)
 class Chapter:
-    stem: str     # of its notebook
+    stem: str     # of its notebook: its place in nbs/, without the ending
     words: str    # in the map
-    kind: str     # opening, core, C or reference
+    kind: str     # opening, weekend, C or reference
 
     @property
-    def number(self): return self.stem.split("_")[0]
+    def number(self): return self.stem.split("/")[-1].split("_")[0].removeprefix("0") or "0"
 
 @dataclass(frozen=True)
 class Part:
@@ -33,8 +33,8 @@ def cells(path):
 def parts(index):
     "The parts of the map"
     rows = re.findall(r"(?m)^\| \*\*(?:(\d) )?([^*]+)\*\* \| (.*) \|$", "\n".join(s for kind, s in cells(index) if kind == "markdown"))
-    link = re.compile(r"\[([^\]]+)\]\(([\w.]+)\.ipynb\)\s?([★ᶜ]?)")
-    return [Part(number, name, tuple(Chapter(stem, words, KINDS[mark] if number else "opening") for words, stem, mark in link.findall(links)))
+    link = re.compile(r"\[([^\]]+)\]\(([\w./]+)\.ipynb\)\s?([★ᶜ]?)")
+    return [Part(number, name, tuple(Chapter(stem, words, KINDS[mark] if number or mark else "opening") for words, stem, mark in link.findall(links)))
             for number, name, links in rows]
 
 def checks(source): return len(CHECKS.findall(source))
@@ -61,7 +61,7 @@ def line(chapter, nbs):
     path = nbs/f"{chapter.stem}.ipynb"
     title, said = promise(path)
     mark = "" if chapter.kind == "reference" else f" *{chapter.kind}* ·"
-    return f"* {chapter.number} [{title}](../nbs/{path.name}) ·{mark} {minutes(path):.0f} min<br>{said}"
+    return f"* {chapter.number} [{title}](../nbs/{chapter.stem}.ipynb) ·{mark} {minutes(path):.0f} min<br>{said}"
 
 def tree(entries, *options):
     "A hidden toctree of (words, place)"
@@ -74,16 +74,18 @@ def part_page(part, nbs):
                         "\n".join(line(c, nbs) for c in part.chapters), tree([(f"{c.number} {c.words}" + MARKS[c.kind], f"../nbs/{c.stem}") for c in part.chapters])]) + "\n"
 
 def path_page(book, nbs):
-    "The page of the weekend path"
-    core = [c for part in book for c in part.chapters if c.kind == "core"]
-    total = sum(minutes(nbs/f"{c.stem}.ipynb") for c in core) / 60
-    return f"""# The weekend path
+    "The page of the weekend"
+    weekend = next(part.chapters for part in book if part.chapters[0].kind == "weekend")
+    total = sum(minutes(nbs/f"{c.stem}.ipynb") for c in weekend) / 60
+    return f"""# An engine in a weekend
 
-Ten chapters, {total:.0f} hours: the heart of the engine, from a request to its tokens. Each begins where the one before it ended, and says what you can do afterwards. They are marked *core* in the menu and at their top. Whoever has an evening only reads [an engine in one evening](../nbs/00_one_evening.ipynb), which is also the best beginning for this path.
+Ten chapters, {total:.0f} hours: one small engine that grows until it serves. Every line of it is on these pages, each problem is met before its answer, and the last chapter opens the chat page on the engine that you have built. An evening is enough for [the same way with lists](../nbs/00_one_evening.ipynb), which is also the best beginning.
 
-{chr(10).join(line(c, nbs) for c in core)}
+{chr(10).join(line(c, nbs) for c in weekend)}
 
-Everything else is *reference*: read it when you need it. Chapters marked *C* hold listings of C, which are folded; [all of it](c-sources.md) stands on one page.
+{tree([(f"{c.number} {c.words}", f"../nbs/{c.stem}") for c in weekend])}
+
+Everything else is *reference*: the real engine, to be read where you need it. Chapters marked *C* hold listings of C, which are folded; [all of it](c-sources.md) stands on one page.
 """
 
 def write(docs, nbs):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-from nbrun import _ansi, _key, cfg, directives, execute, notebooks, root
+from nbrun import _ansi, _key, cfg, chapter, directives, execute, notebooks, root
 
 @dataclass
 class Exercise:
@@ -49,7 +49,7 @@ def exercises(path):
         fails, changes = quotes("Fails", answer), quotes("Prints otherwise", answer)
         if not diff: raise ValueError(f"{path.name}: solution {n} has no diff")
         if not fails and "Nothing fails" not in answer: raise ValueError(f"{path.name}: solution {n} does not say what fails")
-        yield Exercise(path.stem, n, tasks[n].strip(), [*hunks(diff[1])], fails, changes)
+        yield Exercise(chapter(path), n, tasks[n].strip(), [*hunks(diff[1])], fails, changes)
 
 def place(nb, quote, code=lambda c: c.source):
     "The one code cell in which some text stands once"

@@ -31,7 +31,11 @@ _env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASH
         "PYDEVD_DISABLE_FILE_VALIDATION": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "MATPLOTLIBRC": str(root/"nbs")}
 
-def notebooks(): return sorted(p for p in (root/"nbs").glob("*.ipynb") if p.name[0] not in "._")
+def notebooks(): return sorted(p for p in (root/"nbs").rglob("*.ipynb") if not any(part[0] in "._" for part in p.relative_to(root/"nbs").parts))
+
+def chapter(path):
+    "A notebook's name: its place in nbs/, without the ending"
+    return Path(path).resolve().relative_to(root/"nbs").with_suffix("").as_posix()
 
 def directives(cell):
     "The `#| name: value` lines at the top of a code cell, as a dict."

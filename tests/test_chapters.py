@@ -5,7 +5,7 @@ What a new chapter must be like stands in CONTRIBUTING.md; these tests hold it.
 import json, os, re, sys
 import nbformat, pytest
 from exercises import exercises, place, verdict
-from nbrun import notebooks, root
+from nbrun import chapter, notebooks, root
 
 sys.path.insert(0, str(root/"docs"))
 import contents
@@ -13,8 +13,8 @@ import contents
 nbs = root/"nbs"
 book = contents.parts(nbs/"index.ipynb")
 chapters = {c.stem: c for part in book for c in part.chapters}
-core = [c.stem for c in chapters.values() if c.kind == "core"]
-every = pytest.mark.parametrize("stem", [nb.stem for nb in notebooks() if nb.stem != "index"])
+weekend = [c.stem for c in chapters.values() if c.kind == "weekend"]
+every = pytest.mark.parametrize("stem", [chapter(nb) for nb in notebooks() if nb.stem != "index"])
 
 def prose_and_code(stem):
     "(type, source, outputs) of each cell"
@@ -23,14 +23,20 @@ def prose_and_code(stem):
 def prose(stem): return "\n\n".join(s for kind, s, _ in prose_and_code(stem) if kind == "markdown")
 
 def test_the_map_has_every_chapter_in_its_order():
-    assert [*chapters] == sorted(chapters, key=lambda stem: (*re.match(r"(\d+)([a-z]?)", stem).groups(),)) == [nb.stem for nb in sorted(notebooks()) if nb.stem != "index"]
-    assert len(core) == 10
+    def in_order(stems): return sorted(stems, key=lambda stem: re.search(r"(\d+)([a-z]?)_[^/]*$", stem).groups())
+    assert len(chapters) == sum(len(part.chapters) for part in book) and {*chapters} == {chapter(nb) for nb in notebooks() if nb.stem != "index"}
+    evening, *rest = chapters
+    assert evening == "00_one_evening" and rest[:len(weekend)] == weekend == in_order(weekend) and len(weekend) == 10
+    command, *rest = rest[len(weekend):]
+    assert command == "weekend/10a_main" and rest == in_order(rest) and all(o.startswith("weekend/") for o in weekend)
 
 def test_the_menu_is_the_map():
     "docs/index.md lists the opening chapter and the parts; a part's page is made from the map, and lists its chapters"
     listed = re.findall(r"(?m)^(nbs/\S+|made/part-\d)$", (root/"docs/index.md").read_text(encoding="utf-8"))
-    opening, *parts = book
-    assert listed == [f"nbs/{c.stem}" for c in opening.chapters] + [f"made/part-{p.number}" for p in parts]
+    opening, small, *parts = book
+    assert listed == [f"nbs/{c.stem}" for c in opening.chapters] + [f"made/part-{p.number}" for p in parts] and [c.stem for c in small.chapters] == [*weekend, "weekend/10a_main"]
+    page = contents.path_page(book, nbs)
+    assert re.findall(r"(?m)^(\S+) .*<\.\./nbs/(\S+)>$", page) == [(c.number, c.stem) for c in small.chapters]
     for part in parts:
         page = contents.part_page(part, nbs)
         assert page.startswith(f"# {part.number} {part.name}\n")
@@ -38,7 +44,7 @@ def test_the_menu_is_the_map():
 
 @every
 def test_a_chapter_is_one_sitting(stem):
-    minutes, most = contents.minutes(nbs/f"{stem}.ipynb"), 45 if stem in [*core, "00_one_evening"] else 60
+    minutes, most = contents.minutes(nbs/f"{stem}.ipynb"), 45 if stem in [*weekend, "00_one_evening"] else 60
     assert minutes <= most, f"{minutes:.0f} minutes to read: fold what only proves, or split"
 
 @every
@@ -80,15 +86,15 @@ def drawn(stem):
             if "<svg" in html: yield html
             if "image/png" in o.get("data", {}) or "image/svg+xml" in o.get("data", {}): yield "png"
 
-@pytest.mark.parametrize("stem", core)
-def test_a_core_chapter(stem):
+@pytest.mark.parametrize("stem", weekend)
+def test_a_chapter_of_the_weekend(stem):
     "It says what one can do after it, and shows live objects in a picture"
     assert re.search(r"After this chapter,? you can ", prose(stem)[:1600]), "what can the reader do afterwards?"
     assert [html for html in drawn(stem) if html != "mermaid"], "no picture of a live object"
     assert len([*exercises(nbs/f"{stem}.ipynb")]) >= 2
 
 def test_time_is_shown_by_sliders():
-    sliders = {stem: n for stem in core if (n := sum('type="range"' in html for html in drawn(stem)))}
+    sliders = {stem: n for stem in chapters if (n := sum('type="range"' in html for html in drawn(stem)))}
     assert sum(sliders.values()) >= 6, sliders
 
 @every
@@ -106,7 +112,7 @@ def test_exercises_name_their_command_and_can_be_tried(stem):
 
 def mark(exercise):
     "Those of the weekend path: `make exercises`, which CI calls; the others are long"
-    if exercise.chapter not in core: return pytest.mark.long
+    if exercise.chapter not in weekend: return pytest.mark.long
     return pytest.mark.skipif("TST_EXERCISES" not in os.environ and not os.environ.get("TST_LONG"), reason="make exercises")
 
 @pytest.mark.parametrize("exercise", [pytest.param(o, id=str(o), marks=mark(o)) for nb in notebooks() if nb.stem != "index" for o in exercises(nb)])
@@ -114,7 +120,7 @@ def test_an_exercise_goes_as_its_solution_says(exercise):
     said, wrong = verdict(exercise)
     assert not wrong, f"{said}\n{wrong}"
 
-@pytest.mark.parametrize("path", [o for o in notebooks() if "05a" not in o.stem], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [o for o in notebooks() if "05a" not in o.stem], ids=chapter)
 def test_what_is_drawn_is_shown(path):
     "A picture in the middle of a cell, or under an `if`, is computed and thrown away"
     for c in json.loads(path.read_text())["cells"]:

@@ -3,7 +3,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 
 import nbformat, pytest
-from nbrun import ForkingManager, _key, execute, notebooks, run
+from nbrun import ForkingManager, _key, chapter, execute, notebooks, run
 from test_products import no_compiler
 
 flags, package = os.environ.get("TST_FLAGS", "").split(), bool(os.environ.get("TST_PACKAGE"))
@@ -12,7 +12,7 @@ flags, package = os.environ.get("TST_FLAGS", "").split(), bool(os.environ.get("T
 SHOW_KERNELS = ["04_kernels.compiler", "04a_kernels.plan", "06_kernels.linear", "06a_kernels.vector_math", "06b_kernels.quantized", "32_attention.cpu", "42_engine.cuda_graph",
                 "33_attention.flashinfer", "40_engine.sampler", "42a_engine.recorded_steps", "61_tools.bench"]
 
-@pytest.mark.parametrize("path", notebooks(), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", notebooks(), ids=chapter)
 def test_notebook(path):
     err, stale, _ = run(path, flags, package=package)
     if err: pytest.fail(err, pytrace=False)

@@ -1,7 +1,7 @@
 // The conversation that is shown: asking, answers as they come, and all that can be done with a message.
 
 import {$, asked, element} from './dom.js'
-import {Locked, ask, call, events} from './server.js'
+import {Locked, ask, call, events, offers} from './server.js'
 import {add, children, nameOf, newConversation, newId, path, remove, select, siblings} from './conversation.js'
 import {keep, recall, remember} from './store.js'
 import {systemPrompt, two, wishes} from './settings.js'
@@ -203,7 +203,7 @@ function redraw({message}) {
 // how far its request is, in the queue, too; one look at a time, since a browser has few connections, which Stop needs, too
 async function watchWay(run) {
   const {id, message, started} = run, seen = turns.get(message.id)
-  if (!seen || run.looks || document.hidden) return
+  if (!offers.more || !seen || run.looks || document.hidden) return
   run.looks = true
   const way = await ask(`requests/${id}`).catch(() => null)
   run.looks = false
@@ -213,7 +213,7 @@ async function watchWay(run) {
 async function end(run) {
   const {message} = run
   clearInterval(run.watch)
-  if (run.begun) message.way = await ask(`requests/${run.id}`).catch(() => null)
+  if (offers.more && run.begun) message.way = await ask(`requests/${run.id}`).catch(() => null)
   cancelAnimationFrame(run.drawn)
   runs = runs.filter(o => o !== run)
   const empty = !message.text && !message.thought && message.reason === 'broken'
@@ -230,6 +230,7 @@ async function end(run) {
 export function stop() {
   for (const {id, controller, message, talk: of} of runs) {
     if (of !== talk) continue
+    if (!offers.more) { controller.abort(); continue }
     call('abort_request', {rid: id}).catch(() => controller.abort())
     setTimeout(() => { if (!message.reason) controller.abort() }, STOPPING)
   }

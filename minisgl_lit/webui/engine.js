@@ -1,7 +1,7 @@
 // The engine, five times a second, while somebody looks: figures, batches, pages, and the shape of the tree.
 
 import {$, element, number} from './dom.js'
-import {Locked, ask, call, events} from './server.js'
+import {Locked, ask, askMore, call, events, offers} from './server.js'
 
 const WINDOW = 12   // seconds of batches
 let batches = [], counts = [], before = null   // what was computed; what the engine has counted, a second long
@@ -16,6 +16,7 @@ export async function watch({onLocked, onModel}) {
     looking = new AbortController()
     try {
       await introduce(onModel)
+      if (!offers.more) return
       for await (const now of events(await call('live', null, looking.signal))) show(now)
     } catch (e) {
       if (e instanceof Locked) { locked = true; onLocked() }
@@ -38,10 +39,23 @@ const pause = ms => new Promise(done => { wake = done; if (ms) setTimeout(done, 
 document.addEventListener('visibilitychange', () => document.hidden ? looking.abort() : wake())
 
 async function introduce(onModel) {
-  pageSize = (await ask('get_server_info')).page_size ?? 1
+  const info = await askMore('get_server_info')
+  if (!info) return plain(onModel)
+  pageSize = info.page_size ?? 1
   const model = await ask('get_model_info')
   $('model').textContent = model.served_model_name
   onModel({...model, ...await ask('tokenizer_info')})
+}
+
+// a server of OpenAI's API alone: what it does not offer is hidden
+async function plain(onModel) {
+  offers.more = false
+  const [model] = (await ask('v1/models')).data
+  $('model').textContent = model.id
+  document.body.classList.add('plain', 'on')
+  $('brief').textContent = 'settings'
+  $('tab-settings').click()
+  onModel({model_path: model.root})
 }
 
 function note(now) {

@@ -1,6 +1,12 @@
 // The server: a call, and events of a stream. What goes wrong is an Error with a sentence.
 
 export class Locked extends Error {}
+class Missing extends Error {}
+
+const KINDS = {401: Locked, 404: Missing}
+
+// whether the server tells more than OpenAI's API does: of its engine, and of the way of an answer
+export const offers = {more: true}
 
 export const theKey = () => sessionStorage.getItem('key') ?? ''
 
@@ -12,10 +18,13 @@ export async function call(path, body, signal) {
     .catch(lost('The server cannot be reached.'))
   if (response.ok) return response
   const told = await response.json().catch(() => null)
-  throw new (response.status === 401 ? Locked : Error)(told?.error?.message ?? `The server answered with status ${response.status}.`)
+  throw new (KINDS[response.status] ?? Error)(told?.error?.message ?? `The server answered with status ${response.status}.`)
 }
 
 export const ask = async (path, body) => (await call(path, body)).json()
+
+// what a server that has only OpenAI's API does not know: null
+export const askMore = (path, body) => ask(path, body).catch(e => { if (e instanceof Missing) return null; throw e })
 
 function lost(sentence) {
   return e => { throw e.name === 'AbortError' ? e : new Error(sentence) }

@@ -1,6 +1,7 @@
 // How answers are sampled: a form for all that the server takes, sets of values with names, and what follows from them for a request.
 
 import {$, asked, button, element} from './dom.js'
+import {offers} from './server.js'
 import {recall, remember} from './store.js'
 
 // ---- the fields; an empty one leaves it to the model
@@ -20,11 +21,11 @@ const field = (kind, about, more = {}) => ({kind, about, ...more})
 const count = (about, more = {}) => field('number', about, {min: 0, step: 1, ...more})
 
 export const FIELDS = {
-  temperature: field('number', '0 takes the likeliest token', {min: 0, max: 2, step: .1, common: true}),
-  top_p: field('number', 'among the likeliest that hold this share', {min: .05, max: 1, step: .05, common: true}),
+  temperature: field('number', '0 takes the likeliest token', {min: 0, max: 2, step: .1, common: true, plain: true}),
+  top_p: field('number', 'among the likeliest that hold this share', {min: .05, max: 1, step: .05, common: true, plain: true}),
   top_k: field('number', 'among so many likeliest', {min: -1, step: 1, common: true}),
-  max_tokens: count('longest answer', {common: true}),
-  seed: count('the same seed, the same answer', {common: true}),
+  max_tokens: count('longest answer', {common: true, plain: true}),
+  seed: count('the same seed, the same answer', {common: true, plain: true}),
   min_p: field('number', 'none below this share of the likeliest', {min: 0, max: 1, step: .05, common: true}),
   presence_penalty: field('number', 'against tokens that were there', {min: -2, max: 2, step: .1}),
   frequency_penalty: field('number', 'the same, each time', {min: -2, max: 2, step: .1}),
@@ -44,6 +45,9 @@ export const FIELDS = {
   logit_bias: field('json', 'token: number, as JSON'),
   extra_key: field('text', 'share the cache within this name only')}
 
+// those that this server takes; plain: each server of OpenAI's chat does
+const fields = () => Object.entries(FIELDS).filter(([, o]) => offers.more || o.plain)
+
 const LINES = ['lines', 'schema', 'json']   // kinds with room for several lines
 
 // ---- the state: two sets of values, one for each of two answers
@@ -52,21 +56,21 @@ const state = {sets: [{}, {}], two: false, probabilities: false, ...recall('sett
 let shown = 0   // which set the form shows
 
 export const two = () => state.two
-export const probabilities = () => state.probabilities
+export const probabilities = () => offers.more && state.probabilities
 
 const save = () => remember('settings', state)
 
 // the fields of a request that a set asks for; an Error names what is wrong
 export function wishes(set) {
   const given = {}
-  for (const [name, {kind}] of Object.entries(FIELDS)) {
+  for (const [name, {kind}] of fields()) {
     const text = state.sets[set][name]
     if (!text) continue
     try { given[name] = kinds[kind](text) } catch (e) { throw new Error(`${name} must be ${e.message}.`) }
   }
   const thinking = state.sets[set].thinking
   if (thinking) given.reasoning_effort = thinking
-  if (state.probabilities) Object.assign(given, {logprobs: true, top_logprobs: 5})
+  if (probabilities()) Object.assign(given, {logprobs: true, top_logprobs: 5})
   return given
 }
 
@@ -127,15 +131,15 @@ export function build(template = null) {
   const values = state.sets[shown], system = element('textarea', '')
   Object.assign(system, {id: 'system', rows: 3, value: values.system ?? '', placeholder: 'none'})
   system.addEventListener('input', () => change('system', system.value))
-  const all = Object.entries(FIELDS), grid = common => element('div', 'wishes', ...all.filter(([, o]) => !!o.common === common).map(o => input(...o)))
+  const all = fields(), grid = common => element('div', 'wishes', ...all.filter(([, o]) => !!o.common === common).map(o => input(...o)))
   const more = element('details', '', element('summary', '', 'More'), grid(false))
   more.open = unfolded ||= all.some(([name, o]) => !o.common && values[name])
   more.addEventListener('toggle', () => unfolded = more.open)
   $('settings').replaceChildren(
     element('p', 'note', 'An empty field leaves it to the model.'), presets(), ...sets(), grid(true),
     ...(thinks ? [Object.assign(labelled('thinking', select(THINKING, values.thinking ?? '', o => change('thinking', o)), 'line'), {id: 'thinking'})] : []),
-    labelled('system prompt', system, 'block'), more,
-    element('div', 'part', check('probabilities of tokens', state.probabilities, o => { state.probabilities = o; save() }),
+    labelled('system prompt', system, 'block'), ...(offers.more ? [more] : []),
+    element('div', 'part', ...(offers.more ? [check('probabilities of tokens', state.probabilities, o => { state.probabilities = o; save() })] : []),
       check('two answers, side by side', state.two, turnTwo), labelled('theme', theme(), 'line')))
 }
 

@@ -4,6 +4,7 @@ import {button, copyButton, element, number, press} from './dom.js'
 import {render} from './markdown.js'
 import {tokenView} from './tokens.js'
 import {bill, wayNow, wayView} from './way.js'
+import {offers} from './server.js'
 
 const CUT = ['length', 'abort', 'stopped', 'broken']   // reasons that leave an answer unfinished
 
@@ -72,9 +73,9 @@ export class Turn {
     if (user) made.push(act('Edit', 'edit'))
     else {
       made.push(act('Again', 'again'))
-      if (CUT.includes(message.reason) && message.text) made.push(act('Continue', 'proceed'))
+      if (offers.more && CUT.includes(message.reason) && message.text) made.push(act('Continue', 'proceed'))
       if (message.tokens?.length) made.push(this.toggle('Tokens', () => tokenView(message, text => does.branch(message, text))))
-      made.push(this.toggle('Details', () => wayView(message, does.messages(message))))
+      if (offers.more) made.push(this.toggle('Details', () => wayView(message, does.messages(message))))
     }
     made.push(act('Delete', 'remove'))
     if (place.choose) made.push(act('Go on with this', 'choose'))

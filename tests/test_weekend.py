@@ -1,15 +1,18 @@
 """The weekend's engine: in lockstep with the real scheduler, equal to `transformers` and to `LLM` on the embedded model, and small enough to hold in the head."""
-import json, random, re
+import json, re
 from collections import Counter
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 import weekend_oracle as oracle
+from minisgl_lit import LLM
 from minisgl_lit.engine import sampler
 from minisgl_lit.testing.weekend_table import fixed_requests, folder
 from minisgl_lit.weekend.batch import Engine, PendingReq, TorchAttention
@@ -20,10 +23,11 @@ from minisgl_lit.weekend.pages import KVPool, TableManager
 from minisgl_lit.weekend.prefill import PrefillManager
 from minisgl_lit.weekend.radix import CacheManager
 from minisgl_lit.weekend.sampling import Sampling, fall_on, keep_top_p, sample, uniform
-from nbrun import directives, notebooks, root
+from minisgl_lit.weekend.server import make_server
+from nbrun import notebooks, root
 
 MODULES = sorted((root/'minisgl_lit'/'weekend').glob('*.py'))
-MOST = dict(model=170, pages=120, batch=130, decode=110, radix=250, prefill=160, sampling=80, overlap=150, cuda=180, server=150)   # lines of code
+MOST = dict(model=170, pages=120, batch=130, decode=110, radix=250, prefill=160, sampling=80, overlap=150, cuda=180, server=235)   # lines of code
 
 def lines(path): return sum(bool(o.strip()) and not o.lstrip().startswith('#') for o in path.read_text(encoding='utf-8').splitlines())
 
@@ -34,7 +38,7 @@ def test_it_can_be_held_in_the_head():
     assert not (long := {o.stem: lines(o) for o in MODULES if lines(o) > MOST.get(o.stem, 30)}), long
     assert sum(len(o.read_text(encoding='utf-8').splitlines()) for o in MODULES) <= 1500
 
-CHAPTERS = [o for o in notebooks() if o.parent.name == 'weekend']
+CHAPTERS = [o for o in notebooks() if o.parent.name == 'weekend' and o.stem[2] == '_']
 
 @pytest.mark.parametrize('path', CHAPTERS, ids=lambda p: p.stem)
 def test_every_line_is_shown_and_the_table_grows(path):
@@ -113,6 +117,22 @@ def test_a_seeded_answer_has_no_neighbours(model):
     for setting in (dict(rows=7, num_pages=150), dict(budget=5), dict(overlap=True)):
         scheduler = engine_of(model, **setting)
         for requests in (others[:3] + mine + others[3:], mine): assert served(scheduler, requests)[name] == alone, setting
+
+def test_greedy_answers_are_those_of_the_real_engine():
+    "The chat of `LLM` and the one of the weekend's server, with all that stands between text and tokens"
+    questions = ['What is a radix cache?', 'Ü 🙂?', 'What is overlap?', 'a ' * 300]
+    server = make_server(folder)
+    Thread(target=server.serve_forever, daemon=True).start()
+    client = OpenAI(base_url=f'http://127.0.0.1:{server.server_address[1]}/v1', api_key='none')
+    def ours(question):
+        answer = client.chat.completions.create(model='', messages=[dict(role='user', content=question)], max_tokens=48, temperature=0)
+        return answer.choices[0].message.content, answer.choices[0].finish_reason
+    with ThreadPoolExecutor(4) as pool: said = [*pool.map(ours, questions)]
+    server.shutdown()
+    server.server_close()
+    with LLM('embedded', device='cpu', dtype='float32') as llm:
+        theirs = llm.chat([[dict(role='user', content=o)] for o in questions], temperature=0, max_tokens=48)
+    assert said == [(o.text, o.finish_reason) for o in theirs]
 
 @given(st.lists(st.tuples(st.integers(-2**63, 2**63 - 1), st.integers(0, 2**40)), min_size=1, max_size=20))
 def test_uniform_is_the_real_one(pairs):
