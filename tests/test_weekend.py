@@ -27,7 +27,7 @@ from minisgl_lit.weekend.server import make_server
 from nbrun import notebooks, root
 
 MODULES = sorted((root/'minisgl_lit'/'weekend').glob('*.py'))
-MOST = dict(model=170, pages=120, batch=130, decode=110, radix=250, prefill=160, sampling=80, overlap=150, cuda=180, server=235)   # lines of code
+MOST = dict(model=170, pages=120, batch=130, decode=110, radix=250, prefill=160, sampling=80, overlap=150, cuda=180, server=250)   # lines of code
 
 def lines(path): return sum(bool(o.strip()) and not o.lstrip().startswith('#') for o in path.read_text(encoding='utf-8').splitlines())
 

@@ -179,7 +179,7 @@ class OnItsWay:
         return self.tokens
 
 class GpuDevice:
-    "Launches, and does not wait."
+    "Launches; its tokens may be fetched later."
     def __init__(self, engine: Engine):
         self.engine = engine
 

@@ -58,26 +58,38 @@ class EngineThread:
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
         self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.readers: dict[str, SimpleQueue[Output]] = {}   # by rid
+        self.readers: dict[str, SimpleQueue[Output]] = {}   # by rid; only the owner's
+        self.failed = False
         Thread(target=self.run, daemon=True).start()
 
     def add(self, pending: PendingReq) -> 'SimpleQueue[Output]':
         "Where its tokens will come"
         reader: SimpleQueue[Output] = SimpleQueue()
-        self.readers[pending.rid] = reader
-        self.orders.put(partial(self.scheduler.add, pending))
+        self.orders.put(partial(self.start, pending, reader))
+        if self.failed: reader.put(Output(pending.rid, None, 'abort'))
         return reader
 
     def abort(self, rid: str) -> None:
         "Its caller has gone"
         self.orders.put(partial(self.scheduler.abort, rid))
 
-    def run(self) -> None:
+    def start(self, pending: PendingReq, reader: 'SimpleQueue[Output]') -> None:
+        self.readers[pending.rid] = reader
+        self.scheduler.add(pending)
+
+    # %% ../../nbs/weekend/10_server.ipynb #89c52f1a
+    def serve(self) -> None:
         while True:
             while not self.orders.empty() or not self.scheduler.has_work: self.orders.get()()
             for output in self.scheduler.step():
                 self.readers[output.rid].put(output)
                 if output.finish_reason: del self.readers[output.rid]
+
+    def run(self) -> None:
+        try: self.serve()
+        finally:
+            self.failed = True
+            for rid, reader in self.readers.items(): reader.put(Output(rid, None, 'abort'))
 
 # %% ../../nbs/weekend/10_server.ipynb #5b2f305c
 class Text:
@@ -87,11 +99,11 @@ class Text:
         self.ids: list[int] = []
         self.said = 0      # characters that were handed out
 
-    def push(self, token: int) -> str:
-        "What is new; half a character waits for its other half"
+    def push(self, token: int, last: bool = False) -> str:
+        "What is new; half a character waits for its other half, unless it is the last token"
         self.ids.append(token)
         text = self.tokenizer.decode(self.ids)
-        if text.endswith('\N{REPLACEMENT CHARACTER}'): return ''
+        if text.endswith('\N{REPLACEMENT CHARACTER}') and not last: return ''
         new = text[self.said:]
         self.said = len(text)
         return new
@@ -111,8 +123,9 @@ class Chats:
         if not isinstance(messages, list) or not messages:
             raise ValueError('messages is a list of one or more')
         for i, message in enumerate(messages):
-            if not isinstance(message, dict) or not isinstance(message.get('content'), str):
-                raise ValueError(f'messages[{i}] has a role, and a content that is a text')
+            texts = isinstance(message, dict) and [message.get('role'), message.get('content')]
+            if not texts or not all(isinstance(o, str) for o in texts):
+                raise ValueError(f'messages[{i}] has a role and a content, both of them texts')
         text = self.template.render(messages=messages, add_generation_prompt=True)
         return self.tokenizer.encode(text).ids
 
@@ -129,6 +142,9 @@ class Chats:
         "`ValueError` says what is wrong"
         for name in MISSING:
             if body.get(name): raise ValueError(f'{name} is not served here')
+        if body.get('n', 1) not in (None, 1): raise ValueError('n is not served here')
+        if body.get('response_format') not in (None, dict(type='text')):
+            raise ValueError('response_format is not served here')
         ids = self.prompt(body.get('messages'))
         room = self.longest - len(ids)
         if room < 1: raise ValueError(f'prompt is too long: {len(ids)} tokens, {self.longest - 1} fit')
@@ -137,7 +153,8 @@ class Chats:
         return PendingReq(f'chatcmpl-{uuid4().hex}', ids, min(wanted, room), self.sampling(body))
 
 # %% ../../nbs/weekend/10_server.ipynb #967e626f
-MISSING = 'stop', 'tools', 'response_format', 'logprobs', 'continue_final_message'
+MISSING = ('stop', 'tools', 'functions', 'logprobs', 'logit_bias', 'presence_penalty',
+           'frequency_penalty', 'top_k', 'min_p', 'continue_final_message')
 
 def number(body: dict, name: str, default: float, least: float, most: float) -> float:
     "A number of a request, or the default"
@@ -160,7 +177,7 @@ def pieces(
         while reason is None:
             output = reader.get()
             reason = output.finish_reason
-            new = '' if output.token is None else text.push(output.token)
+            new = '' if output.token is None else text.push(output.token, reason is not None)
             if new or reason: yield new, reason
     finally:
         if reason is None: engine.abort(pending.rid)
@@ -197,7 +214,7 @@ class Handler(BaseHTTPRequestHandler):
     def is_foreign(self) -> bool:
         "Whether another site's page asks, or one that gave this machine another name"
         host, origin = self.headers.get('Host', ''), self.headers.get('Origin')
-        if urlsplit(f'//{host}').hostname not in ('localhost', '127.0.0.1'): return True
+        if host.rsplit(':', 1)[0] not in ('localhost', '127.0.0.1'): return True
         return origin is not None and origin != f'http://{host}'
 
     # %% ../../nbs/weekend/10_server.ipynb #dbc3cae7
@@ -258,10 +275,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         text = Text(self.chats.tokenizer)
         reading = pieces(self.engine, pending, text)
+        said = dict(role='assistant')   # once
         try:
             for new, reason in reading:
                 event = chunk(pending.rid, 'chat.completion.chunk', finish_reason=reason,
-                              delta=dict(role='assistant', content=new))
+                              delta=said | dict(content=new))
+                said = {}
                 if reason: event['usage'] = self.usage(pending, text)
                 self.wfile.write(f'data: {json.dumps(event)}\n\n'.encode())
             self.wfile.write(b'data: [DONE]\n\n')
