@@ -169,9 +169,13 @@ def test_many_texts_are_not_tokenized_on_the_event_loop(server, path):
     assert server.run(use).status_code == 200 and server.work.chars >= 50_000 and server.work.chars_on_loop == 0
 
 def test_many_messages_are_not_rendered_on_the_event_loop(server):
-    "No more than a call may have; a few are rendered to find out what the template wants, once in a process"
-    async def use(web, engine): return await post(web, '/tokenize', messages=[dict(role='user', content='x')]*9_000)
-    assert server.run(use).status_code == 200 and 9_000 <= server.work.messages < 9_100 and server.work.messages_on_loop == 0
+    "No more than a call may have"
+    async def use(web, engine):
+        message = dict(role='user', content='x')
+        await post(web, '/tokenize', messages=[message])   # what the template wants is found out once in a process
+        server.work.messages = 0
+        return await post(web, '/tokenize', messages=[message]*9_000)
+    assert server.run(use).status_code == 200 and server.work.messages == 9_000 and server.work.messages_on_loop == 0
 
 @pytest.mark.parametrize('n', ['15,000', '30,000'])
 def test_more_messages_are_refused(server, n):

@@ -58,24 +58,21 @@ class EngineThread:
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
         self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.readers: dict[str, SimpleQueue[Output]] = {}   # by rid; only the owner's
+        self.readers: dict[str, SimpleQueue[Output]] = {}   # by rid
         self.failed = False
         Thread(target=self.run, daemon=True).start()
 
     def add(self, pending: PendingReq) -> 'SimpleQueue[Output]':
         "Where its tokens will come"
         reader: SimpleQueue[Output] = SimpleQueue()
-        self.orders.put(partial(self.start, pending, reader))
+        self.readers[pending.rid] = reader
+        self.orders.put(partial(self.scheduler.add, pending))
         if self.failed: reader.put(Output(pending.rid, None, 'abort'))
         return reader
 
     def abort(self, rid: str) -> None:
         "Its caller has gone"
         self.orders.put(partial(self.scheduler.abort, rid))
-
-    def start(self, pending: PendingReq, reader: 'SimpleQueue[Output]') -> None:
-        self.readers[pending.rid] = reader
-        self.scheduler.add(pending)
 
     # %% ../../nbs/weekend/10_server.ipynb #89c52f1a
     def serve(self) -> None:
@@ -89,7 +86,7 @@ class EngineThread:
         try: self.serve()
         finally:
             self.failed = True
-            for rid, reader in self.readers.items(): reader.put(Output(rid, None, 'abort'))
+            for rid, reader in [*self.readers.items()]: reader.put(Output(rid, None, 'abort'))
 
 # %% ../../nbs/weekend/10_server.ipynb #5b2f305c
 class Text:
@@ -222,7 +219,7 @@ class Handler(BaseHTTPRequestHandler):
         "A file of the page, or what there is to know"
         path = urlsplit(self.path).path
         if self.is_foreign(): return self.refuse(403, 'this server answers its own page only')
-        if path == '/health': return self.answer(200, b'{}')
+        if path == '/health': return self.answer(503 if self.engine.failed else 200, b'{}')
         if path == '/v1/models':
             model = dict(id='weekend', object='model', owned_by='you', root=str(self.folder))
             return self.answer(200, json.dumps(dict(object='list', data=[model])).encode())
