@@ -97,19 +97,22 @@ def orders(seed):
         steps.append((come, [f'r{rng.randint(1, n)}'] if n and rng.random() < .1 else []))
     return size, steps
 
+def tell(real_one, weekends, come, leave):
+    "Requests that come and callers that leave, to both"
+    for rid, ids, most in come:
+        real_one.add(rid, ids, SamplingParams(max_tokens=most, temperature=0))
+        weekends.add(batch.PendingReq(rid, ids, most))
+    for rid in leave:
+        if rid in real_one.alive: real_one.mark_to_finish(real_one.alive[rid], FinishReason.ABORT)
+        weekends.abort(rid)
+
 def life(seed, count=None):
     "One life of both; `Differs` where they do"
     size, steps = orders(seed)
     a, b = real(size), small(size)
     with patch.object(PrefillAdder, 'max_passed_over', 0):
         for step in range(600):
-            come, leave = steps[step] if step < len(steps) else ((), ())
-            for rid, ids, most in come:
-                a.add(rid, ids, SamplingParams(max_tokens=most, temperature=0))
-                b.add(batch.PendingReq(rid, ids, most))
-            for rid in leave:
-                if rid in a.alive: a.mark_to_finish(a.alive[rid], FinishReason.ABORT)
-                b.abort(rid)
+            tell(a, b, *(steps[step] if step < len(steps) else ((), ())))
             a.prefill.blocked = None
             theirs = sorted((o.rid, *o.token_ids, str(o.finish_reason or '')) for o in (a.step() if a.has_work else []))
             ours = sorted((o.rid, *([] if o.token is None else [o.token]), o.finish_reason or '') for o in b.step())
@@ -135,13 +138,7 @@ def answers(seed):
     a, b, told = real(size, overlap=True), small(size), [{}, {}]
     try:
         for step in range(600):
-            come, leave = steps[step] if step < len(steps) else ((), ())
-            for rid, ids, most in come:
-                a.add(rid, ids, SamplingParams(max_tokens=most, temperature=0))
-                b.add(batch.PendingReq(rid, ids, most))
-            for rid in leave:
-                if rid in a.alive: a.mark_to_finish(a.alive[rid], FinishReason.ABORT)
-                b.abort(rid)
+            tell(a, b, *(steps[step] if step < len(steps) else ((), ())))
             for said, outputs in (told[0], a.step() if a.has_work else []), (told[1], b.step()):
                 for o in outputs: said.setdefault(o.rid, []).extend(o.token_ids if said is told[0] else [o.token] if o.token is not None else [])
                 for o in outputs:

@@ -135,6 +135,7 @@ class Chats:
         seed = int(number(body, 'seed', random.getrandbits(62), 0, 2**62))
         return Sampling(float(temperature), float(top_p), seed)
 
+    # %% ../../nbs/weekend/10_server.ipynb #6d9a488f
     def pending(self, body: dict) -> PendingReq:
         "`ValueError` says what is wrong"
         for name in MISSING:
@@ -146,13 +147,10 @@ class Chats:
         room = self.longest - len(ids)
         if room < 1: raise ValueError(f'prompt is too long: {len(ids)} tokens, {self.longest - 1} fit')
         name = 'max_tokens' if body.get('max_completion_tokens') is None else 'max_completion_tokens'
-        wanted = int(number(body, name, room, 1, 1e9))
+        wanted = int(number(body, name, room, 1, 10**9))
         return PendingReq(f'chatcmpl-{uuid4().hex}', ids, min(wanted, room), self.sampling(body))
 
 # %% ../../nbs/weekend/10_server.ipynb #967e626f
-MISSING = ('stop', 'tools', 'functions', 'logprobs', 'logit_bias', 'presence_penalty',
-           'frequency_penalty', 'top_k', 'min_p', 'continue_final_message')
-
 def number(body: dict, name: str, default: float, least: float, most: float) -> float:
     "A number of a request, or the default"
     value = body.get(name)
@@ -161,6 +159,10 @@ def number(body: dict, name: str, default: float, least: float, most: float) -> 
     if not is_number or not least <= value <= most:
         raise ValueError(f'{name} is a number from {least} to {most}, not {value!r:.40}')
     return value
+
+# %% ../../nbs/weekend/10_server.ipynb #6d9a488f
+MISSING = ('stop', 'tools', 'functions', 'logprobs', 'logit_bias', 'presence_penalty',
+           'frequency_penalty', 'top_k', 'min_p', 'continue_final_message')
 
 # %% ../../nbs/weekend/10_server.ipynb #ebbf3336
 def pieces(
