@@ -107,7 +107,7 @@ class LogFile(io.TextIOBase):
 
     def close(
         self,
-        seconds: float = 1.,  # To wait at most
+        seconds: float = 5.,  # To wait at most
     ) -> None:
         "Wait until all is written, but not for ever; what comes later is dropped"
         with self._changed:

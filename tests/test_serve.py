@@ -316,7 +316,7 @@ def test_ctrl_c_ends_open_streams():
         assert 'the server was stopped' in rest[-2] and rest[-1] == 'data: [DONE]'
         assert p.wait(60) == 0
         *start, line = [o for o in p.stderr.read().splitlines() if not o.startswith("Without native kernels")]
-        assert re.fullmatch(r"POST '/v1/completions' 200 [\d.]+ ms [0-9a-f]{32}", line)
+        assert re.fullmatch(r"POST '/v1/completions' 200 [\d.]+ ms [0-9a-f]{32}", line), [*start, line]
         opened, memory = sorted(start, key=lambda o: "weights" in o)   # of two processes, in any order
         assert opened.startswith("minisgl_lit: host 0.0.0.0 lets other machines in") and memory.startswith("minisgl-lit serve: weights ")
 

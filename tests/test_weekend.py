@@ -52,6 +52,15 @@ def test_every_line_is_shown_and_the_table_grows(path):
     assert re.findall(r'(?m)^(\d+) ', table) == [str(i + 1) for i in range(int(path.stem[:2]))], table
     assert 'The radix cache keeps the pages of finished requests' in table
 
+def test_it_reads_the_files_that_are_published(tmp_path):
+    "There `rope_theta` stands at the top of config.json"
+    for file in folder.iterdir(): (tmp_path/file.name).symlink_to(file)
+    about = json.loads((folder/'config.json').read_text(encoding='utf-8'))
+    (tmp_path/'config.json').unlink()
+    (tmp_path/'config.json').write_text(json.dumps(about | dict(rope_theta=about.pop('rope_parameters')['rope_theta'])))
+    assert 'rope_parameters' not in json.loads((tmp_path/'config.json').read_text())
+    assert generate(Decoder(tmp_path), [5, 6, 7], 8) == generate(Decoder(folder), [5, 6, 7], 8)
+
 # the oracle
 
 def test_in_lockstep_with_the_real_scheduler(long):

@@ -31,14 +31,14 @@ class PendingReq:
 # %% ../../nbs/weekend/03_batch.ipynb #a0675f18
 class Req:
     "A request that has a row of the table, until it ends."
-    samples = True   # whether its next step makes a token
+    samples = True   # its next step makes a token; a part of a prompt makes none
 
     def __init__(
         self,
         pending: PendingReq,
         row: int,              # of the table
         cached_len: int,       # tokens whose keys and values exist
-        device_len: int,       # the same after its next step
+        device_len: int,       # the same, after its next step
         handle: Any = None,   # what it has locked in the prefix cache (chapter 5)
     ):
         self.pending, self.rid = pending, pending.rid
@@ -47,7 +47,7 @@ class Req:
         self.device_len = device_len
         self.tokens = list(pending.input_ids)   # those that the host knows
         self.max_device_len = len(self.tokens) + pending.max_tokens
-        self.launched = 0      # number of the last batch that it was in
+        self.launched = 0      # number of the last batch that it was in (for chapter 4)
         self.ended = False
 
     # %% ../../nbs/weekend/03_batch.ipynb #069cbade
@@ -145,12 +145,15 @@ class Engine:
         ids = self.table.token_pool[batch.token_rows, batch.positions]
         self.attention.prepare(batch)
         positions = batch.positions.to(ids.device)
+        last_tokens = batch.last_tokens.to(ids.device)
         hidden = self.model.forward(ids, positions, self.attention.attend)
-        return self.model.logits(hidden[batch.last_tokens])
+        return self.model.logits(hidden[last_tokens])
 
     def forward_batch(self, batch: Batch) -> Tensor:
         "The next token of each sampled request, [n_sampled]; kept in `token_pool`, too"
+        pool = self.table.token_pool
+        rows = batch.rows[batch.sampled].to(pool.device)
+        ends = torch.tensor(batch.device_lens)[batch.sampled].to(pool.device)
         tokens = self.choose(self.logits(batch), batch)
-        ends = torch.tensor(batch.device_lens)[batch.sampled]
-        self.table.token_pool[batch.rows[batch.sampled], ends] = tokens
+        pool[rows, ends] = tokens
         return tokens

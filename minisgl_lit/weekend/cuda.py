@@ -102,11 +102,13 @@ class RecordedDecode:
         self.size, self.model, self.attention = size, model, attention
         pool, n_columns = attention.pool, attention.table.page_table.shape[1]
         self.padding_page = pool.num_pages - 1
+        self.padding_slot = self.padding_page * pool.page_size
 
         def zeros(n: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(n, dtype=dtype, device=pool.k.device)
 
-        self.ids, self.positions, self.out_loc = zeros(size), zeros(size), zeros(size)
+        self.ids, self.positions = zeros(size), zeros(size)
+        self.out_loc = zeros(size) + self.padding_slot
         self.wrapper = attention.library.BatchDecodeWithPagedKVCacheWrapper(
             attention.workspace, 'NHD', use_cuda_graph=True,
             paged_kv_indptr_buffer=zeros(size + 1, torch.int32),
@@ -134,7 +136,7 @@ class RecordedDecode:
     def run(self, ids: Tensor, batch: Batch) -> Tensor:
         "The scores of the next tokens, [n_reqs, vocab_size]; the next run writes over them"
         n = len(batch.reqs)
-        self.out_loc.fill_(self.padding_page * self.attention.pool.page_size)
+        self.out_loc.fill_(self.padding_slot)
         self.ids[:n] = ids
         self.positions[:n] = batch.positions
         self.out_loc[:n] = batch.out_loc

@@ -59,7 +59,7 @@ class Output(NamedTuple):
 class Scheduler:
     "Decides what runs next, and what its tokens mean."
     def __init__(self, engine: Any, table: TableManager, cache: Cache, prefill: Prefill,
-                 eos_token_id: int | None = None):   # `Engine`, or what has its `forward_batch`
+                 eos_token_id: int | None = None):
         self.engine, self.table, self.cache, self.prefill = engine, table, cache, prefill
         self.decode = DecodeManager(table.page_size)
         self.eos_token_id = eos_token_id

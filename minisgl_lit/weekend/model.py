@@ -62,7 +62,10 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]   # layer, q, k, v → 
 class Decoder:
     "A Qwen3: from tokens to vectors, and from vectors to the scores of the next tokens."
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, device: str = 'cpu'):
-        self.config = SimpleNamespace(**json.loads((folder / 'config.json').read_text()))
+        settings = json.loads((folder / 'config.json').read_text())
+        self.config = SimpleNamespace(**settings)
+        rope = settings.get('rope_parameters') or settings   # older files have it on top
+        self.theta = rope['rope_theta']
         tensors = load_file(folder / 'model.safetensors')
         self.weights = {name: o.to(device, dtype) for name, o in tensors.items()}
 
@@ -86,7 +89,7 @@ class Decoder:
 
     def look_back(self, x: Tensor, i: int, positions: Tensor, attend: Attend) -> Tensor:
         "What tokens read from those before them, in layer `i`"
-        layer, theta = f'model.layers.{i}', self.config.rope_parameters['rope_theta']
+        layer, theta = f'model.layers.{i}', self.theta
         x = self.norm(x, f'{layer}.input_layernorm')
         q, k, v = (self.heads(x, layer, name) for name in 'qkv')
         q = rotary(self.norm(q, f'{layer}.self_attn.q_norm'), positions, theta)

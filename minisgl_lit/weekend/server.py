@@ -46,7 +46,8 @@ def build(
     config = model.config
     pool = KVPool(num_pages, page_size, config.num_hidden_layers, config.num_key_value_heads,
                   config.head_dim)
-    table = TableManager(max_running_req, max_seq_len, page_size)
+    longest = min(max_seq_len, num_pages * page_size)
+    table = TableManager(max_running_req, longest, page_size)
     cache = CacheManager(num_pages, table)
     engine = Device(Engine(model, table, TorchAttention(pool, table), sample))
     queue = PrefillManager(cache, max_prefill_tokens)
@@ -77,7 +78,9 @@ class EngineThread:
     # %% ../../nbs/weekend/10_server.ipynb #89c52f1a
     def serve(self) -> None:
         while True:
-            while not self.orders.empty() or not self.scheduler.has_work: self.orders.get()()
+            while self.orders.qsize() or not self.scheduler.has_work:
+                order = self.orders.get()   # waits, if there is none
+                order()
             for output in self.scheduler.step():
                 self.readers[output.rid].put(output)
                 if output.finish_reason: del self.readers[output.rid]
@@ -262,6 +265,7 @@ class Handler(BaseHTTPRequestHandler):
         "An answer in one piece"
         text = Text(self.chats.tokenizer)
         said = list(pieces(self.engine, pending, text))
+        if said[-1][1] == 'abort': return self.refuse(500, 'the engine has failed')
         message = dict(role='assistant', content=''.join(new for new, _ in said))
         answer = chunk(pending.rid, 'chat.completion', finish_reason=said[-1][1], message=message)
         answer['usage'] = self.usage(pending, text)
