@@ -74,7 +74,7 @@ lab: .venv/.lab          ## the book in JupyterLab, with all that it needs (ARGS
 readme: .venv/.all       ## README.md from nbs/index.ipynb
 	$(BIN)/python docs/readme.py
 embedded: .venv/.all     ## train the embedded model anew
-	$(BIN)/python -m minisgl_lit.models.embedded
+	$(BIN)/python -m minisgl_lit.tools.embedded
 install: .venv/.all      ## all that the targets above need
 flashinfer: .flashinfer/.fetched   ## FlashInfer's Python, for tests on a GPU that computes nothing
 clean:           ## remove what was built, .venv included

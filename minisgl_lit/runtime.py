@@ -21,8 +21,8 @@ from .engine.tensor_parallel import LeaderEngine, LeaderTable, RankProcesses
 from .engine.second_tier import check_tier, make_handoffs, make_tier
 from .engine.worker import ResolvedConfig, make_engine, start_ranks
 from .kernels.compiler import release_pages
-from .kernels.triton_reference import on_compilation
-from .kv_cache.manager import CacheManager
+from .kernels.library import on_compilation
+from .kv_cache.manager import CacheManager, PageSource
 from .kv_cache.radix import make_prefix_cache
 from .models.decoder import ModelConfig, shard_config
 from .models.weight_update import WeightUpdater
@@ -150,16 +150,18 @@ def build(
     eos = frozenset(model.eos_token_ids) | own   # whichever file says it
     grammars = GrammarCompiler(tokenizer.backend, model.vocab_size, eos,
                                additional_properties=config.additional_properties)
-    ranks, tier, handoffs = start_ranks(config.tp), None, None
+    ranks, sources = start_ranks(config.tp), dict[str, PageSource]()
     try:
         engine, table, memory = make_engine(resolved, ranks, overlap)
         many = isinstance(table, LeaderTable)   # the table that `make_engine` makes if `tp` > 1
         leader = LeaderEngine(engine, table, ranks, audit) if many else None
         weights = ModelWeights(resolved.updater(engine.model.weights), engine, leader)
         prefix = make_prefix_cache(config.cache, config.page_size, config.eviction)
-        tier = make_tier(resolved, engine, table, memory, weights.updater)
-        handoffs = make_handoffs(resolved, engine, memory, weights.updater)
-        cache = CacheManager(memory.num_pages, table, prefix, tier, handoffs)
+        if handoffs := make_handoffs(resolved, engine, memory, weights.updater):
+            sources['handoffs'] = handoffs
+        if tier := make_tier(resolved, engine, table, memory, weights.updater):
+            sources['tier'] = tier
+        cache = CacheManager(memory.num_pages, table, prefix, sources)
         scheduler = Scheduler(
             leader or engine, cache,
             model.vocab_size, clock, replace(config, overlap=overlap), eos, model.generation,
@@ -169,8 +171,7 @@ def build(
         scheduler.idle_step()
     except BaseException:
         ranks.end('the start has failed')
-        for below in tier, handoffs:
-            if below: below.close()
+        for source in sources.values(): source.close(lambda n: 0)
         raise
     return Runtime(config, resolved.path, model, tokenizer, grammars, scheduler,
                    Control(scheduler), engine, memory, ranks, weights)

@@ -3,6 +3,7 @@ import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)   # whoever started us in the background may have Ctrl-C ignored
 os.environ.setdefault("OMP_NUM_THREADS", "1")   # two busy workers on two cores: before torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")    # no test may need the network
+os.environ.setdefault("TRITON_EMULATOR", "minisgl_lit.testing.triton_emulator")   # runs our kernels where Triton cannot
 
 import pytest
 from hypothesis import settings

@@ -398,13 +398,14 @@ CASES = dict(
 def engine(case: Case):
     "A runtime on the fake device, with what it has said; FlashInfer's modules are built anew"
     from minisgl_lit.config import EngineConfig
-    from minisgl_lit.kernels import compiler, flashinfer_reference as kernels, trials
+    from minisgl_lit.kernels import compiler, library as kernels, trials
+    from minisgl_lit.core.library import load_library
     from minisgl_lit.runtime import build
     import flashinfer
     from minisgl_lit.engine.sampler import _find_kernel
     from minisgl_lit.kernels.page_list import page_lister
     from minisgl_lit.kernels.sampling import can_sample
-    for o in (kernels.find_library, kernels.load_library, trials._findings, compiler.warn_once, page_lister, can_sample, _find_kernel): o.cache_clear()
+    for o in (kernels.find_library, load_library, trials._findings, compiler.warn_once, page_lister, can_sample, _find_kernel): o.cache_clear()
     found = trials.findings(GPU)
     found.known, found.file, found.run = {}, None, try_uncounted
     for o in (flashinfer.norm.get_norm_module, flashinfer.rope.get_rope_module, flashinfer.prefill.get_batch_prefill_module,
@@ -519,10 +520,10 @@ def check_step(name: str) -> dict:
 def main(names: list[str]) -> None:
     torch._C._ensureCUDADeviceGuardSet()
     from flashinfer.jit.core import JitSpec
-    from minisgl_lit.kernels import triton_reference
+    from minisgl_lit.kernels import library
     changes = dict(find_triton=fake_triton, find_spec=lambda name: True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.multiple(triton_reference, **changes))
+        stack.enter_context(patch.multiple(library, **changes))
         from minisgl_lit.engine import kernel_trials    # only now, since its kernels look for Triton
         stack.enter_context(patch.multiple(kernel_trials, stopwatch=all_alike, find_spec=lambda name: True))
         for name, o in CUDA.items(): stack.enter_context(patch.object(torch.cuda, name, o))

@@ -156,7 +156,7 @@ def arch() -> str:
 
 def flashinfer_folder() -> Path:
     "Where the FlashInfer that would be imported lies"
-    from minisgl_lit.kernels.flashinfer_reference import set_environment
+    from minisgl_lit.core.library import set_environment
     set_environment()
     import flashinfer
     return Path(flashinfer.__file__).parent
@@ -201,7 +201,7 @@ def all_trials() -> dict:
     import torch
     from minisgl_lit.attention.choice import attention_trial
     from minisgl_lit.attention.flashinfer import KERNELS
-    from minisgl_lit.kernels.flashinfer_reference import small_trials
+    from minisgl_lit.kernels.library import small_trials
     from minisgl_lit.kv_cache.pool import FP8
     def attention(kind: str, kernel: str, stored: torch.dtype = torch.bfloat16): return attention_trial(kind, kernel, torch.bfloat16, SHAPES[0], (None,), stored)
     told, methods = small_trials(), [o for o in KERNELS['prefill'] if o != 'fa3' or arch() == '90']

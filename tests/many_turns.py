@@ -41,7 +41,7 @@ def start(kind: str, chats: int, folder: str | None) -> Scheduler:
         file = PageFile(folder, engine.empty_pages(1)[0].nbytes, 1 << 28)
         tier = Tier(engine, PAGE, lambda: bytes(20), InlineStream(), file)
         tier.moving_pages = pages//10
-    return Scheduler(engine, CacheManager(pages//10, table, RadixCache(PAGE), tier), 1000, perf_counter, config)
+    return Scheduler(engine, CacheManager(pages//10, table, RadixCache(PAGE), dict(tier=tier) if tier else None), 1000, perf_counter, config)
 
 
 def replay(s: Scheduler, turns: list[int], said: dict[int, np.ndarray]) -> dict[str, float]:

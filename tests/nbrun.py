@@ -30,6 +30,7 @@ _exports = {"export", "exporti", "exports"}
 _env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0", "SOURCE_DATE_EPOCH": "0",
         "PYDEVD_DISABLE_FILE_VALIDATION": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "MATPLOTLIBRC": str(root/"nbs")}
+_env.pop("TRITON_EMULATOR", None)   # a chapter that needs it says so
 
 def notebooks(): return sorted(p for p in (root/"nbs").rglob("*.ipynb") if not any(part[0] in "._" for part in p.relative_to(root/"nbs").parts))
 

@@ -12,7 +12,7 @@ import torch
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.llm import LLM
-from minisgl_lit.models.embedded import embedded_path
+from minisgl_lit.models.hub import embedded_path
 from minisgl_lit.runtime import build
 from reference import load, make_checkpoint, prompts
 

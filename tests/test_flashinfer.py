@@ -12,11 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_lit.kernels import flashinfer_reference as kernels
 from minisgl_lit.core.request import Batch, ForwardMode
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.device import HostEvent, ManualStream
-from minisgl_lit.kernels.flashinfer_reference import standin
+from minisgl_lit.testing.flashinfer_emulator import PagedDecode, standin
 from minisgl_lit.kv_cache.pool import KVPool, layouts
 from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.llm import LLM
@@ -125,7 +124,7 @@ def test_static_tensors_tell_of_the_last_batch(world, seed):
     got = ours.forward(*qkv, 1, static)[:n].clone()
     assert torch.equal(got, ours.forward(*qkv, 1, ours.prepare(other))[:n])
 
-class CopiesLate(kernels.ReferenceDecode):
+class CopiesLate(PagedDecode):
     "A stand-in with the pinned buffer that FlashInfer's wrappers have: a plan writes there, a copy on the device's line reads it later"
     line = ManualStream()
     def _keep(self, *arrays):

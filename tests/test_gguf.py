@@ -14,7 +14,7 @@ from minisgl_lit import LLM, SamplingParams
 from minisgl_lit.device import ProcessGroup
 from minisgl_lit.models.checkpoint import read_config
 from minisgl_lit.models.decoder import shard_config, weight_shapes
-from minisgl_lit.models.embedded import embedded_path
+from minisgl_lit.models.hub import embedded_path
 from minisgl_lit.kernels.compiler import cache_folder
 from minisgl_lit.models.gguf import block_formats, gguf_folder, read_blocks, read_index, read_tensor
 from minisgl_lit.models.quantization import pack_parts

@@ -14,7 +14,7 @@ from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.runtime import build
 from minisgl_lit.engine import grammar
 from minisgl_lit.engine.grammar import GrammarCompiler, ChoiceGrammar, pack_mask
-from minisgl_lit.models.embedded import embedded_path
+from minisgl_lit.models.hub import embedded_path
 from test_tokenizer import byte_fallback, byte_level
 
 pytest.importorskip("llguidance")

@@ -17,7 +17,7 @@ from minisgl_lit.runtime import build
 from minisgl_lit.engine.engine import Launched
 from minisgl_lit.engine.cuda_graph import (
     CudaCapture, GraphEngine, CudaGraphs, bucket_sizes, padded)
-from minisgl_lit.kernels.flashinfer_reference import standin
+from minisgl_lit.testing.flashinfer_emulator import standin
 from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.attention.choice import choose_attention
 from minisgl_lit.attention.flashinfer import FlashInferAttention

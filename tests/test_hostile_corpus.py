@@ -19,7 +19,7 @@ from minisgl_lit.engine.grammar import GrammarCompiler
 from minisgl_lit.kv_cache.manager import CacheManager
 from minisgl_lit.kv_cache.radix import RadixCache
 from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.models.embedded import embedded_path
+from minisgl_lit.models.hub import embedded_path
 from minisgl_lit.scheduler.control import Control
 from minisgl_lit.scheduler.scheduler import Scheduler
 from minisgl_lit.server import middleware

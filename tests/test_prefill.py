@@ -153,7 +153,7 @@ class Engines:
         if error[0] is None: assert not any(o.load.open for o in self.router.replicas.values()) and not self.router._rids
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def handoffs(self, name): return self.cores[name].scheduler.cache.handoffs
+    def handoffs(self, name): return self.cores[name].scheduler.cache.sources['handoffs']
 
     async def read(self, *requests): return await read(self.router, *requests)
 
@@ -309,7 +309,7 @@ def test_something_happens_between_prompt_and_answer(what):
                 if what == 'pause': await e.router.control('pause', 'in_place')
                 if what == 'flush': await e.router.control('flush_cache')
                 for core in e.cores.values():
-                    handoffs = core.scheduler.cache.handoffs
+                    handoffs = core.scheduler.cache.sources['handoffs']
                     handoffs._make_fingerprint = lambda: bytes([1]*20)
                     if what == 'weights': core.scheduler.cache.renew()
                 if what == 'nan': e.cores['a'].scheduler.engine.nan_rids |= {'x'}

@@ -1,10 +1,11 @@
 """The package is the export of the notebooks, the notebooks are clean, and no chapter reads ahead."""
-import ast, filecmp, inspect, json, re, shutil, subprocess, sys, tomllib
+import ast, filecmp, importlib, inspect, json, re, shutil, subprocess, sys, tomllib
 from dataclasses import fields
 from importlib import metadata
 from typing import get_type_hints
 import pytest
 from nbrun import cfg, chapter, notebooks, root
+import minisgl_lit
 
 sys.path.insert(0, str(root/"docs"))
 import contents
@@ -149,6 +150,14 @@ def test_public_names_exist(name):
     import minisgl_lit
     assert getattr(minisgl_lit, name).__name__ == name
 
+def test_old_names_of_modules_lead_to_the_new_ones():
+    "And nothing here uses them, nor says that they are files"
+    for old, new in minisgl_lit._moved.items():
+        assert importlib.import_module(f"{pkg}.{old}") is importlib.import_module(f"{pkg}.{new}")
+        assert not (root/pkg/f"{old.replace('.', '/')}.py").exists()
+    used = [m for m in modules(root) for i in imports((root/m).read_text(), dotted(m)) if i.removeprefix(f"{pkg}.") in minisgl_lit._moved]
+    assert not used, used
+
 def test_every_field_is_a_named_parameter():
     "Each setting is one of `LLM` and `AsyncLLM`: for checkers with its type, at run time with its default; `help` says what each field means"
     from minisgl_lit import LLM, AsyncLLM, SamplingParams
@@ -251,6 +260,8 @@ def test_rooms_form_no_circle_and_know_only_what_they_may():
     for name, words in KNOWS_NOTHING_OF.items():
         bad = graph[name] - {pkg} if words == "*" else graph[name] & set(words.split())
         assert not bad, f"{name} imports {bad}"
+    emulated = {name for name, known in graph.items() if "testing" in known} - {"testing", "tools"}
+    assert not emulated, f"{emulated} serve, and import what only tests need"
     left = dict(graph)
     while free := [k for k, v in left.items() if not v & left.keys()]:
         for k in free: del left[k]

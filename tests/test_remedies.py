@@ -87,7 +87,7 @@ def test_flags_that_errors_name_exist():
     known = {o for a in cli.make_parser()._actions for o in a.option_strings}
     known |= {o for name in cli.make_parser().names for a in parser_of([name])[0]._actions for o in a.option_strings}
     known |= {o for name in cli.benchmarks for a in parser_of(["bench", name])[0]._actions for o in a.option_strings}
-    foreign = ("compiler", "flashinfer_reference", "doctor", "ray_engine", "tensor_parallel")   # call other programs
+    foreign = ("compiler", "library", "doctor", "ray_engine", "tensor_parallel")   # call other programs
     for path in sorted((root/"minisgl_lit").rglob("*.py")):
         if path.stem in foreign: continue
         for text in strings(ast.parse(path.read_text(encoding="utf-8"))):

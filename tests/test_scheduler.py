@@ -190,8 +190,9 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             engine = ToyEngine(table.page_table, table.token_pool, page_size, num_pages, VOCAB, stream=self.stream)
             config = EngineConfig(**setting | dict(num_pages=num_pages))
             self.below = SecondTier(config, engine, moving, least) if config.kv_disk_path or config.kv_host_gib else None
-            handoffs = make_handoffs(engine, page_size, moving) if config.kv_handoff_path else None
-            self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']), self.below and self.below.tier, handoffs)
+            sources = dict(handoffs=make_handoffs(engine, page_size, moving)) if config.kv_handoff_path else {}
+            if self.below: sources['tier'] = self.below.tier
+            self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']), sources)
             self.notes = Notes(config)
             self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, make_grammar=InThrees, make_thinking=Thoughts)
             self.s.prefill.policy.min_shared_tokens = at_least   # tokens worth waiting for, if somebody else computes them
@@ -290,7 +291,7 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
         @rule(n=st.integers(1, 40), written=st.booleans())
         def others_need_the_pages(self, n, written):
             "What the tree has goes down, as far as it may, and perhaps to the disk"
-            self.ledger._push(self.ledger.prefix.evict(n, self.ledger.tier.put))
+            self.ledger._push(self.ledger.prefix.evict(n, self.ledger.sources['tier'].put))
             for _ in range(2*written):
                 self.stream.run_all()
                 self.ledger.collect(self.s.completed)
@@ -307,12 +308,12 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             if damaged is not None: self.below.damage(damaged, True)
             for _ in range(n): self.arrive(len(SYSTEM), [1], 3, True)
 
-        @precondition(lambda self: self.ledger.handoffs)
+        @precondition(lambda self: 'handoffs' in self.ledger.sources)
         @rule(n=st.integers(1, 6))
         def the_folder_works(self, n):
-            for _ in range(n): self.ledger.handoffs._stream.run_next()
+            for _ in range(n): self.ledger.sources['handoffs']._stream.run_next()
 
-        @precondition(lambda self: self.ledger.handoffs and not self.faulty)
+        @precondition(lambda self: 'handoffs' in self.ledger.sources and not self.faulty)
         @rule(gone=st.booleans(), n=st.integers(1, 2), head=st.integers(4, len(SYSTEM)))
         def a_prompt_is_handed_over(self, gone, n, head):
             "It is computed, its pages are taken by others, and somebody wants its answer; the file may be gone by then"
@@ -320,9 +321,9 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             for _ in range(60):
                 if self.s.has_work: self.step()
             self.stream.run_all()
-            self.ledger.handoffs._stream.run_all()
+            self.ledger.sources['handoffs']._stream.run_all()
             self.ledger._push(self.ledger.prefix.evict(99))
-            for path in self.ledger.handoffs.folder.iterdir():
+            for path in self.ledger.sources['handoffs'].folder.iterdir():
                 if gone: path.unlink()
             for _ in range(n): self.arrive(head, [2], 3, True, handed=True)
 
@@ -339,7 +340,7 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
         @rule()
         def the_server_starts_again(self):
             self.ledger.flush_tree()
-            self.ledger.tier = self.below.restart()
+            self.ledger.sources['tier'] = self.below.restart()
 
         @rule(n=st.integers(1, 12))
         def steps_pass(self, n):
@@ -400,9 +401,9 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             if self.below:
                 self.below.end()
                 self.marks |= {o for o, n in self.below.seen.items() if n}
-            if self.ledger.handoffs:
-                self.marks |= {o for o, n in self.ledger.handoffs.counts.items() if n}
-                shutil.rmtree(self.ledger.handoffs.folder)
+            if 'handoffs' in self.ledger.sources:
+                self.marks |= {o for o, n in self.ledger.sources['handoffs'].counts.items() if n}
+                shutil.rmtree(self.ledger.sources['handoffs'].folder)
             lives.append(self.steps)
             self.marks |= {name for name, holds in dict(
                 hit=self.notes.hit, eviction=self.ledger.evicted_pages, dedup=self.ledger.deduped, retraction=self.s.counts['retracted'],

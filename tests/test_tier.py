@@ -33,7 +33,7 @@ class Server:
         table = TableManager(4, 40, 2, dummy_page=num_pages)
         self.engine = ToyEngine(table.page_table, table.token_pool, 2, num_pages, 99)
         self.below = SecondTier(config, self.engine, 40, 1)
-        self.cache = CacheManager(num_pages, table, make_prefix_cache('radix', 2), self.below.tier)
+        self.cache = CacheManager(num_pages, table, make_prefix_cache('radix', 2), dict(tier=self.below.tier))
         self.s = Scheduler(self.engine, self.cache, 99, float, config)
         self.control = Control(self.s)
 
@@ -49,7 +49,7 @@ class Server:
     def ask(self, rid, **params): return self.run(self.add(rid, **params))[0]
 
     def go_down(self):
-        self.cache._push(self.cache.prefix.evict(99, self.cache.tier.put))
+        self.cache._push(self.cache.prefix.evict(99, self.cache.sources['tier'].put))
         for _ in range(2):
             self.below.stream.run_all()
             self.cache.collect(self.s.completed)
@@ -66,22 +66,22 @@ def server():
 def test_a_page_comes_back(server):
     assert server.ask('a') == (RIGHT, 0)
     server.go_down()
-    assert server.ask('b') == (RIGHT, 8) and server.cache.tier.counts['from_disk'] == 4
+    assert server.ask('b') == (RIGHT, 8) and server.cache.sources['tier'].counts['from_disk'] == 4
 
 def test_others_run_while_pages_travel(server):
     server.ask('a')
     server.go_down()
     b, c = server.add('b'), server.add('c', [7, 7, 7])
-    with patch.object(server.cache.tier, 'idle'):   # the disk does nothing
+    with patch.object(server.cache.sources['tier'], 'idle'):   # the disk does nothing
         for _ in range(5): server.s.step()
-        assert c.finish_reason and not b.output_ids.size and server.cache.tier.stats()['waiting'] == 4
+        assert c.finish_reason and not b.output_ids.size and server.cache.sources['tier'].stats()['waiting'] == 4
     assert server.run(b) == [(RIGHT, 8)]
 
 def test_who_is_aborted_on_the_way_lets_go(server):
     server.ask('a')
     server.go_down()
     c = [server.add(o) for o in 'bc'][1]
-    with patch.object(server.cache.tier, 'idle'): server.s.step()
+    with patch.object(server.cache.sources['tier'], 'idle'): server.s.step()
     server.control.abort('b')
     assert server.cache.n_leases == 1 and server.run(c) == [(RIGHT, 8)]
 
@@ -95,12 +95,12 @@ def test_no_tenant_finds_the_pages_of_another(server):
 def test_other_weights_find_nothing(server):
     "Neither who comes later nor who waits for pages already; what the old ones left is found when they are back"
     version = [0]
-    server.cache.tier._make_fingerprint = lambda: bytes([version[0]]*20)
-    server.cache.tier.renew()
+    server.cache.sources['tier']._make_fingerprint = lambda: bytes([version[0]]*20)
+    server.cache.sources['tier'].renew()
     server.ask('a')
     server.go_down()
     b = server.add('b')
-    with patch.object(server.cache.tier, 'idle'): server.s.step()
+    with patch.object(server.cache.sources['tier'], 'idle'): server.s.step()
     assert server.cache.n_leases == 1
     old = server.engine.kv._mixed
     def load(v, mixed): version[0], server.engine.kv._mixed = v, mixed
@@ -116,7 +116,7 @@ def test_the_operator_empties_all_tiers(server):
     server.go_down()
     server.control.flush_cache()
     server.below.stream.run_all()
-    server.cache.tier = server.below.restart()   # nor is anything left for a server that is started later
+    server.cache.sources['tier'] = server.below.restart()   # nor is anything left for a server that is started later
     assert server.ask('b') == (RIGHT, 0)
 
 def test_nan_that_went_down_is_found_out(server):
@@ -127,9 +127,9 @@ def test_nan_that_went_down_is_found_out(server):
     server.control.abort('a')
     server.run()
     server.go_down()
-    assert server.cache.tier.stats()['disk'] == 4
+    assert server.cache.sources['tier'].stats()['disk'] == 4
     server.engine.nan_rids.clear()
-    assert server.ask('b')[0] == RIGHT and server.cache.tier.stats()['disk'] == 0
+    assert server.ask('b')[0] == RIGHT and server.cache.sources['tier'].stats()['disk'] == 0
     assert server.ask('c')[0] == RIGHT
 
 def test_nan_that_was_seen_never_goes_down():
@@ -139,14 +139,14 @@ def test_nan_that_was_seen_never_goes_down():
     server.ask('a')
     assert server.cache.page_counts['evictable'] >= 2
     server.go_down()
-    assert server.cache.tier.counts['stored'] == 0 and server.cache.page_counts['free'] == 40
+    assert server.cache.sources['tier'].counts['stored'] == 0 and server.cache.page_counts['free'] == 40
     server.below.end()
 
 @pytest.mark.parametrize('error', [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_takes_nothing_costs_nobody_an_answer(server, error, caplog):
     server.ask('a')
     with patch('minisgl_lit.kv_cache.page_file.os.pwrite', side_effect=OSError(error, 'no')): server.go_down()
-    assert server.cache.tier.stats()['disk'] == 0 and caplog.text.count('could not be written') == 1
+    assert server.cache.sources['tier'].stats()['disk'] == 0 and caplog.text.count('could not be written') == 1
     assert server.ask('b') == (RIGHT, 0)
 
 def test_a_disk_that_breaks_half_way(server):
@@ -154,7 +154,7 @@ def test_a_disk_that_breaks_half_way(server):
     server.ask('a')
     server.go_down()
     server.below.damage(3, in_page=True)   # slot 0 has the last page, which was evicted first
-    assert server.ask('b') == (RIGHT, 4) and server.cache.tier.counts['lost'] == 1
+    assert server.ask('b') == (RIGHT, 4) and server.cache.sources['tier'].counts['lost'] == 1
 
 def test_a_disk_that_cannot_be_read(server):
     server.ask('a')
@@ -163,7 +163,7 @@ def test_a_disk_that_cannot_be_read(server):
 
 def test_a_disk_that_hangs_keeps_nobody_for_ever(server, caplog):
     "Ten seconds for who waits already, nothing for who comes later; who needs nothing from there runs on; and a disk that answers again is used again"
-    tier = server.cache.tier
+    tier = server.cache.sources['tier']
     server.ask('a')
     server.go_down()
     b, c = server.add('b'), server.add('c', [7, 7, 7])
@@ -188,7 +188,7 @@ def test_what_is_emptied_is_not_waited_for(server):
     server.ask('a')
     server.go_down()
     b = server.add('b')
-    with patch.object(server.cache.tier, 'idle'):   # the disk does nothing
+    with patch.object(server.cache.sources['tier'], 'idle'):   # the disk does nothing
         server.s.step()
         server.control.flush_cache()
         assert server.run(b) == [(RIGHT, 0)]
@@ -198,7 +198,7 @@ def test_an_engine_ends_beside_a_disk_that_hangs(tmp_path):
     gate, prompts = threading.Event(), [np.random.default_rng(i).integers(100, 500, 400).tolist() for i in range(3)]
     with patch('minisgl_lit.engine.second_tier.least_pages', return_value=1):   # even if the disk is busy
         llm = LLM(device='cpu', num_pages=60, max_running_req=2, kv_disk_path=str(tmp_path), kv_disk_gib=.05)
-    tier, params = llm._driver.scheduler.cache.tier, SamplingParams(max_tokens=2, temperature=0)
+    tier, params = llm._driver.scheduler.cache.sources['tier'], SamplingParams(max_tokens=2, temperature=0)
     def ask(): return [llm.generate([p], params)[0].token_ids for p in prompts]
     right = ask()
     with patch.object(PageFile, 'read', lambda *args: gate.wait(60)), patch('minisgl_lit.kv_cache.tier._PATIENCE', .2), patch('minisgl_lit.kv_cache.tier.CLOSING_SECONDS', .1):
@@ -240,16 +240,16 @@ def test_a_small_pool_computes_what_it_has_no_room_to_load():
 def test_an_end_in_order_writes_what_was_never_evicted(server):
     server.ask('a')
     server.cache.close()
-    server.cache.tier = server.below.restart()
+    server.cache.sources['tier'] = server.below.restart()
     assert server.ask('b') == (RIGHT, 8)
 
 def test_an_end_in_order_goes_on_while_there_is_room_for_a_page():
     "In a host memory of one page all five go down, one after the other"
     server = Server()
-    server.cache.tier.moving_pages = 1
+    server.cache.sources['tier'].moving_pages = 1
     server.ask('a')
     server.cache.close()
-    assert server.cache.tier.counts == dict(stored=5, from_host=0, from_disk=0, dropped=0, lost=0) and len(server.cache.tier._slots) == 5
+    assert server.cache.sources['tier'].counts == dict(stored=5, from_host=0, from_disk=0, dropped=0, lost=0) and len(server.cache.sources['tier']._slots) == 5
     server.below.end()
 
 def test_metrics_tell_of_it(server):

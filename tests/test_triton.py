@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minisgl_lit.engine.sampler import largest, sample_random
 from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
-from minisgl_lit.kernels.triton_reference import BlockPointer, Language, TritonKernel
+from minisgl_lit.testing.triton_emulator import BlockPointer, Language, TritonKernel
 from minisgl_lit.kv_cache.pool import FP8, KVPool, layouts
 from minisgl_lit.models.layers import _plain_apply_rope, _plain_norm, rope_angles
 from minisgl_lit.models.stored_heads import _trial as heads_trial

@@ -24,8 +24,8 @@ from .flashinfer import (
 from .torch import AttentionBackend, TorchAttention
 from ..core.request import Batch, ForwardMode
 from ..kernels.compiler import warn_once
-from ..kernels.flashinfer_reference import (
-    KernelLibrary, find_library, load_library, numbers)
+from ..core.library import KernelLibrary, load_library
+from ..kernels.library import find_library, numbers
 from ..kernels.trials import Outcome, Pairs, Trial, findings
 from ..kv_cache.pool import KVPool
 from ..kv_cache.table import TableManager

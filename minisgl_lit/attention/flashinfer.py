@@ -19,8 +19,7 @@ import torch
 
 from ..core.request import Batch
 from ..device import T, BufferPool, record_event
-from ..kernels.flashinfer_reference import KernelLibrary, ReferenceRagged, ReferencePaged
-from ..kernels.flashinfer_reference import ReferencePrefill, ReferenceDecode
+from ..core.library import DecodeWrapper, KernelLibrary, Wrapper
 from ..kernels.page_list import page_lister
 from ..kv_cache.pool import KVPool, KVSlots
 from ..kv_cache.table import begin_pages, to_device
@@ -79,9 +78,9 @@ class PlanBuffers(PlanMemory):
     def __init__(
         self,
         host: torch.Tensor,   # Room for all arrays of a plan; pinned where there is a GPU, int32
-        ragged: Mapping[int | None, ReferenceRagged],    # Wrappers by window; each has buffers, too
-        prefill: Mapping[int | None, ReferencePrefill],  # Of each kind of plan
-        decode: Mapping[int | None, ReferenceDecode],
+        ragged: Mapping[int | None, Wrapper],    # Wrappers by window; each has buffers, too
+        prefill: Mapping[int | None, Wrapper],   # Of each kind of plan
+        decode: Mapping[int | None, DecodeWrapper],
     ):
         super().__init__()
         self.host, self.ragged, self.prefill, self.decode = host, ragged, prefill, decode
@@ -140,8 +139,8 @@ def usual_kernels(
 class FlashInferMetadata:
     "The metadata of `FlashInferAttention`: wrappers planned for a batch, by window."
     out_loc: torch.Tensor                          # Slot of each new token, [n_tokens]
-    ragged: Mapping[int | None, ReferenceRagged]   # Take keys and values; empty if some are cached
-    paged: Mapping[int | None, ReferencePaged]     # Read pages; empty if `ragged` is not
+    ragged: Mapping[int | None, Wrapper]   # Take keys and values; empty if some are cached
+    paged: Mapping[int | None, Wrapper]    # Read pages; empty if `ragged` is not
     memory: PlanMemory                             # Where the plan lies
 
 def kind_of(
@@ -215,7 +214,7 @@ class StaticMetadata(FlashInferMetadata):
     "Metadata for a CUDA graph: tensors that never move, for a fixed number of requests."
     memory: GraphMemory          # Shared by all sizes
     block: StepBlock             # What changes from step to step; `out_loc` is a part of it
-    graph_wrappers: Mapping[int | None, ReferenceDecode]   # The same as `paged`
+    graph_wrappers: Mapping[int | None, DecodeWrapper]   # The same as `paged`
     hosts: BufferPool[StepBlock]   # The block on the host: one, so that plans wait for each other
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #61278d4d

@@ -16,7 +16,8 @@ from ..attention.choice import (
     Bench, Candidate, Served, attention_trial, candidates_of, left_open, mean_seconds,
     measured_attention, stopwatch, works)
 from .cuda_graph import CudaCapture
-from ..kernels.flashinfer_reference import load_library, small_trials
+from ..core.library import load_library
+from ..kernels.library import small_trials
 from ..kernels.fp8 import FP8_TRIAL
 from ..kernels.grouped_matmul import experts_trial
 from ..kernels.page_list import PAGES_TRIAL

@@ -48,7 +48,6 @@ from ..attention.cpu import CpuAttention
 from ..kernels.plan import NotRecordable
 from ..models.decoder import (
     Decoder, DenseMlp, ModelConfig, Weights, dtypes, shard_config, weight_shapes)
-from ..models.embedded import embedded_path
 from ..models.checkpoint import read_config
 from ..models.hub import resolve_model
 from ..models.moe import SideBySide
@@ -130,7 +129,7 @@ class ResolvedConfig:
     @classmethod
     def of(cls, config: EngineConfig, rank: int = 0) -> 'ResolvedConfig':
         "Read the checkpoint's shape and decide; `ValueError` for what does not go together"
-        path = embedded_path() if config.model == 'embedded' else resolve_model(config.model)
+        path = resolve_model(config.model)
         model, device = read_config(path), choose_device(config, rank)
         dtype = choose_dtype(config, model.dtype, device)
         if config.quantization in ('int8', 'int4') and device.type != 'cpu':

@@ -14,10 +14,9 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from .flashinfer_reference import numbers
+from .library import find_triton, numbers, serves
 from .linear import PackedWeight
 from .trials import Pairs, Trial
-from .triton_reference import find_triton, serves
 
 # pyright: reportInvalidTypeForm=false
 triton, tl = find_triton()   # `tl.constexpr` is how Triton spells it, whichever this is

@@ -8,7 +8,7 @@ __all__ = ['triton', 'tl', 'norm_rope_store']
 # %% ../../nbs/14b_kernels.fused_heads.ipynb #5d8da36c
 import torch
 
-from .triton_reference import find_triton
+from .library import find_triton
 
 # pyright: reportInvalidTypeForm=false
 triton, tl = find_triton()   # `tl.constexpr` is how Triton spells it, whichever this is

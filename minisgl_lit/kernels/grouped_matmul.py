@@ -13,9 +13,8 @@ from functools import cache, partial
 import torch
 import torch.nn.functional as F
 
-from .flashinfer_reference import numbers
+from .library import find_triton, numbers, serves
 from .trials import Pairs, Trial
-from .triton_reference import find_triton, serves
 
 # pyright: reportInvalidTypeForm=false
 triton, tl = find_triton()   # `tl.constexpr` is how Triton spells it, whichever this is

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from .trials import Pairs, Trial
-from .triton_reference import find_triton, serves
+from .library import find_triton, serves
 
 # pyright: reportInvalidTypeForm=false
 triton, tl = find_triton()   # `tl.constexpr` is how Triton spells it, whichever this is

@@ -20,6 +20,7 @@ from ..core.request import Event, PendingReq
 from ..device import Stream
 from .events import page_hashes, root_hash
 from .page_file import KEY_BYTES, PageFile, bytes_for
+from .radix import Node
 from .tier import PageCopies
 
 # %% ../../nbs/12d_kv_cache.handoff.ipynb #06ec340d
@@ -198,8 +199,8 @@ class Handoffs:
         self.clear()
         self._fingerprint = self._make_fingerprint()
 
-    def close(self) -> None:
-        "End, and let what is being written be written, for a second at most"
+    def close(self, evict: Callable[[int], int] = lambda n: 0) -> None:
+        "End, and let what is being written be written, for a second at most; what is evicted is lost"
         self._stream.close(1.)
 
     def check_integrity(self) -> None:
@@ -212,3 +213,15 @@ class Handoffs:
     def stats(self) -> dict[str, int]:
         "Requests that wait, and counts of pages since the start"
         return dict(leases=len(self._leases), page_bytes=self.page_bytes, **self.counts)
+
+    # %% ../../nbs/12d_kv_cache.handoff.ipynb #fa6ca138
+    def serves(self, pending: PendingReq) -> bool:
+        "Whether this request gets pages from another engine"
+        return bool(pending.handoff) and pending.max_len > pending.input_len
+
+    def write_pages(self, pages: np.ndarray, data: Sequence[np.ndarray]) -> None:
+        "Copy what was taken into pages of the pool"
+        self.copies.write_pages(pages, data)
+
+    def put(self, node: Node, keep: int) -> None:
+        "What is evicted is handed to nobody"

@@ -261,6 +261,10 @@ class Tier:
         self.drop(pending)
         return [entry.data for entry in taken]
 
+    def write_pages(self, pages: np.ndarray, data: Sequence[np.ndarray]) -> None:
+        "Copy what was taken into pages of the pool"
+        self.copies.write_pages(pages, data)
+
     def drop(
         self,
         pending: PendingReq,   # It is admitted, or will never be
@@ -347,6 +351,14 @@ class Tier:
         return dict(host=len(self._host), disk=len(self._slots), leases=len(self._leases),
                     waiting=sum(not entry.arrival.query() for entry in leased),
                     page_bytes=self.page_bytes, **self.counts)
+
+    # %% ../../nbs/12c_kv_cache.tier.ipynb #3e6fa748
+    def serves(self, pending: PendingReq) -> bool:
+        "Any request may find pages here"
+        return True
+
+    def send(self, pending: PendingReq, pages: np.ndarray) -> None:
+        "Nothing is handed over from here"
 
 # %% ../../nbs/12c_kv_cache.tier.ipynb #4971f665
 

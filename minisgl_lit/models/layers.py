@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from ..kernels.flashinfer_reference import gpu_kernels
+from ..kernels.library import gpu_kernels
 from ..kernels.linear import MOST_ROWS, PackedWeight, c_kernels, linear
 from ..kernels.plan import team_size
 from ..kernels.quantized import grouped_c

@@ -12,10 +12,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from ..kernels.flashinfer_reference import numbers
+from ..kernels.library import numbers, serves
 from ..kernels.linear import PackedWeight, linear
 from ..kernels.trials import Pairs, Trial
-from ..kernels.triton_reference import serves
 from ..kv_cache.pool import FP8, KVPool, KVSlots
 from .layers import QKVHeads, RotaryAngles, qkv_heads, rope_angles
 

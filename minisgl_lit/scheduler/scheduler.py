@@ -317,4 +317,4 @@ class Scheduler(Lifecycle):
         hit_rate = counts['cached_tokens'] / max(counts['prompt_tokens'], 1)
         return dict(running=len(self.alive) - waiting, waiting=waiting, steps=self.launched,
                     pages=dict(total=cache.num_pages, **cache.page_counts), hit_rate=hit_rate,
-                    evicted_pages=cache.evicted_pages, **counts, **cache.tier_stats)
+                    evicted_pages=cache.evicted_pages, **counts, **cache.source_stats)

@@ -21,7 +21,6 @@ from typing import ClassVar, Protocol, TypeVar
 import msgspec
 
 from ..config import ServerConfig
-from ..models.embedded import embedded_path
 from .engine_client import engine_settings
 from .engine_link import EngineAddress, EngineHost, EngineLink, host_engine
 from .messages import FailMsg, FromScheduler, ReadyMsg
@@ -168,7 +167,7 @@ def seen_from_here(
     "The same with a folder of this machine; `ValueError` if there is none"
     if Path(ready.model_path).is_dir(): return ready
     from minisgl_lit.models.hub import resolve_config   # brings torch, which a server does without
-    path = embedded_path() if model == 'embedded' else resolve_config(model)
+    path = resolve_config(model)
     return msgspec.structs.replace(ready, model_path=str(path))
 
 # %% ../../nbs/53g_server.ray_engine.ipynb #de7770ac

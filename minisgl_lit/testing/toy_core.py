@@ -42,9 +42,10 @@ class ToyEngineCore:
         prefix = make_prefix_cache(config.cache, config.page_size, config.eviction)
         engine = ToyEngine(table.page_table, table.token_pool, config.page_size,
                            config.num_pages, vocab_size)
-        handoffs = config.kv_handoff_path and Handoffs(
-            engine, config.page_size, lambda: bytes(20), InlineStream(), config.kv_handoff_path)
-        cache = CacheManager(config.num_pages, table, prefix, None, handoffs or None)
+        sources, folder = dict[str, Handoffs](), config.kv_handoff_path
+        if folder: sources['handoffs'] = Handoffs(
+            engine, config.page_size, lambda: bytes(20), InlineStream(), folder)
+        cache = CacheManager(config.num_pages, table, prefix, sources)
         self.scheduler = Scheduler(engine, cache, vocab_size, perf_counter, config)
         self.scheduler.observer = BatchLog(self.scheduler)
         self.handler = ControlHandler(Control(self.scheduler), GrammarQueue(self.scheduler))

@@ -36,7 +36,6 @@ from ..llm import LLM
 from ..models.checkpoint import read_config
 from ..models.hub import resolve_model
 from ..models.decoder import ModelConfig
-from ..models.embedded import embedded_path
 from ..scheduler.lifecycle import Observer
 from ..scheduler.scheduler import Scheduler
 from ..server.engine_core import receive_messages
@@ -321,7 +320,7 @@ def latency(
 # %% ../../nbs/61_tools.bench.ipynb #a7d8c63e
 def _model(name: str) -> ModelConfig:
     "The shape of a model by its name; `ValueError` if there is none"
-    return read_config(embedded_path() if name == 'embedded' else resolve_model(name))
+    return read_config(resolve_model(name))
 
 def limits(
     config: EngineConfig,   # Which model, in which dtype, on which device

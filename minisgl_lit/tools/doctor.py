@@ -28,14 +28,13 @@ from ..engine.memory import (
 from ..engine.worker import ResolvedConfig
 from ..kernels.compiler import (
     find_compiler, levels_here, run_compiler, shipped_folder)
-from ..kernels.flashinfer_reference import set_environment
+from ..core.library import set_environment
 from ..kernels.trials import compiled_modules
 from ..kv_cache.pool import page_bytes
 from ..models.checkpoint import read_config
 from ..models.gguf_text import has_index
 from ..models.hub import HUB, resolve_config
 from ..models.decoder import ModelConfig
-from ..models.embedded import embedded_path
 from ..models.quantization import Quantization, weight_bytes
 from ..models.weights import open_checkpoint, read_json
 
@@ -251,7 +250,7 @@ def what_fits(
     fetch = (f'{model}: how large it is stands in its files alone; minisgl-lit serve '
              f'--model {model} fetches them, and says what they take')
     if model.startswith(HUB) and model.endswith('.gguf'): raise ValueError(fetch)
-    path = embedded_path() if model == 'embedded' else resolve_config(model)
+    path = resolve_config(model)
     config, raw = read_config(path), read_json(path/'config.json')
     found = [Finding('model', f'{model}, {config.architecture}, {config.num_layers} layers')]
     sizes, is_here = formats(config), has_index(path) or any(path.glob('*.safetensors'))

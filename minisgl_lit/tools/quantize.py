@@ -23,7 +23,6 @@ from ..kernels.quantized import QuantizedWeight, quantize
 from ..models.checkpoint import read_config
 from ..models.hub import resolve_model
 from ..models.decoder import Decoder, DenseMlp, ModelConfig
-from ..models.embedded import embedded_path
 from ..models.layers import RotaryAngles, embed
 from ..models.quantization import Quantization
 from ..models.weights import QUIET_BYTES, GgufFiles, SafetensorsFiles, load_weights
@@ -252,7 +251,7 @@ def quantize_checkpoint(
     texts: Path | None = None,  # See `read_texts`; `None`: weights are rounded to the nearest code
 ) -> tuple[int, int]:      # Bytes of the weights before, and after
     "Write a compressed checkpoint; `ValueError` in one sentence if that cannot be had"
-    path = embedded_path() if model == 'embedded' else resolve_model(model)
+    path = resolve_model(model)
     config = read_config(path)
     checkpoint = open_checkpoint(path, config)
     found, places, how = checkpoint.tensors, tensor_placements(config), Quantization(bits, group)

@@ -6,7 +6,7 @@ from selenium.webdriver import Keys
 from test_answers import MARKDOWN
 from test_browser import piece
 
-from minisgl_lit.models.embedded_tasks import glossary
+from minisgl_lit.tools.embedded_tasks import glossary
 
 AXE = Path(__file__).parent/"vendor"/"axe.js"
 

@@ -11,8 +11,8 @@ from random import Random
 import torch
 from tokenizers import Tokenizer
 
-from minisgl_lit.models.embedded import embedded_path
-from minisgl_lit.models.embedded_tasks import conversation
+from minisgl_lit.models.hub import embedded_path
+from minisgl_lit.tools.embedded_tasks import conversation
 
 KINDS = ('Q8_0', 'Q6_K', 'Q5_K_M', 'Q4_K_M', 'Q4_0')   # of llama.cpp
 GROUPS = (32, 64, 128)

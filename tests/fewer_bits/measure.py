@@ -16,8 +16,8 @@ from minisgl_lit.kernels.linear import PackedWeight, pack_weight
 from minisgl_lit.kv_cache.pool import round_rows, widen_rows
 from minisgl_lit.models.checkpoint import read_config
 from minisgl_lit.models.decoder import Decoder, weight_shapes
-from minisgl_lit.models.embedded import is_right, question
-from minisgl_lit.models.embedded_tasks import exam
+from minisgl_lit.tools.embedded import is_right, question
+from minisgl_lit.tools.embedded_tasks import exam
 from minisgl_lit.models.gguf import gguf_folder
 from minisgl_lit.models.quantization import Quantization, pack_parts, quantize_and_pack, stored_bytes, weight_bytes
 from minisgl_lit.models.weights import load_weights, open_checkpoint

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from minisgl_lit.models.embedded import END, MARKS, PAD, Optimizer, save_checkpoint
+from minisgl_lit.tools.embedded import END, MARKS, PAD, Optimizer, save_checkpoint
 
 STEPS, ROWS, LENGTH, VOCABULARY = 230, 16, 256, 4096
 OTHERS = ('test', 'tests', 'site-packages', 'dist-packages', 'idlelib', 'lib2to3', '__pycache__')   # folders that are not read
