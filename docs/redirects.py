@@ -18,7 +18,8 @@ chapters = {   # before 0.2.0: since
     "60_viz": "60_tools.widgets", "61_bench": "61_tools.bench", "62_sim": "62_tools.simulator", "66_calibrate": "66_tools.calibrate",
     # before 0.3.0
     "14_kernels.flashinfer_reference": "14_testing.flashinfer_emulator", "14a_kernels.triton_reference": "14a_testing.triton_emulator",
-    "36a_models.embedded_tasks": "36a_tools.embedded_tasks", "37_models.embedded": "37_tools.embedded"}
+    "36a_models.embedded_tasks": "36a_tools.embedded_tasks", "37_models.embedded": "37_tools.embedded",
+    "19a_scheduler.fairness": "20a_scheduler.fairness", "22a_scheduler.thinking": "22a_text.thinking"}
 
 def module(chapter): return "minisgl_lit." + chapter.split("_", 1)[1]
 

@@ -271,6 +271,23 @@ def test_the_scheduler_knows_no_torch():
     bad = [m for m in modules(root) if m.startswith(f"{pkg}/scheduler/") and any(i.partition(".")[0] == "torch" for i in imports((root/m).read_text(), dotted(m)))]
     assert not bad, bad
 
+def closure(start):
+    "What importing a module brings along, in lines of each"
+    seen, todo = {}, [start]
+    while todo:
+        m = todo.pop()
+        file = next((o for o in (root/f"{m.replace('.', '/')}.py", root/m.replace(".", "/")/"__init__.py") if o.exists()), None)
+        if m in seen or file is None or m == pkg: continue
+        text = file.read_text()
+        seen[m] = len(text.splitlines())
+        for i in imports(text, m): todo += [i, i.rpartition(".")[0]]
+    return {m: n for m, n in seen.items() if n}
+
+def test_the_scheduler_stands_on_little():
+    "What it needs besides itself: requests, settings, pages. These may only shrink"
+    found = closure(f"{pkg}.scheduler.scheduler")
+    assert len(found) <= 15 and sum(found.values()) <= 4000, found
+
 def test_modules_are_one_sitting():
     def lines(m): return sum(bool(line.strip()) and not line.lstrip().startswith("# %%") for line in (root/m).read_text().splitlines())
     long = {m: n for m in modules(root) if (n := lines(m)) > 450}

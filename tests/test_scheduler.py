@@ -22,10 +22,10 @@ from minisgl_lit.kv_cache.radix import make_prefix_cache
 from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.kv_cache.tier import Tier
 from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.policy import Fair
+from minisgl_lit.scheduler.fairness import Fair
 from minisgl_lit.scheduler.prefill import PrefillAdder
 from minisgl_lit.scheduler.scheduler import Observer, Scheduler
-from minisgl_lit.scheduler.thinking import AnswerAfterThinking, is_allowed
+from minisgl_lit.text.thinking import AnswerAfterThinking, is_allowed
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output, prefix_hashes, toy_states
 
 VOCAB, MAX_SEQ_LEN = 13, 40
@@ -84,6 +84,7 @@ class Thoughts:
         if before: self.active, self.over = token != 2, token == 2
         elif first: self.active, self.over = token == 1, token != 1
         self.n_tokens += before and self.active
+    def then(self, grammar, budget, ends): return AnswerAfterThinking(self, grammar, budget, ends)
 
 def with_thoughts(prompt, params, stop):
     "The answer to a prompt whose thinking is told from it, as the model alone would give it under the same masks"

@@ -9,7 +9,7 @@ __all__ = ['AnswerEnd', 'PendingFinish', 'ForwardResult', 'FinishReason', 'Lengt
            'PoolingRequests', 'Batch', 'Event', 'LogprobResults', 'ForwardOutput', 'EngineProtocol']
 
 # %% ../../nbs/00b_core.request.ipynb #a29a3ccb
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol, TypeVar
@@ -199,6 +199,10 @@ class Thinking(Protocol):
         ...
     def push(self, token: int) -> None:
         "Take in a new token"
+        ...
+    def then(self, grammar: Grammar | None, budget: int | None,
+             ends: Collection[int]) -> Grammar:
+        "What such an answer must follow: `budget` tokens of thinking at most, then `grammar`"
         ...
 
 # %% ../../nbs/00b_core.request.ipynb #b4b26709

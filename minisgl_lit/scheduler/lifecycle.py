@@ -25,7 +25,6 @@ from ..core.outputs import EngineCoreOutputs, EngineCoreOutput, final_output
 from .decode import DecodeManager, NewTokenRatio
 from .policy import make_policy
 from .prefill import ChunkedReq, RequestValidator, PrefillManager
-from .thinking import AnswerAfterThinking
 
 # %% ../../nbs/23_scheduler.lifecycle.ipynb #0a291397
 def check_finish(
@@ -195,8 +194,8 @@ class Lifecycle:
     def _let_think(self, pending: PendingReq, thinking: Thinking) -> None:
         "Let grammar and stops of a request begin behind its thinking, and its budget end that"
         grammar, budget = pending.grammar, pending.params.max_thinking_tokens
-        if grammar or budget is not None: pending.grammar = AnswerAfterThinking(
-            thinking, grammar, budget, self._end_token_ids(pending.params))
+        if grammar or budget is not None:
+            pending.grammar = thinking.then(grammar, budget, self._end_token_ids(pending.params))
         elif not pending.stop_check: pending.thinking = None
 
     # %% ../../nbs/23_scheduler.lifecycle.ipynb #98458fa0

@@ -27,6 +27,7 @@ from ..core.sampling_params import QueueFull, SamplingParams
 from ..kv_cache.manager import CacheManager
 from ..kv_cache.radix import make_prefix_cache
 from ..kv_cache.table import TableManager
+from ..scheduler import fairness
 from ..scheduler.lifecycle import Observer
 from ..scheduler.prefill import RequestValidator
 from ..scheduler.scheduler import Scheduler
@@ -172,6 +173,8 @@ def _given(name: str, value: int | None) -> int:
     return value
 
 # %% ../../nbs/62_tools.simulator.ipynb #aafcc26f
+_OFFERS = (fairness,)   # imported, it has registered its policy
+
 def sim_scheduler(
     config: EngineConfig,  # With `num_pages` and `max_seq_len`; `overlap` is off unless True
     cost: CostModel,       # How long steps take
