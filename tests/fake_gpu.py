@@ -461,14 +461,13 @@ def step_counts(temperature: float, steps: int = 16) -> dict:
 
 def layer_counts(case: Case) -> dict:
     "What one layer launches in a decode step"
-    from minisgl_lit.attention.flashinfer import attend_batch
     from minisgl_lit.engine.cuda_graph import padded
     with engine(case) as (runtime, _):
         model, step = runtime.engine.model, runtime.engine.steps.captured[4]
         attention = runtime.engine.steps.attention
         attention.update(step.metadata, padded(runtime.engine.steps.dummy, runtime.engine.steps.dummy, 4))
         attention.list_pages(step.metadata)
-        attend = attend_batch(attention, step.metadata)
+        attend = attention.attend_batch(step.metadata)
         x, more = (torch.zeros(4, 1024, dtype=torch.bfloat16, device='cuda') for _ in range(2))
         with torch.inference_mode():
             angles = model.angles(step.metadata.block.positions)

@@ -24,7 +24,7 @@ from minisgl_lit.attention.torch import TorchAttention
 from minisgl_lit.attention import choice
 from minisgl_lit.attention.choice import choose_attention, unsupported_reason
 from minisgl_lit.attention.flashinfer import (
-    KERNELS, FlashInferAttention, PairAttention, graph_attention, kind_of, page_indices, plan_arrays)
+    KERNELS, FlashInferAttention, PairAttention, kind_of, page_indices, plan_arrays)
 from minisgl_lit.models.layers import (
     add_norm, gated_mlp, qkv_heads, rms_norm, rope_angles, apply_rope, silu_mul)
 from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts
@@ -189,8 +189,8 @@ def test_answers_are_those_of_transformers(checkpoint, page_size, halves, monkey
 def test_what_may_be_captured():
     pool, table, *_ = make([3], [1], 0, 4, 1, 1, 8, None, 0, torch.float32, 'layer_first')
     ours, torch_ = standing_in(pool, table.page_table, (), False), TorchAttention(pool, table.page_table)
-    assert graph_attention(ours) is ours and graph_attention(torch_) is None
-    assert graph_attention(PairAttention(torch_, ours)) is ours and graph_attention(PairAttention(ours, torch_)) is None
+    assert [o.recorder for o in (ours, torch_)] == ['graphs', ''] and ours.decoding is ours
+    assert PairAttention(torch_, ours).decoding is ours and PairAttention(ours, torch_).decoding is torch_
     assert 'runs on cpu' in unsupported_reason('decode', pool, (), 1)
     with pytest.raises(ValueError, match="attention cannot be 'flashinfer' here"):
         choose_attention('flashinfer', pool, table.page_table, num_heads=1)

@@ -15,7 +15,7 @@ from minisgl_lit.attention.torch import TorchAttention
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import ForwardMode
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.engine import worker
+from minisgl_lit.engine import recorded_steps
 from minisgl_lit.engine.cuda_graph import GraphEngine
 from minisgl_lit.engine.engine import Engine, Launched
 from minisgl_lit.engine.recorded_steps import RecordedSteps
@@ -50,7 +50,7 @@ def test_settings_meet():
 
 def start(path, monkeypatch, most=6, **more):
     "A runtime whose recording is for so many requests at most"
-    monkeypatch.setattr(worker, '_MOST_RECORDED', most)
+    monkeypatch.setattr(recorded_steps, 'MOST_RECORDED', most)
     usual = dict(device='cpu', dtype='float32', num_pages=400, max_running_req=6, threads=1, cache='radix', page_size=4)
     return build(EngineConfig.of(path, **usual | more))
 

@@ -6,7 +6,7 @@
 __all__ = ['RECOMMENDED_WORKSPACE', 'MAX_TILE', 'KERNELS', 'PLAN_BYTES', 'PlanArrays', 'plan_arrays', 'page_indices',
            'PlanMemory', 'PlanBuffers', 'workspace_bytes', 'Kernels', 'usual_kernels', 'FlashInferMetadata', 'kind_of',
            'StepBlock', 'GraphMemory', 'StaticMetadata', 'PlanOptions', 'FlashInferAttention', 'PairMetadata',
-           'PairAttention', 'BatchAttention', 'attend_batch', 'graph_attention']
+           'PairAttention', 'BatchAttention']
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #b23cbb66
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from ..core.library import DecodeWrapper, KernelLibrary, Wrapper
 from ..kernels.page_list import page_lister
 from ..kv_cache.pool import KVPool, KVSlots
 from ..kv_cache.table import begin_pages, to_device
-from .torch import AttentionBackend
+from .torch import AttentionBackend, Attend
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #40c26d4b
 @dataclass(frozen=True)
@@ -225,12 +225,14 @@ class PlanOptions(TypedDict):
     kv_data_type: torch.dtype
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #6099936f
-class FlashInferAttention:
+class FlashInferAttention(AttentionBackend):
     """Attention by FlashInfer's paged kernels; `unsupported_reason` says whether they can serve.
 
     Stores new keys and values before anything is read. Pointers are planned on the host, pages
     listed on the device, and the buffers of a plan are not written until its copies have run.
     """
+    recorder = 'graphs'   # `static` has tensors that never move
+
     def __init__(
         self,
         pool: KVPool,              # Where keys and values lie
@@ -407,6 +409,15 @@ class FlashInferAttention:
         "Plan another batch of the same size, in the tensors of the graph"
         self._plan_static(metadata, batch, self.library.fast_decode_plan, sampling)
 
+    # %% ../../nbs/33_attention.flashinfer.ipynb #da66d089
+    def attend_batch(
+        self,
+        metadata: object,   # From `prepare` or `static`
+    ) -> Attend:
+        "Attention of one batch, as a decoder calls it; it offers slots"
+        assert isinstance(metadata, FlashInferMetadata)
+        return BatchAttention(self, metadata)
+
 # %% ../../nbs/33_attention.flashinfer.ipynb #a5b3c410
 PLAN_BYTES = 1 << 20   # room for the plan of a graph, on the device
 
@@ -418,19 +429,19 @@ class PairMetadata:
     metadata: object            # Of that backend
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #46e465f5
-class PairAttention:
+class PairAttention(AttentionBackend):
     "One backend for batches that decode, another for the rest, over the same pages."
     def __init__(
         self,
         prefill: AttentionBackend,  # For prefill and mixed batches
         decode: AttentionBackend,   # For batches in which every request computes one token
     ):
-        self.prefill, self.decode = prefill, decode
+        self.prefill, self.decode, self.pool = prefill, decode, prefill.pool
 
     @property
-    def pool(self) -> KVPool:
-        "Where keys and values lie, of both"
-        return self.prefill.pool
+    def decoding(self) -> AttentionBackend:
+        "What attends in steps that only decode"
+        return self.decode
 
     def prepare(
         self,
@@ -452,6 +463,14 @@ class PairAttention:
         assert isinstance(metadata, PairMetadata)
         return metadata.backend.forward(q, k, v, layer, metadata.metadata)
 
+    def attend_batch(
+        self,
+        metadata: object,  # From `prepare`
+    ) -> Attend:
+        "As the chosen backend attends"
+        assert isinstance(metadata, PairMetadata)
+        return metadata.backend.attend_batch(metadata.metadata)
+
 # %% ../../nbs/33_attention.flashinfer.ipynb #e3e43bee
 @dataclass(frozen=True)
 class BatchAttention:
@@ -470,24 +489,3 @@ class BatchAttention:
                  layer: int) -> torch.Tensor:
         "Attention of a layer"
         return self.backend.attend(q, k, v, layer, self.metadata)
-
-# %% ../../nbs/33_attention.flashinfer.ipynb #da66d089
-def attend_batch(
-    backend: AttentionBackend,   # That has prepared the batch
-    metadata: object,            # What it returned
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]:
-    "Attention of one batch, as a decoder calls it"
-    if isinstance(metadata, PairMetadata): return attend_batch(metadata.backend, metadata.metadata)
-    if isinstance(backend, FlashInferAttention) and isinstance(metadata, FlashInferMetadata):
-        return BatchAttention(backend, metadata)
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        return backend.forward(q, k, v, layer, metadata)
-    return attend
-
-# %% ../../nbs/33_attention.flashinfer.ipynb #b78259ff
-def graph_attention(
-    attention: AttentionBackend,  # Any
-) -> FlashInferAttention | None:  # `None`: none
-    "The part of a backend that can decode from tensors that never move"
-    chosen = attention.decode if isinstance(attention, PairAttention) else attention
-    return chosen if isinstance(chosen, FlashInferAttention) else None

@@ -20,7 +20,6 @@ from ..device import Stream
 from .pooling import sum_states
 from .sampler import (
     SamplingPlan, apply_mask, apply_logit_edits, logprobs, plan_sampling, sample)
-from ..attention.flashinfer import attend_batch
 from ..attention.torch import AttentionBackend
 from ..kv_cache.table import to_device
 from ..models.decoder import Decoder
@@ -117,7 +116,7 @@ class Engine:
         metadata = self.attention.prepare(batch)
         rows, positions = to_device(np.stack([batch.token_rows, batch.positions]), self.device)
         input_ids = self.token_pool[rows, positions]
-        attend = attend_batch(self.attention, metadata)
+        attend = self.attention.attend_batch(metadata)
         last = to_device(batch.last_tokens, self.device)
         asked, pooling = batch.logprob_requests, batch.pooling_requests
         of_prompts = asked and len(asked.tokens)

@@ -36,15 +36,13 @@ from ..process import start_module
 from .memory import (
     MemoryPlan, MemoryRatio, check_weights, free_memory, set_threads)
 from ..kv_cache.pool import FP8, KVPool, page_bytes
-from ..kv_cache.table import TableManager, dummy_batch
+from ..kv_cache.table import TableManager
 from ..attention.torch import AttentionBackend
-from ..attention.flashinfer import graph_attention
 from ..attention.choice import Served, choose_attention
 from .cuda_graph import (
-    Capture, CudaCapture, DecodeSteps, GraphEngine, CudaGraphs, bucket_sizes, why_not_captured)
+    Capture, CudaCapture, DecodeSteps, GraphEngine, bucket_sizes, record_graphs, why_not_captured)
 from .kernel_trials import tried_attention
-from .recorded_steps import RecordedSteps
-from ..attention.cpu import CpuAttention
+from .recorded_steps import recorders
 from ..kernels.plan import NotRecordable
 from ..models.decoder import (
     Decoder, DenseMlp, ModelConfig, Weights, dtypes, shard_config, weight_shapes)
@@ -328,11 +326,11 @@ def profile_run(
     sizes_of = table, config.max_prefill_tokens
     for batch in first_batches(*sizes_of) + peak_batches(*sizes_of):
         engine.sample(batch, engine.forward(batch)).copy_done.synchronize()
-    left, graphable = [free()], graph_attention(attention)
-    sizes = resolved.graph_sizes() if graphable else []
-    if graphable is None or not sizes: return left[0], []
-    graphs = CudaGraphs(model, graphable, table.token_pool, dummy_batch(table),
-                        sizes[-_TRIED_GRAPHS:], capture)
+    left, decoding = [free()], attention.decoding
+    sizes = resolved.graph_sizes() if decoding.recorder == 'graphs' else []
+    tried_sizes = sizes[-_TRIED_GRAPHS:]
+    graphs = record_graphs(model, decoding, table, tried_sizes, capture=capture) if sizes else None
+    if graphs is None: return left[0], []
     stream.submit(lambda: left.extend(graphs.capture_all(free)))
     stream.synchronize()
     tried, n = len(graphs.sizes), len(sizes)
@@ -446,8 +444,6 @@ def load_model(
     return Decoder(resolved.model, weights, group), memory, sizes
 
 # %% ../../nbs/44_engine.worker.ipynb #69a3c393
-_MOST_RECORDED = 64   # requests; in a larger step Python's share is small
-
 def decode_steps(
     decoder: Decoder,             # Of all layers, or of this rank's share
     attention: AttentionBackend,  # Of its requests
@@ -456,12 +452,9 @@ def decode_steps(
     largest: int | Literal['auto'],   # The largest on a CPU; 0: none
 ) -> DecodeSteps | None:
     "How decode steps are captured; `None` if they are not"
-    if isinstance(attention, CpuAttention) and decoder.group.size == 1:
-        most = min(table.dummy_row, _MOST_RECORDED if largest == 'auto' else largest)
-        return RecordedSteps(decoder, attention, table.token_pool, most) if most else None
-    if not (graphable := graph_attention(attention)) or not sizes: return None
-    return CudaGraphs(decoder, graphable, table.token_pool, dummy_batch(table), sizes,
-                      CudaCapture())
+    part = attention.decoding
+    if not part.recorder: return None
+    return recorders.find(part.recorder)(decoder, part, table, sizes, largest)
 
 # %% ../../nbs/44_engine.worker.ipynb #033d354b
 def make_engine(
