@@ -30,6 +30,7 @@ class Wrapper(Protocol):
         "Once a layer, on the device"
         ...
 
+@runtime_checkable
 class DecodeWrapper(Wrapper, Protocol):
     "Attention of one query for each request."
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor,

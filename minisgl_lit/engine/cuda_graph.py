@@ -199,7 +199,7 @@ class StepRecorder(Protocol):
         attention: AttentionBackend,  # That has named this recorder
         table: TableManager,          # Rows of the requests
         sizes: list[int],             # Batch sizes to record, for what needs them
-        largest: int | Literal['auto'],   # The largest batch to record; 0: none
+        most: int | Literal['auto'],   # Requests in the largest batch, for what needs no sizes
     ) -> DecodeSteps | None:          # `None`: there is nothing to record
         ...
 
@@ -208,7 +208,7 @@ def record_graphs(
     attention: AttentionBackend,
     table: TableManager,
     sizes: list[int],
-    largest: int | Literal['auto'] = 'auto',
+    most: int | Literal['auto'] = 'auto',   # Not read: `sizes` says it
     capture: Capture | None = None,   # How to record; `None`: by CUDA
 ) -> CudaGraphs | None:
     "CUDA graphs for batches of these sizes"

@@ -113,12 +113,12 @@ def record_plan(
     attention: AttentionBackend,
     table: TableManager,
     sizes: list[int],
-    largest: int | Literal['auto'],
+    most: int | Literal['auto'],
 ) -> RecordedSteps | None:
     "One plan, for batches of any size up to the largest"
     assert isinstance(attention, CpuAttention), 'it has `static`'
-    most = min(table.dummy_row, MOST_RECORDED if largest == 'auto' else largest)
-    if decoder.group.size > 1 or not most: return None
-    return RecordedSteps(decoder, attention, table.token_pool, most)
+    n = min(table.dummy_row, MOST_RECORDED if most == 'auto' else most)
+    if decoder.group.size > 1 or not n: return None
+    return RecordedSteps(decoder, attention, table.token_pool, n)
 
 recorders.register('plan', record_plan)

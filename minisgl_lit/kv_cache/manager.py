@@ -115,7 +115,7 @@ class CacheManager:
     ):
         self.num_pages, self.page_size = num_pages, table.page_size
         self.table, self.prefix = table, prefix
-        self.sources = dict(sources or {})   # the first that serves a request is asked
+        self.sources = dict(sources or {})   # what serves all comes last
         # the first `free_size` entries of the stack are the free pages
         self._stack, self.free_size = np.arange(num_pages)[::-1], num_pages
         self._allocated = np.zeros(num_pages, dtype=bool)   # pages owned by a request
@@ -187,7 +187,7 @@ class CacheManager:
         return self.table.pages[pending.table_idx, first:end].astype(np.int64)
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #ceb48f6e
-    def _put_below(self, node: Node, keep: int) -> None:
+    def _offer(self, node: Node, keep: int) -> None:
         "Offer the pages of a leaf that are about to be evicted, those behind the first `keep`"
         for source in self.sources.values(): source.put(node, keep)
 
@@ -200,7 +200,7 @@ class CacheManager:
             raise RuntimeError(f'{n} pages are wanted, but only {self.free_size} are free '
                                f'and {self.prefix.evictable_size} evictable')
         if n > self.free_size:
-            evicted = self.prefix.evict(n - self.free_size, self._put_below)
+            evicted = self.prefix.evict(n - self.free_size, self._offer)
             self._push(evicted)
             self.evicted_pages += len(evicted)
         self.free_size -= n
@@ -410,11 +410,11 @@ class CacheManager:
 
     # %% ../../nbs/13_kv_cache.manager.ipynb #db50723d
     def drop(self, pending: PendingReq) -> None:
-        "A request waits no more for pages from below"
+        "A request waits no more for pages from elsewhere"
         if source := self._source(pending): source.drop(pending)
 
     def idle(self) -> None:
-        "All that could run waits for pages from below"
+        "All that could run waits for pages from elsewhere"
         for source in self.sources.values(): source.idle()
 
     @property
@@ -424,13 +424,13 @@ class CacheManager:
 
     @property
     def n_leases(self) -> int:
-        "Requests that hold something below"
+        "Requests that wait for pages from elsewhere"
         return sum(source.stats()['leases'] for source in self.sources.values())
 
     def close(self) -> None:
         "End the other places, to which all goes down that the tree has; nothing is computed any more"
         def evict(n: int) -> int:
-            self._push(pages := self.prefix.evict(n, self._put_below))
+            self._push(pages := self.prefix.evict(n, self._offer))
             return len(pages)
         for source in self.sources.values(): source.close(evict)
 
