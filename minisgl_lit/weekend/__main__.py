@@ -23,7 +23,8 @@ def main() -> None:
                         help='the folder of its files (default: the embedded one)')
     args = parser.parse_args()
     try: server = make_server(args.model, args.port)
-    except OSError as e: parser.error(f'{args.model} cannot be served on port {args.port}: {e}')
+    except (OSError, ValueError) as e:
+        parser.error(f'{args.model} cannot be served on port {args.port}: {e}')
     print(f"A page and OpenAI's chat: http://127.0.0.1:{server.server_address[1]}", flush=True)
     try: server.serve_forever()
     except KeyboardInterrupt: print('The end of the weekend.')

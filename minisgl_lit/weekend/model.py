@@ -63,6 +63,8 @@ class Decoder:
     "A Qwen3: from tokens to vectors, and from vectors to the scores of the next tokens."
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, device: str = 'cpu'):
         settings = json.loads((folder / 'config.json').read_text())
+        if settings.get('model_type') != 'qwen3' or not settings.get('tie_word_embeddings'):
+            raise ValueError('it is no Qwen3 that scores tokens with its table of embeddings')
         self.config = SimpleNamespace(**settings)
         rope = settings.get('rope_parameters') or settings   # older files have it on top
         self.theta = rope['rope_theta']
