@@ -58,8 +58,9 @@ def serve(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         server = start(**asdict(config))
-        if not config.log_json: _say(server.memory)
-        try: server.wait()
+        try:
+            if not config.log_json: _say(server.memory)
+            server.wait()
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)

@@ -307,7 +307,8 @@ def test_ctrl_c_ends_open_streams():
     "Their callers are told so, and each leaves its line in the log, before the program ends; a host that is open to all left one at the start"
     with subprocess.Popen([sys.executable, '-m', 'minisgl_lit', 'serve', '--port', '0', '--host', '0.0.0.0', '--num-pages', '128', '--log-interval', '0'],
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
-        url = p.stdout.readline().split()[-1]
+        url, said = p.stdout.readline().split()[-1], []
+        while sum(' lets other machines in' in o or 'serve: weights' in o for o in said) < 2: said.append(p.stderr.readline().rstrip('\n'))
         with web.stream('POST', url + '/v1/completions', json=dict(prompt='Hello', max_tokens=1500, ignore_eos=True, stream=True)) as answer:
             lines = answer.iter_lines()
             next(lines)
@@ -315,10 +316,24 @@ def test_ctrl_c_ends_open_streams():
             rest = [o for o in lines if o]
         assert 'the server was stopped' in rest[-2] and rest[-1] == 'data: [DONE]'
         assert p.wait(60) == 0
-        *start, line = [o for o in p.stderr.read().splitlines() if not o.startswith("Without native kernels")]
+        *start, line = [o for o in said + p.stderr.read().splitlines() if not o.startswith("Without native kernels")]
         assert re.fullmatch(r"POST '/v1/completions' 200 [\d.]+ ms [0-9a-f]{32}", line), [*start, line]
         opened, memory = sorted(start, key=lambda o: "weights" in o)   # of two processes, in any order
         assert opened.startswith("minisgl_lit: host 0.0.0.0 lets other machines in") and memory.startswith("minisgl-lit serve: weights ")
+
+def test_ctrl_c_in_the_first_moment_stops_the_server():
+    "It may come while the line on memory is written: the server is stopped then, too, before the logs are closed"
+    code = '''
+import minisgl_lit
+from unittest.mock import Mock
+from minisgl_lit import cli
+server = Mock(memory='m')
+minisgl_lit.serve = lambda **settings: server
+def say(sentence): raise KeyboardInterrupt
+cli._say = say
+print(cli.main(['serve']), server.stop.called)
+'''
+    assert subprocess.run([sys.executable, '-c', code], timeout=60, stdout=subprocess.PIPE, text=True).stdout.split() == ['0', 'True']
 
 def test_a_fork_may_end():
     "It has no thread of the server, so it must not wait for one; and it must not stop the parent's"
