@@ -6,7 +6,7 @@ chapters = {   # before 0.2.0: since
     "06_products": "06_kernels.linear", "10_kv.pool": "10_kv_cache.pool", "11_kv.table": "11_kv_cache.table", "12_kv.prefix": "12_kv_cache.radix",
     "13_kv.cache": "13_kv_cache.manager", "14_kernels": "14_testing.flashinfer_emulator", "19_pictures": "19_tools.svg",
     "23_scheduler.finish": "23_scheduler.lifecycle", "24_scheduler.prepare": "24_scheduler.batch", "25_scheduler.loop": "25_scheduler.scheduler",
-    "27_scheduler.cost": "27_tools.scheduler_cost", "30_model.layers": "30_models.layers", "31_model.attention": "31_attention.torch",
+    "27_scheduler.cost": "27_tools.scheduler_cost", "30_model.layers": "30_models.operations", "31_model.attention": "31_attention.torch",
     "32_model.attention_cpu": "32_attention.cpu", "33_model.attention_flashinfer": "33_attention.flashinfer", "34_model.decoder": "34_models.decoder",
     "35_model.moe": "35_models.moe", "36_model.weights": "36_models.weights", "37_model.embedded": "37_tools.embedded",
     "38_model.checkpoint": "38_models.checkpoint", "39_engine.resources": "39_engine.memory", "40_engine.sampling": "40_engine.sampler",
@@ -19,7 +19,8 @@ chapters = {   # before 0.2.0: since
     # before 0.3.0
     "14_kernels.flashinfer_reference": "14_testing.flashinfer_emulator", "14a_kernels.triton_reference": "14a_testing.triton_emulator",
     "36a_models.embedded_tasks": "36a_tools.embedded_tasks", "37_models.embedded": "37_tools.embedded",
-    "19a_scheduler.fairness": "20a_scheduler.fairness", "22a_scheduler.thinking": "22a_text.thinking"}
+    "19a_scheduler.fairness": "20a_scheduler.fairness", "22a_scheduler.thinking": "22a_text.thinking",
+    "30_models.layers": "30_models.operations", "30a_models.stored_heads": "30c_kernels.gpu_operations"}
 
 def module(chapter): return "minisgl_lit." + chapter.split("_", 1)[1]
 

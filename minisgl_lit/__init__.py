@@ -34,7 +34,7 @@ def __getattr__(name):
 
 _moved = {"kernels.flashinfer_reference": "testing.flashinfer_emulator", "kernels.triton_reference": "testing.triton_emulator",
           "models.embedded": "models.hub", "models.embedded_tasks": "tools.embedded_tasks",
-          "scheduler.thinking": "text.thinking"}   # old module -> new one, until 0.4
+          "scheduler.thinking": "text.thinking", "models.layers": "models.operations"}   # old module -> new one, until 0.4
 
 
 class _Moved(MetaPathFinder, Loader):

@@ -402,10 +402,10 @@ def engine(case: Case):
     from minisgl_lit.core.library import load_library
     from minisgl_lit.runtime import build
     import flashinfer
-    from minisgl_lit.engine.sampler import _find_kernel
+    from minisgl_lit.kernels.gpu_operations import store_kernel
     from minisgl_lit.kernels.page_list import page_lister
     from minisgl_lit.kernels.sampling import can_sample
-    for o in (kernels.find_library, load_library, trials._findings, compiler.warn_once, page_lister, can_sample, _find_kernel): o.cache_clear()
+    for o in (kernels.find_library, load_library, trials._findings, compiler.warn_once, page_lister, can_sample, store_kernel): o.cache_clear()
     found = trials.findings(GPU)
     found.known, found.file, found.run = {}, None, try_uncounted
     for o in (flashinfer.norm.get_norm_module, flashinfer.rope.get_rope_module, flashinfer.prefill.get_batch_prefill_module,
@@ -467,12 +467,12 @@ def layer_counts(case: Case) -> dict:
         attention = runtime.engine.steps.attention
         attention.update(step.metadata, padded(runtime.engine.steps.dummy, runtime.engine.steps.dummy, 4))
         attention.list_pages(step.metadata)
-        attend = attention.attend_batch(step.metadata)
+        attend, slots = attention.attend_batch(step.metadata)
         x, more = (torch.zeros(4, 1024, dtype=torch.bfloat16, device='cuda') for _ in range(2))
         with torch.inference_mode():
             angles = model.angles(step.metadata.block.positions)
             device.kernels.clear()
-            with Kernels() as seen: model.layer(0, x, more, angles, attend)
+            with Kernels() as seen: model.layer(0, x, more, angles, attend, slots)
         kernels = device.kernels + seen.by_name
         return dict(kernels=kernels.total(), by_name=dict(kernels))
 

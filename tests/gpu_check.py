@@ -223,7 +223,7 @@ def triton_trials() -> dict:
     from minisgl_lit.kernels.grouped_matmul import experts_trial
     from minisgl_lit.kernels.page_list import PAGES_TRIAL
     from minisgl_lit.kernels.sampling import SAMPLING_TRIAL
-    from minisgl_lit.models.stored_heads import heads_trial
+    from minisgl_lit.kernels.gpu_operations import heads_trial
     told = dict(pages=PAGES_TRIAL, heads=heads_trial(False), heads_fp8=heads_trial(True), sampling=SAMPLING_TRIAL, fp8=FP8_TRIAL,
                 experts=experts_trial(torch.bfloat16, False), experts_fp8=experts_trial(torch.bfloat16, True))
     return {name: partial(o.run, torch.device('cuda', 0)) for name, o in told.items()}
@@ -233,20 +233,21 @@ def heads_us(n: int, times: int = 20) -> dict:
     import torch
     from minisgl_lit.engine.cuda_graph import CudaCapture
     from minisgl_lit.kernels.fused_heads import norm_rope_store
-    from minisgl_lit.models import stored_heads
-    from minisgl_lit.models.layers import rope_angles
+    from minisgl_lit.kernels.gpu_operations import gpu_operations, stored_heads
+    from minisgl_lit.models.operations import Operations
     from minisgl_lit.tools.roofline import best_time
     pool, table, batch = decoding_setup(16, n, 64)
-    b = batch([63] * n, [64] * n)
+    b, ops = batch([63] * n, [64] * n), gpu_operations(torch.device('cuda'), torch.bfloat16)
     slots = pool.slots(0, torch.from_numpy(b.out_loc).cuda())
     x, norms = torch.randn(n, 1024, device='cuda').bfloat16(), tuple(torch.ones(2, 128, device='cuda').bfloat16())
-    weight, angles = torch.randn(32 * 128, 1024, device='cuda').bfloat16() * .03, rope_angles(torch.arange(n, device='cuda'), torch.rand(64, device='cuda'), x)
+    weight, angles = torch.randn(32 * 128, 1024, device='cuda').bfloat16() * .03, ops.rope_angles(torch.arange(n, device='cuda'), torch.rand(64, device='cuda'), x.dtype)
     told = {}
     for name, kernel in dict(matmul_alone='none', steps=None, fused=norm_rope_store).items():
         def work():
             for _ in range(times):
                 if kernel == 'none': out = torch.nn.functional.linear(x, weight)
-                else: out = stored_heads._stored_heads(kernel, x, weight, None, norms, 1e-6, angles, slots)[0]
+                elif kernel: out = stored_heads(kernel, x, weight, None, norms, 1e-6, angles, slots)[0]
+                else: out = Operations.qkv_heads(ops, x, weight, None, norms, 1e-6, angles, 8, slots)[0]
             return [out]
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
             replay, _ = CudaCapture()(work)
@@ -398,11 +399,14 @@ def recorded(args) -> Figures:
     from minisgl_lit.models.checkpoint import read_config
     from minisgl_lit.models.decoder import Decoder
     from minisgl_lit.models.dummy_weights import dummy_weights
+    from minisgl_lit.kernels.gpu_operations import gpu_operations
     with shape_of_qwen3() as folder: config = read_config(Path(folder))
     n, size = 48, 64
     pool, table, batch = decoding_setup(16, size, 1024, config.num_layers)
     attention, stream = choose_attention(compiled_attention(), pool, table.page_table, num_heads=16), CudaStream()
-    model, dummy = Decoder(config, dummy_weights(config, torch.bfloat16, torch.device('cuda'))), dummy_batch(table)
+    cuda = torch.device('cuda')
+    model = Decoder(config, dummy_weights(config, torch.bfloat16, cuda), operations=gpu_operations(cuda, torch.bfloat16))
+    dummy = dummy_batch(table)
     graphs = CudaGraphs(model, attention, table.token_pool, dummy, [size], CudaCapture())
     parts = model, attention, table.token_pool, stream
     began = time.perf_counter()
@@ -652,6 +656,7 @@ def sampling(args) -> Figures:
     import torch
     from minisgl_lit.core.request import SamplingArrays
     from minisgl_lit.engine.sampler import inverse_cdf, plan_sampling, sample, top_k_threshold, top_p_threshold
+    from minisgl_lit.kernels.gpu_operations import gpu_operations
     from minisgl_lit.tools.roofline import best_time
     n, vocab = 256, QWEN3_06B['vocab_size']
     hidden, head = torch.randn(n, 1024, device='cuda').bfloat16(), torch.randn(vocab, 1024, device='cuda').bfloat16() * .03
@@ -671,7 +676,7 @@ def sampling(args) -> Figures:
     halves = logits.bfloat16()    # as the engine samples; the others are in float32, in torch
     given = dict(random={}, random_top_k=dict(top_k=50), random_top_p=dict(top_p=.9), random_min_p=dict(min_p=.05), qwen3=KINDS['qwen3'])
     settings = dict(greedy=None) | {name: arrays(**dict(temperature=.6) | o) for name, o in given.items()}
-    for name, o in settings.items(): stages[f'{name}_16_bits'] = partial(sample, halves, o)
+    for name, o in settings.items(): stages[f'{name}_16_bits'] = partial(sample, halves, o, ops=gpu_operations(halves.device, halves.dtype))
     with torch.inference_mode():
         for name, work in stages.items():
             yield {f'{name}_us': 1e6 * best_time(work, 'cuda', .1)}
@@ -685,9 +690,10 @@ def experts(args) -> Figures:
     from minisgl_lit.engine.cuda_graph import CudaCapture
     from minisgl_lit.kernels.fp8 import plain_to_fp8
     from minisgl_lit.kernels.grouped_matmul import expert_mlps
-    from minisgl_lit.models.layers import gated_mlp
+    from minisgl_lit.kernels.gpu_operations import gpu_operations
     from minisgl_lit.tools.roofline import best_time, memory_bandwidth
     n_experts, k, width, hidden = EXPERTS.values()
+    ops = gpu_operations(torch.device('cuda'), torch.bfloat16)
     def some(*shape): return torch.randn(*shape, device='cuda').bfloat16() * .03
     gate_up, down, bandwidth = some(n_experts, 2 * width, hidden), some(n_experts, hidden, width), memory_bandwidth(2**30, 'cuda')
     rounded = [[o.view(*weight.shape[:2], *o.shape[1:]) for o in plain_to_fp8(weight.flatten(0, 1))] for weight in (gate_up, down)]
@@ -698,7 +704,7 @@ def experts(args) -> Figures:
         rows = x[:max(1, n * k // in_use)]
         ways = dict(at_once=lambda: [expert_mlps(x, chosen, shares, gate_up, down)],
                     at_once_fp8=lambda: [expert_mlps(x, chosen, shares, *codes, *scales)],
-                    one_by_one=lambda: [gated_mlp(rows, gate_up[e], down[e]) for e in range(in_use)])
+                    one_by_one=lambda: [ops.gated_mlp(rows, gate_up[e], down[e]) for e in range(in_use)])
         told = {}
         for name, work in ways.items():
             with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):

@@ -19,9 +19,9 @@ chapters = {'process': '02a_process', 'kv_cache/table': '11_kv_cache.table', 'kv
             'scheduler/decode': '22_scheduler.decode', 'scheduler/lifecycle': '23_scheduler.lifecycle', 'scheduler/batch': '24_scheduler.batch',
             'scheduler/scheduler': '25_scheduler.scheduler', 'scheduler/control': '26_scheduler.control',
             'kernels/fused_heads': '14b_kernels.fused_heads', 'kernels/sampling': '14c_kernels.sampling', 'kernels/grouped_matmul': '14d_kernels.grouped_matmul',
-            'kernels/page_list': '14e_kernels.page_list', 'kernels/trials': '13a_kernels.trials', 'engine/kernel_trials': '43a_engine.kernel_trials', 'kernels/fp8': '14f_kernels.fp8', 'models/stored_heads': '30a_models.stored_heads',
-            'attention/choice': '33a_attention.choice', 'engine/sampler': '40_engine.sampler'}
-gpu = 'kernels/', 'models/stored_heads', 'attention/choice', 'engine/sampler'   # their other tests are those of kernels
+            'kernels/page_list': '14e_kernels.page_list', 'kernels/trials': '13a_kernels.trials', 'engine/kernel_trials': '43a_engine.kernel_trials', 'kernels/fp8': '14f_kernels.fp8', 'kernels/gpu_operations': '30c_kernels.gpu_operations', 'kernels/experts': '30a_kernels.experts',
+            'attention/choice': '33a_attention.choice'}
+gpu = 'kernels/', 'attention/choice'   # their other tests are those of kernels
 
 mutants = [   # what breaks, module, the line, what becomes of it
     ('a row is allocated twice', 'kv_cache/table', 'row = self._free.pop()', 'row = self._free[-1]'),
@@ -300,9 +300,9 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('GPU: NaN is hidden in fp8', 'kernels/fused_heads', 'tl.where(x == x, code, 127)', 'code'),
     ('GPU: fp8 is made of what was not rounded', 'kernels/fused_heads', '    a, b = tl.cast(a, qkv.dtype.element_ty), tl.cast(b, qkv.dtype.element_ty)\n    if FP8: a, b = _codes(tl.cast(a, tl.float32)), _codes(tl.cast(b, tl.float32))\n',
      '    if FP8: a, b = _codes(a), _codes(b)\n    else: a, b = tl.cast(a, qkv.dtype.element_ty), tl.cast(b, qkv.dtype.element_ty)\n'),
-    ('GPU: a cache of whole numbers is written', 'models/stored_heads', 'stored not in (x.dtype, FP8)', 'False'),
-    ('GPU: angles of any dtype', 'models/stored_heads', " or angles.cos_sin.dtype != torch.float32: return None", ': return None'),
-    ('GPU: fp8 is not tried', 'models/stored_heads', 'FP8 if fp8 else torch.bfloat16)', 'torch.bfloat16)'),
+    ('GPU: a cache of whole numbers is written', 'kernels/gpu_operations', 'if slots and slots.keys.dtype in (self.dtype, FP8):', 'if slots:'),
+    ('GPU: angles are rounded', 'kernels/gpu_operations', 'return RotaryAngles(cos_and_sin(positions, freqs, scale), rows)', 'return RotaryAngles(cos_and_sin(positions, freqs, scale).to(dtype), rows)'),
+    ('GPU: fp8 is not tried', 'kernels/gpu_operations', 'stored = FP8 if fp8 else torch.bfloat16', 'stored = torch.bfloat16'),
     ('GPU: the order of negative logits', 'kernels/sampling', '((bits >> 15) & 0x7fff)', '0'),
     ('GPU: -0 is less than 0', 'kernels/sampling', 'tl.where(keys == -1, 0, keys)', 'keys'),
     ('GPU: what fills a sweep is counted', 'kernels/sampling', 'if BY_COUNT: amount = tl.cast(at < n, tl.int64)', 'if BY_COUNT: amount = tl.cast(at < BLOCK, tl.int64)'),
@@ -314,8 +314,8 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('GPU: a greedy row is sampled', 'kernels/sampling', '> 0: token = first', '> 2: token = first'),
     ('GPU: settings lie close together', 'kernels/sampling', 'settings, settings.stride(0), n,', 'settings, rows, n,'),
     ('GPU: rows of logits lie close together', 'kernels/sampling', 'n, logits.stride(0)', 'n, n'),
-    ('GPU: logits that lie apart are sampled', 'engine/sampler', " and logits.stride(-1) == 1", ''),
-    ('GPU: logits of 32 bits are sampled', 'engine/sampler', 'if not on_gpu or logits.dtype not in (torch.bfloat16, torch.float16): return None', 'if not on_gpu: return None'),
+    ('GPU: logits that lie apart are sampled', 'kernels/gpu_operations', ' or logits.stride(-1) != 1', ''),
+    ('GPU: logits of 32 bits are sampled', 'kernels/gpu_operations', 'if logits.dtype != self.dtype or logits.stride(-1) != 1', 'if logits.stride(-1) != 1'),
     ('GPU: an expert in use has no tile', 'kernels/grouped_matmul', 'return (n_choices + in_use * (rows - 1)) // rows', 'return n_choices // rows + 1'),
     ('GPU: a tile goes on into the next expert', 'kernels/grouped_matmul', 'begin, tl.sum(tl.where(e == expert, end, 0), 0)', 'begin, begin + ROWS'),
     ('GPU: a tile without an expert computes', 'kernels/grouped_matmul', '    if expert < n_experts:\n        place, column = begin + tl.arange(0, ROWS), tl.arange(0, COLUMNS)\n        column += tl.program_id(1) * COLUMNS\n        mine, wanted = place < end, column < n_out\n        token',

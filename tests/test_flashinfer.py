@@ -19,14 +19,17 @@ from minisgl_lit.testing.flashinfer_emulator import PagedDecode, standin
 from minisgl_lit.kv_cache.pool import KVPool, layouts
 from minisgl_lit.kv_cache.table import TableManager
 from minisgl_lit.llm import LLM
-from minisgl_lit.models import layers
+from minisgl_lit.engine import worker
+from minisgl_lit.kernels import gpu_operations as gpu_operations_
+from minisgl_lit.kernels.fused_heads import norm_rope_store
+from minisgl_lit.kernels.library import DEFINITIONS
+from minisgl_lit.kernels.gpu_operations import FlashInferOperations, gpu_operations
+from minisgl_lit.models.operations import Operations
 from minisgl_lit.attention.torch import TorchAttention
 from minisgl_lit.attention import choice
 from minisgl_lit.attention.choice import choose_attention, unsupported_reason
 from minisgl_lit.attention.flashinfer import (
     KERNELS, FlashInferAttention, PairAttention, kind_of, page_indices, plan_arrays)
-from minisgl_lit.models.layers import (
-    add_norm, gated_mlp, qkv_heads, rms_norm, rope_angles, apply_rope, silu_mul)
 from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts
 
 lacks_package = importlib.util.find_spec('flashinfer') is None
@@ -174,8 +177,9 @@ def test_answers_are_those_of_transformers(checkpoint, page_size, halves, monkey
     "Through `LLM` and `build`, with the stand-in as its attention, and for half of them in its layers; twice, the second time from the cache"
     (path, right), comparison = checkpoint, Comparison()
     if page_size == 1:
-        monkeypatch.setattr(layers, 'gpu_kernels', lambda *tensors: standin if len(tensors[0]) else None)
-        monkeypatch.setattr(layers, 'fused', lambda *tensors: None)
+        steps = FlashInferOperations(torch.device('cpu'), torch.float32, standin)
+        monkeypatch.setattr(worker, 'find_operations', lambda *_: steps)
+        monkeypatch.setattr(gpu_operations_, 'store_kernel', lambda *_: norm_rope_store)
     with LLM(path, device='cpu', attention='torch', page_size=page_size, num_pages=400 * 16 // page_size, max_prefill_tokens=24) as llm:
         runtime = llm._driver.runtime
         given = runtime.engine.attention
@@ -240,40 +244,32 @@ def test_kernels_say_what_the_reference_says_on_a_gpu(page_size, heads, kv_heads
             got = ours.forward(*qkv, layer, ours.prepare(batch))
             torch.testing.assert_close(got, reference.forward(*qkv, layer, reference.prepare(batch)), rtol=.02, atol=.02)
 
-def small_steps(device, dtype=torch.bfloat16, n_q=4, n_kv=2, dim=128, n=37):
+def small_steps(ops, device, dtype=torch.bfloat16, n_q=4, n_kv=2, dim=128, n=37):
     "Results of the functions of a layer that have kernels, from the same numbers each time"
     g = torch.Generator().manual_seed(0)
     def some(*shape): return torch.randn(*shape, generator=g).to(device, dtype)
     x, more, weight, at, speed = some(n, 256), some(n, 256), some(256), torch.arange(n, device=device) * 7, torch.rand(dim // 2, generator=g).to(device)
     qkv, all_rows = some(n, n_q + 2 * n_kv, dim), (n_q + 2 * n_kv) * dim
-    told = [rms_norm(x, weight, 1e-6), rms_norm(qkv[:, :n_q], some(dim), 1e-6), silu_mul(some(n, 96)), silu_mul(some(n, 34))]
-    told += apply_rope(qkv[:, :n_q], qkv[:, n_q:-n_kv], rope_angles(at, speed, qkv))
-    told += qkv_heads(some(n, 256), some(all_rows, 256) / 16, None, (some(dim), some(dim)), 1e-6, rope_angles(at, speed, x), n_kv)
-    told += [gated_mlp(some(n, 256), some(192, 256) / 16, some(256, 96) / 10), *add_norm(x, more, weight, 1e-6)]
-    return told + [rms_norm(x[:0], weight, 1e-6)]    # nobody is sampled
+    told = [ops.rms_norm(x, weight, 1e-6), ops.rms_norm(qkv[:, :n_q], some(dim), 1e-6), ops.silu_mul(some(n, 96)), ops.silu_mul(some(n, 34))]
+    told += ops.apply_rope(qkv[:, :n_q], qkv[:, n_q:-n_kv], ops.rope_angles(at, speed, dtype))
+    told += ops.qkv_heads(some(n, 256), some(all_rows, 256) / 16, None, (some(dim), some(dim)), 1e-6, ops.rope_angles(at, speed, dtype), n_kv)
+    told += [ops.gated_mlp(some(n, 256), some(192, 256) / 16, some(256, 96) / 10), *ops.add_norm(x, more, weight, 1e-6)]
+    return told + [ops.rms_norm(x[:0], weight, 1e-6)]    # nobody is sampled
 
 @pytest.mark.parametrize('shape', [dict(), dict(n=1), dict(dim=64, n_kv=1), dict(dim=32)])
-def test_small_steps_by_the_stand_in_say_what_torch_says(monkeypatch, shape):
-    expected = small_steps('cpu', **shape)
-    calls = []
-    def pretended(*tensors):
-        if not len(tensors[0]): return None
-        calls.append(tensors)
-        return standin
-    monkeypatch.setattr(layers, 'gpu_kernels', pretended)
-    monkeypatch.setattr(layers, 'fused', lambda *tensors: None)
-    for a, b in zip(small_steps('cpu', **shape), expected, strict=True): torch.testing.assert_close(a, b, rtol=.03, atol=.06)
-    assert len(calls) > 8
+def test_small_steps_by_the_stand_in_say_what_torch_says(shape):
+    calls, counted = [], {name: lambda *args, f=getattr(standin, name), name=name: calls.append(name) or f(*args) for name in DEFINITIONS}
+    ours = small_steps(FlashInferOperations(torch.device('cpu'), torch.bfloat16, replace(standin, **counted)), 'cpu', **shape)
+    for a, b in zip(ours, small_steps(Operations(), 'cpu', **shape), strict=True): torch.testing.assert_close(a, b, rtol=.03, atol=.06)
+    assert len(calls) > 5 and set(calls) >= {*DEFINITIONS} - {'apply_rope_with_cos_sin_cache_inplace'}
 
 @needs_gpu
-def test_small_kernels_say_what_torch_says_on_a_gpu(monkeypatch):
+def test_small_kernels_say_what_torch_says_on_a_gpu():
     for dtype in (torch.bfloat16, torch.float16):
-        assert layers.gpu_kernels(torch.ones(1, 8, device='cuda', dtype=dtype)).rmsnorm is importlib.import_module('flashinfer').rmsnorm
-        ours = small_steps('cuda', dtype)
-        with monkeypatch.context() as m:
-            m.setattr(layers, 'gpu_kernels', lambda *tensors: None)
-            expected = small_steps('cuda', dtype)
-        for a, b in zip(ours, expected, strict=True): torch.testing.assert_close(a, b, rtol=.03, atol=.06)
+        ops = gpu_operations(torch.device('cuda'), dtype)
+        assert ops.library.rmsnorm is importlib.import_module('flashinfer').rmsnorm
+        for a, b in zip(small_steps(ops, 'cuda', dtype), small_steps(Operations(), 'cuda', dtype), strict=True):
+            torch.testing.assert_close(a, b, rtol=.03, atol=.06)
 
 @pytest.mark.parametrize('kind', ['prefill', 'decode'])
 def test_what_is_measured_runs_by_its_own_plan(kind):

@@ -66,7 +66,7 @@ def test_parts_add_up(drawn, seed):
     same(lambda m: m._embed(ids), sum)
     for i in range(2):
         same(lambda m: m.attention(i, x, m.angles(torch.arange(4)), attend), sum)
-        same(lambda m: m.mlps[i].forward(x, m.layers[i]), sum)
+        same(lambda m: m.mlps[i].forward(x, m.layers[i], m.operations), sum)
     same(lambda m: m.logits(x), lambda found: torch.cat(found, -1)[:, :config.vocab_size])
 
 @settings(max_examples=60)

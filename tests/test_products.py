@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.attention.cpu_kernels import attention_c
-from minisgl_lit.models.layers import layers_c
+from minisgl_lit.kernels.cpu_operations import layers_c
 from minisgl_lit.kernels.compiler import compile_c, library_folder, load, vectors
 from minisgl_lit.kernels.quantized import grouped_c
-from minisgl_lit.kernels.linear import PackedWeight, linear, linear_c, pack_weight
+from minisgl_lit.kernels.linear import PanelWeight, linear_c, pack_weight
 from minisgl_lit.kernels.plan import load_kernels
+from minisgl_lit.models.operations import linear
 
 try:
     with library_folder() as folder: compile_c('void nothing(void *to) {}', folder)
@@ -41,7 +42,7 @@ def test_matmul_agrees_with_torch(rows, n_out, n_in, dtype, constant, threads, s
     eps = 1e-5 if dtype == torch.float32 else .01
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, rtol=eps, atol=eps * n_in ** .5)
-    if isinstance(packed, PackedWeight): assert torch.equal(packed.unpack(), weight)
+    if isinstance(packed, PanelWeight): assert torch.equal(packed.unpack(), weight)
 
 @needs_compiler
 @settings(max_examples=30)

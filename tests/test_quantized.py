@@ -4,11 +4,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_lit.kernels.linear import linear, pack_weight
+from minisgl_lit.kernels.cpu_operations import cpu_operations
+from minisgl_lit.kernels.linear import pack_weight
 from minisgl_lit.kernels.quantized import QuantizedWeight, join_rows, pack_groups, quantize
 from minisgl_lit.models.checkpoint import read_config
 from minisgl_lit.models.decoder import Decoder
-from minisgl_lit.models.layers import apply_rope, embed, gated_mlp, inverse_frequencies, qkv_heads, rms_norm, rope_angles, silu_mul
+from minisgl_lit.models.operations import inverse_frequencies, linear
 from minisgl_lit.models.quantization import Quantization
 from minisgl_lit.models.weights import load_weights
 from reference import make_checkpoint
@@ -118,15 +119,15 @@ def test_fused_layers_compute_what_single_steps_compute(rows, bits, whole, dtype
     def weight(n_out, n_in): return pack_groups(quantize(torch.randn(n_out, n_in, generator=g) * .1, bits, 32), dtype, whole)
     def vector(n): return torch.randn(n, generator=g).to(dtype)
     x, gate_up, down = torch.randn(rows, 64, generator=g).to(dtype), weight(192, 64), weight(64, 96)
-    biases = vector(192), vector(64)
-    got, want = gated_mlp(x, gate_up, down, *biases), linear(silu_mul(linear(x, gate_up, biases[0])), down, biases[1])
+    biases, ops = (vector(192), vector(64)), cpu_operations(torch.device('cpu'), dtype)
+    got, want = ops.gated_mlp(x, gate_up, down, *biases), linear(ops.silu_mul(linear(x, gate_up, biases[0])), down, biases[1])
     torch.testing.assert_close(got, want, rtol=.02, atol=.02)   # of silu: ours is of the kernel's own exp
-    angles = rope_angles(torch.arange(rows), inverse_frequencies(16, 1e4), x)
+    angles = ops.rope_angles(torch.arange(rows), inverse_frequencies(16, 1e4), dtype)
     norms, w = (vector(16), vector(16)), weight(8 * 16, 64)
-    q, k, v = qkv_heads(x, w, None, norms, 1e-6, angles, 2)
+    q, k, v = ops.qkv_heads(x, w, None, norms, 1e-6, angles, 2)
     alone = linear(x, w).view(rows, 8, 16)
     assert torch.equal(v, alone[:, 6:])
-    a, b = apply_rope(rms_norm(alone[:, :4], norms[0], 1e-6), rms_norm(alone[:, 4:6], norms[1], 1e-6), angles)
+    a, b = ops.apply_rope(ops.rms_norm(alone[:, :4], norms[0], 1e-6), ops.rms_norm(alone[:, 4:6], norms[1], 1e-6), angles)
     torch.testing.assert_close(torch.cat([q, k], 1), torch.cat([a, b], 1))
 
 
@@ -135,7 +136,7 @@ def test_an_embedding_is_found_among_panels():
     "Rows of the weights that are meant, also through `embed`"
     weight = quantize(torch.randn(150, 96), 8, 32, minima=True)
     table, ids = pack_groups(weight, torch.float32), torch.tensor([149, 0, 64, 63, 149])
-    assert torch.equal(embed(ids, table), weight.dequantize()[ids]) and torch.equal(table.unpack(), weight.dequantize())
+    assert torch.equal(cpu_operations(table.data.device, torch.float32).embed(ids, table), weight.dequantize()[ids]) and torch.equal(table.unpack(), weight.dequantize())
 
 
 def test_dtypes_without_a_kernel_get_plain_weights():
@@ -154,6 +155,9 @@ def test_a_quantized_model_is_the_one_that_is_meant(name, tmp_path):
         return pack_weight(quantize(weight, *bits).dequantize() if bits else weight)
     def attend(q, k, v, layer): return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     ids = torch.arange(9)
-    with torch.inference_mode():
-        got, want = (Decoder(config, load_weights(tmp_path, config, torch.float32, finish=o)).forward(ids, ids, attend, ids) for o in (how.pack, meant))
+    ops = cpu_operations(torch.device('cpu'), torch.float32)
+    def logits(finish):
+        model = Decoder(config, load_weights(tmp_path, config, torch.float32, finish=finish), operations=ops)
+        return model.forward(ids, ids, attend, ids)
+    with torch.inference_mode(): got, want = logits(how.pack), logits(meant)
     assert torch.equal(got, want)

@@ -19,8 +19,8 @@ from minisgl_lit.engine import recorded_steps
 from minisgl_lit.engine.cuda_graph import GraphEngine
 from minisgl_lit.engine.engine import Engine, Launched
 from minisgl_lit.engine.recorded_steps import RecordedSteps
-from minisgl_lit.engine.sampler import largest
 from minisgl_lit.kernels.plan import Arena, NotRecordable, Plan, PlanRecorder, load_kernels, team_c
+from minisgl_lit.models.operations import Operations
 from minisgl_lit.runtime import build
 from reference import FAMILIES, VARIANTS, make_checkpoint, prompts
 
@@ -73,7 +73,7 @@ def watch(runtime) -> SimpleNamespace:
         pool.buffer.copy_(before)
         Engine._forward(engine, batch, other := Launched())
         same = torch.equal(bits(launched.logits), bits(other.logits)) and torch.equal(bits(stored), bits(pool.buffer))
-        same &= all(map(torch.equal, launched.largest, largest(other.logits)))
+        same &= all(map(torch.equal, launched.largest, Operations().largest(other.logits)))
         if not same or not launched.logits.isfinite().all(): seen.apart.append(batch.device_lens.tolist())
         seen.replayed[len(batch.rows)] += 1
     def watched(batch):

@@ -14,17 +14,16 @@ import torch
 from minisgl_lit.attention.cpu import NO_WINDOW, CpuAttention, stored_as
 from minisgl_lit.attention.cpu import tasks_c
 from minisgl_lit.engine.recorded_steps import tokens_c
-from minisgl_lit.engine.sampler import largest_c
 from minisgl_lit.kernels.compiler import LEVELS, find_compiler, flags, run_compiler
 from minisgl_lit.kernels.linear import linear_c
 from minisgl_lit.kernels.quantized import bytes_c, panel_order, quantize
 from minisgl_lit.kernels.plan import entries, load_kernels, parameters, team_c
 from minisgl_lit.kernels.vector_math import exp_c
-from minisgl_lit.models.layers import layers_c
+from minisgl_lit.kernels.cpu_operations import layers_c
 from test_attention_cpu import make as make_world
 
 # all kernels in one text: each begins with those before it, which may stand there once
-ALL_C = tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '').replace(bytes_c, '') + largest_c.removeprefix(team_c) + tokens_c.removeprefix(team_c)
+ALL_C = tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '').replace(bytes_c, '') + tokens_c.removeprefix(team_c)
 NAMES = [*parameters(ALL_C)]
 DRIVER_C = ALL_C + entries(ALL_C) + r"""
 #include <stdio.h>
@@ -117,7 +116,7 @@ class Calls:
 
     def run_here(self):
         "By the kernels as they are compiled for use"
-        libs = [load_kernels(o) for o in (layers_c, tasks_c, largest_c, tokens_c)]
+        libs = [load_kernels(o) for o in (layers_c, tasks_c, tokens_c)]
         for name, args in self.ops: next(getattr(o, name) for o in libs if hasattr(o, name))(*args)
 
     def run_there(self, program, folder, threads, under):
@@ -253,7 +252,7 @@ def calls(panel: int) -> Calls:
 
 def test_all_kernels_are_in_one_text():
     "Each kernel stands in it once, so that the driver has all that chapters compile"
-    assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(tasks_c), *parameters(largest_c), *parameters(tokens_c)})
+    assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(tasks_c), *parameters(tokens_c)})
     assert ALL_C.count(team_c) == ALL_C.count(linear_c) == ALL_C.count(exp_c) == ALL_C.count(bytes_c) == 1
 
 @pytest.fixture(scope='module')

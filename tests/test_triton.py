@@ -8,13 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_lit.engine.sampler import largest, sample_random
+from minisgl_lit.engine.sampler import sample_random
 from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
 from minisgl_lit.testing.triton_emulator import BlockPointer, Language, TritonKernel
 from minisgl_lit.kv_cache.pool import FP8, KVPool, layouts
-from minisgl_lit.models.layers import _plain_apply_rope, _plain_norm, rope_angles
-from minisgl_lit.models.stored_heads import _trial as heads_trial
+from minisgl_lit.kernels.gpu_operations import store_trial
+from minisgl_lit.models.operations import Operations, rotate
 from minisgl_lit.kernels.trials import TOLERANCE, largest_error
+
+plain = Operations()
+largest = plain.largest
 
 interpreted = os.environ.get('TRITON_INTERPRET') == '1'
 lacks_package = importlib.util.find_spec('triton') is None
@@ -36,14 +39,14 @@ def step(n, n_q, n_kv, half, more, page_size, layout, dtype, normed, seed, store
     wide = some(n, (n_q + 2 * n_kv) * dim + more)
     qkv = wide[:, :(n_q + 2 * n_kv) * dim].view(n, n_q + 2 * n_kv, dim)
     out_loc = torch.randperm((4 + n) * page_size, generator=g)[:n]
-    angles = rope_angles(torch.randint(1000, (n,), generator=g), torch.rand(half, generator=g), torch.zeros(1))
+    angles = plain.rope_angles(torch.randint(1000, (n,), generator=g), torch.rand(half, generator=g), torch.float32)
     return pool, wide, qkv, (some(dim), some(dim)) if normed else None, angles, out_loc
 
 def by_steps(pool, wide, qkv, norms, angles, out_loc, n_kv):
     "As the layers' definitions compute it"
     q, k, v = qkv.split([qkv.shape[1] - 2 * n_kv, n_kv, n_kv], dim=1)
-    if norms: q, k = _plain_norm(q, norms[0], 1e-6), _plain_norm(k, norms[1], 1e-6)
-    q, k = (_plain_apply_rope(o.float(), angles).to(o.dtype) for o in (q, k))
+    if norms: q, k = plain.rms_norm(q, norms[0], 1e-6), plain.rms_norm(k, norms[1], 1e-6)
+    q, k = (rotate(o.float(), angles).to(o.dtype) for o in (q, k))
     pool.store_kv(1, k, v, out_loc)
     qkv.copy_(torch.cat([q, k, v], dim=1))
 
@@ -83,7 +86,7 @@ def test_a_cache_of_fp8_gets_the_codes_of_what_is_in_place(world, size):
     assert torch.equal(codes(pool), codes(expected))
 
 def test_the_trial_of_heads_passes():
-    for stored in torch.bfloat16, FP8: assert largest_error(heads_trial(fused_heads.norm_rope_store, torch.device('cpu'), stored)) <= TOLERANCE
+    for stored in torch.bfloat16, FP8: assert largest_error(store_trial(fused_heads.norm_rope_store, plain, torch.device('cpu'), stored)) <= TOLERANCE
 
 @st.composite
 def decoding(draw):

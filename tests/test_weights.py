@@ -8,13 +8,15 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
+from minisgl_lit.kernels import gpu_operations
+from minisgl_lit.kernels.experts import SideBySide
 from minisgl_lit.kernels.grouped_matmul import expert_mlps
-from minisgl_lit.models import moe
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.llm import LLM
 from minisgl_lit.models.checkpoint import families, read_config
 from minisgl_lit.models.decoder import Decoder, ModelConfig, weight_shapes
-from minisgl_lit.models.moe import MoeMlp, SideBySide
+from minisgl_lit.models.moe import MoeMlp
+from minisgl_lit.models.operations import Operations
 from minisgl_lit.models.quantization import Fp8Projections
 from minisgl_lit.models.weights import (
     keep, list_files, load_weights, tensor_placements, read_batches, read_headers)
@@ -99,19 +101,20 @@ def test_experts_lie_side_by_side(whole, compression):
     weights = {name: pack(name, weight.clone()) for name, weight in weights.items()}
     def plain(o): return o if isinstance(o, torch.Tensor) else o.unpack()
     assert beside.keys() == weights.keys() and all(torch.equal(plain(o), plain(weights[name])) for name, o in beside.items())
-    model, apart = Decoder(config, beside), Decoder(config, weights)
+    table = gpu_operations.TritonOperations(torch.device('cpu'), torch.float32)
+    with patch.object(gpu_operations, 'experts_kernel', return_value=expert_mlps): model, apart = Decoder(config, beside, operations=table), Decoder(config, weights, operations=table)
     layers = [i for i in range(config.num_layers) if isinstance(config.mlp(i), MoeMlp)]
     assert layers
     for i in layers:
         for o in 'gate_up_proj', 'down_proj':
-            joined, one = (model.layers[i][f'mlp.experts.{part}{o}.weight'] for part in ('', '1.'))
-            assert joined[1].data_ptr() == (one if compression is None else one.data).data_ptr()
-            assert (f'mlp.experts.{o}.scales' in model.layers[i]) == bool(compression)
-        assert 'mlp.experts.down_proj.weight' not in apart.layers[i]
+            joined, one = model.layers[i][o], model.layers[i][f'mlp.experts.1.{o}.weight']
+            joined, one = ((o if compression is None else o.data) for o in (joined, one))
+            assert joined[1].data_ptr() == one.data_ptr()
+        assert 'down_proj' not in apart.layers[i]
         x = torch.randn(9, config.hidden_size)
-        want = apart.mlps[i].forward(x, apart.layers[i])
-        with patch.object(moe, 'experts_kernel', return_value=expert_mlps) as asked: got = model.mlps[i].forward(x, model.layers[i])
-        assert asked.call_args.kwargs == dict(fp8=bool(compression)) and torch.allclose(got, want, atol=1e-5)
+        want = apart.mlps[i].forward(x, apart.layers[i], Operations())
+        with patch.object(gpu_operations, 'experts_kernel', return_value=expert_mlps) as asked: got = model.mlps[i].forward(x, model.layers[i], table)
+        assert asked.call_args.args[2] == bool(compression) and torch.allclose(got, want, atol=1e-5)
 
 ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(-2, 300), st.floats(), st.text(max_size=5), st.lists(st.integers(0, 3), max_size=3),
                      st.just({}), st.sampled_from(['yarn', 'linear', 'llama3', 'dynamic', 'sliding_attention', 'bfloat16', *families]))

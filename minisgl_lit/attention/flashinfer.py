@@ -6,7 +6,7 @@
 __all__ = ['RECOMMENDED_WORKSPACE', 'MAX_TILE', 'KERNELS', 'PLAN_BYTES', 'PlanArrays', 'plan_arrays', 'page_indices',
            'PlanMemory', 'PlanBuffers', 'workspace_bytes', 'Kernels', 'usual_kernels', 'FlashInferMetadata', 'kind_of',
            'StepBlock', 'GraphMemory', 'StaticMetadata', 'PlanOptions', 'FlashInferAttention', 'PairMetadata',
-           'PairAttention', 'BatchAttention']
+           'PairAttention']
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #b23cbb66
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +21,10 @@ from ..core.request import Batch
 from ..device import T, BufferPool, record_event
 from ..core.library import DecodeWrapper, KernelLibrary, Wrapper
 from ..kernels.page_list import page_lister
-from ..kv_cache.pool import KVPool, KVSlots
+from ..kv_cache.pool import KVPool
 from ..kv_cache.table import begin_pages, to_device
-from .torch import AttentionBackend, Attend
+from .torch import AttentionBackend
+from ..models.operations import Attend, Slots
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #40c26d4b
 @dataclass(frozen=True)
@@ -413,10 +414,11 @@ class FlashInferAttention(AttentionBackend):
     def attend_batch(
         self,
         metadata: object,   # From `prepare` or `static`
-    ) -> Attend:
-        "Attention of one batch, as a decoder calls it; it offers slots"
+    ) -> tuple[Attend, Slots]:
+        "Attention of one batch, as a decoder calls it, and where keys and values go"
         assert isinstance(metadata, FlashInferMetadata)
-        return BatchAttention(self, metadata)
+        slots = partial(self.pool.slots, out_loc=metadata.out_loc)
+        return partial(self.attend, metadata=metadata), slots
 
 # %% ../../nbs/33_attention.flashinfer.ipynb #a5b3c410
 PLAN_BYTES = 1 << 20   # room for the plan of a graph, on the device
@@ -466,26 +468,7 @@ class PairAttention(AttentionBackend):
     def attend_batch(
         self,
         metadata: object,  # From `prepare`
-    ) -> Attend:
+    ) -> tuple[Attend, Slots]:
         "As the chosen backend attends"
         assert isinstance(metadata, PairMetadata)
         return metadata.backend.attend_batch(metadata.metadata)
-
-# %% ../../nbs/33_attention.flashinfer.ipynb #e3e43bee
-@dataclass(frozen=True)
-class BatchAttention:
-    "FlashInfer's attention of one batch, after keys and values were stored in `slots`."
-    backend: FlashInferAttention
-    metadata: FlashInferMetadata   # Of the batch
-
-    def slots(
-        self,
-        layer: int,   # Whose keys and values are stored
-    ) -> KVSlots:
-        "Where they go"
-        return self.backend.pool.slots(layer, self.metadata.out_loc)
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                 layer: int) -> torch.Tensor:
-        "Attention of a layer"
-        return self.backend.attend(q, k, v, layer, self.metadata)

@@ -23,9 +23,9 @@ from .engine import Engine, Launched
 from ..kv_cache.table import TableManager, dummy_batch
 from ..attention.torch import AttentionBackend
 from ..attention.flashinfer import FlashInferAttention, StaticMetadata
-from .sampler import largest, plan_sampling
+from .sampler import plan_sampling
 from ..models.decoder import Decoder, DenseMlp, ModelConfig
-from ..models.moe import experts_kernel
+from ..models.operations import Operations
 
 # %% ../../nbs/42_engine.cuda_graph.ipynb #de815069
 def bucket_sizes(
@@ -39,14 +39,13 @@ def bucket_sizes(
 def why_not_captured(
     model: ModelConfig,  # Its shape
     ranks: int,          # How many compute it
-    device: torch.device,  # Where
-    dtype: torch.dtype,  # Of tokens
+    operations: Operations,   # What computes it
     fp8: bool,           # Whether projections are 8-bit floating point
 ) -> str | None:         # A sentence, or `None` if they can be captured
     "Why a model's decode steps cannot be captured"
     if ranks > 1: return f'with tp={ranks} a captured all-reduce would outlive a rank that has died'
     if all(isinstance(model.mlp(i), DenseMlp) for i in range(model.num_layers)): return None
-    if experts_kernel(device, dtype, fp8): return None
+    if operations.experts_at_once(fp8): return None
     return 'routed experts ask the host how many tokens each of them has'
 
 # %% ../../nbs/42_engine.cuda_graph.ipynb #b1a9cdcd
@@ -133,14 +132,14 @@ class CudaGraphs:
     def _capture(self, batch: Batch) -> CapturedStep:
         "Capture a batch of this size"
         metadata = self.attention.static(batch)
-        attend = self.attention.attend_batch(metadata)
+        attend, slots = self.attention.attend_batch(metadata)
         rows, positions = metadata.block.rows, metadata.block.positions
         def work() -> list[torch.Tensor]:
             self.attention.list_pages(metadata)
             ids, angles = self.token_pool[rows, positions], self.model.angles(positions)
-            hidden = self.model.hidden(ids, angles, attend)
+            hidden = self.model.hidden(ids, angles, attend, slots)
             logits = self.model.logits(hidden, out=self.logits[:len(rows)])
-            return [logits, *largest(logits), torch.stack([rows, positions + 1])]
+            return [logits, *self.model.operations.largest(logits), torch.stack([rows, positions + 1])]
         return CapturedStep(metadata, *self.capture(work))
 
     # %% ../../nbs/42_engine.cuda_graph.ipynb #14e51771

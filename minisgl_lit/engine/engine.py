@@ -116,14 +116,14 @@ class Engine:
         metadata = self.attention.prepare(batch)
         rows, positions = to_device(np.stack([batch.token_rows, batch.positions]), self.device)
         input_ids = self.token_pool[rows, positions]
-        attend = self.attention.attend_batch(metadata)
+        attend, slots = self.attention.attend_batch(metadata)
         last = to_device(batch.last_tokens, self.device)
         asked, pooling = batch.logprob_requests, batch.pooling_requests
         of_prompts = asked and len(asked.tokens)
         if not (of_prompts or pooling):
-            launched.logits = self.model.forward(input_ids, positions, attend, last)
+            launched.logits = self.model.forward(input_ids, positions, attend, last, slots)
             return
-        hidden = self.model.hidden(input_ids, self.model.angles(positions), attend)
+        hidden = self.model.hidden(input_ids, self.model.angles(positions), attend, slots)
         launched.logits = self.model.logits(hidden[last])
         if asked and of_prompts: launched.prompts = self._prompt_logprobs(hidden, asked)
         if pooling: launched.pooled = [sum_states(hidden, pooling.starts, pooling.ends)]
@@ -157,7 +157,7 @@ class Engine:
         if mask is not None: apply_mask(logits, mask)
         known = None if batch.logit_edits or mask is not None else launched.largest
         plan, settings = launched.sampling or (plan_sampling(batch.sampling, places[1]), None)
-        tokens, finite = sample(logits, plan, known, settings)
+        tokens, finite = sample(logits, plan, known, settings, self.model.operations)
         self._write_tokens(places, tokens, launched.places)
         results += tokens, finite
         if asked and as_made is not None:

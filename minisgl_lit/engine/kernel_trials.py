@@ -23,7 +23,7 @@ from ..kernels.grouped_matmul import experts_trial
 from ..kernels.page_list import PAGES_TRIAL
 from ..kernels.sampling import SAMPLING_TRIAL
 from ..kernels.trials import Trial, findings
-from ..models.stored_heads import heads_trial
+from ..kernels.gpu_operations import heads_trial
 
 # %% ../../nbs/43a_engine.kernel_trials.ipynb #9a44edee
 def _trial_of(kind: str, kernel: str, served: Served) -> Trial:

@@ -17,10 +17,9 @@ from ..core.request import Batch, ForwardMode
 from .cuda_graph import recorders
 from .engine import Launched
 from ..kv_cache.table import TableManager
-from .sampler import largest
 from ..kernels.plan import Arena, Plan, PlanRecorder, NotRecordable, load_kernels, team_c
 from ..models.decoder import Decoder
-from ..models.layers import RotaryAngles, embed
+from ..models.operations import RotaryAngles
 
 # %% ../../nbs/42a_engine.recorded_steps.ipynb #4e8d20b7
 tokens_c = team_c + r"""
@@ -58,6 +57,7 @@ class RecordedSteps:
     def capture_all(self) -> None:
         "Record the step; `NotRecordable` if torch computes a part of it"
         m, most, kernels = self.metadata, self.most, load_kernels(tokens_c)
+        ops = self.model.operations
         if kernels is None: raise NotRecordable('no compiler made the kernels that move tokens')
         lengths = self.token_pool.shape[1], m.table_rows, m.lens
         def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, m)
@@ -65,9 +65,9 @@ class RecordedSteps:
             self.attention.cut(m, most)
             input_ids = torch.empty(most, dtype=torch.int32)
             kernels.read_tokens(input_ids, self.token_pool, *lengths, most)
-            angles = RotaryAngles(embed(torch.from_numpy(self.positions), self.angles))
+            angles = RotaryAngles(ops.embed(torch.from_numpy(self.positions), self.angles))
             self.logits = self.model.logits(self.model.hidden(input_ids, angles, attend))
-            tokens, finite = largest(self.logits)
+            tokens, finite = ops.largest(self.logits)
             kernels.write_tokens(self.token_pool, *lengths, tokens, most)
         self.plan, ids, all_finite = Plan(recorder), tokens.numpy(), finite.numpy()
         self.results = [   # torch makes a view in microseconds, so all are made here

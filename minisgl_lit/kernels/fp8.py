@@ -7,15 +7,13 @@ __all__ = ['triton', 'tl', 'FP8', 'LARGEST', 'SMALLEST_SCALE', 'FP8_TRIAL', 'pla
            'scaled_matmul', 'can_multiply_fp8', 'Fp8Weight']
 
 # %% ../../nbs/14f_kernels.fp8.ipynb #4b8b800b
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
 from .library import find_triton, numbers, serves
-from .linear import PackedWeight
 from .trials import Pairs, Trial
 
 # pyright: reportInvalidTypeForm=false
@@ -98,9 +96,12 @@ def can_multiply_fp8(
 
 # %% ../../nbs/14f_kernels.fp8.ipynb #309f20da
 @dataclass(frozen=True, eq=False)
-class Fp8Weight(PackedWeight):
+class Fp8Weight:
     "A weight matrix of 8-bit floating point, in the order of its outputs."
-    scales: torch.Tensor = field(kw_only=True)   # Of each output, float32, [n_out]
+    data: torch.Tensor      # E4M3, [n_out, n_in]
+    scales: torch.Tensor    # Of each output, float32, [n_out]
+    shape: tuple[int, int]  # Outputs and inputs
+    dtype: torch.dtype      # Of the weights that were rounded
 
     @classmethod
     def of(
@@ -109,14 +110,13 @@ class Fp8Weight(PackedWeight):
     ) -> 'Fp8Weight':
         "Round a weight"
         codes, scales = plain_to_fp8(weight)
-        return cls(codes, (weight.shape[0], weight.shape[1]), 1, weight.dtype, scales=scales)
+        return cls(codes, scales, (weight.shape[0], weight.shape[1]), weight.dtype)
 
-    def kernels(self, source: str, x: torch.Tensor) -> SimpleNamespace | None:
-        "None in C"
-        return None
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        "Some rows of the weights that are meant, [n, n_in]"
+    def rows(
+        self,
+        ids: torch.Tensor,  # Outputs, each below `shape[0]`, [n]
+    ) -> torch.Tensor:      # [n, n_in]
+        "Some rows of the weights that are meant"
         codes = self.data.view(torch.uint8)[ids].view(FP8)   # which torch indexes
         return (codes.float() * self.scales[ids, None]).to(self.dtype)
 
@@ -124,7 +124,11 @@ class Fp8Weight(PackedWeight):
         "The weights that are meant, [n_out, n_in]"
         return (self.data.float() * self.scales[:, None]).to(self.dtype)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def multiply(
+        self,
+        x: torch.Tensor,   # [n_tokens, n_in]
+        bias: torch.Tensor | None = None,  # [n_out]
+    ) -> torch.Tensor:     # [n_tokens, n_out]
         "`x @ weight.T + bias`: by 8-bit numbers if the device can, else widened"
         fits = x.dim() == 2 and x.dtype == torch.bfloat16 and x.stride(-1) == 1
         if not fits or any(o % 16 for o in self.shape) or not can_multiply_fp8(x.device):

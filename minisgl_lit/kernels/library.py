@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DEFINITIONS', 'rmsnorm', 'fused_add_rmsnorm', 'silu_and_mul', 'apply_rope_with_cos_sin_cache_inplace', 'numbers',
-           'in_torch', 'small_pairs', 'small_trials', 'find_library', 'gpu_kernels', 'NoKernel', 'no_triton',
-           'find_triton', 'on_compilation', 'serves']
+           'in_torch', 'small_pairs', 'small_trials', 'find_library', 'NoKernel', 'no_triton', 'find_triton',
+           'on_compilation', 'serves']
 
 # %% ../../nbs/13c_kernels.library.ipynb #30cf3798
 import math
@@ -126,21 +126,6 @@ def find_library(
         names = ', '.join(name for name in failed if failed[name] == why)
         warn_once(f'In plain torch: {names}. FlashInfer: {why}')
     return in_torch(library, failed)
-
-# %% ../../nbs/13c_kernels.library.ipynb #023fc5d1
-def gpu_kernels(
-    *tensors: torch.Tensor,  # Arguments of a kernel, first those with a row for each token
-) -> KernelLibrary | None:   # `None`: torch shall compute
-    "FlashInfer, if it can compute with these tensors"
-    x = tensors[0]
-    if x.device.type != 'cuda' or not x.numel(): return None
-    if x.dtype not in (torch.bfloat16, torch.float16): return None
-    grad = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor.dtype != x.dtype or tensor.stride(-1) != 1: return None
-        if grad and tensor.requires_grad: return None
-    found = find_library(x.device)
-    return None if isinstance(found, str) else found
 
 # %% ../../nbs/13c_kernels.library.ipynb #df0dcb5d
 class NoKernel:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from .compiler import large_pages
-from .linear import PackedWeight, c_kernels, linear_c
+from .linear import PanelWeight, c_kernels, linear_c
 from .plan import load_kernels, team_size
 
 # %% ../../nbs/06b_kernels.quantized.ipynb #ec503575
@@ -84,7 +84,7 @@ def quantize(
 
 # %% ../../nbs/06b_kernels.quantized.ipynb #1c6f3e6a
 @dataclass(frozen=True, eq=False)
-class PackedGroups(PackedWeight):
+class PackedGroups(PanelWeight):
     """A quantized weight in the order in which the kernel reads it, panel by panel, group by group.
 
     `rounds_input` chooses the product: whole numbers, for which the input is rounded to 8 bits by
@@ -183,8 +183,6 @@ def join_rows(
     return PackedGroups(data, (n_out, first.shape[1]), first.panel, first.dtype,
                         torch.tensor([*form, [0] * len(form[0])]), min(o.group for o in packed),
                         first.rounds_input)
-
-
 
 # %% ../../nbs/06b_kernels.quantized.ipynb #bda82933
 grouped_c = linear_c + r"""

@@ -9,7 +9,7 @@ __all__ = ['dummy_weights']
 import torch
 
 from ..device import ProcessGroup
-from ..kernels.linear import PackedWeight
+from .operations import Weight
 from .decoder import ModelConfig
 from .weights import Assembly, Finish, keep
 
@@ -20,7 +20,7 @@ def dummy_weights(
     device: torch.device | str = 'cpu',  # Of the weights
     group: ProcessGroup = ProcessGroup(),  # The ranks that share the model
     finish: Finish = keep,             # What becomes of a weight that is whole
-) -> dict[str, torch.Tensor | PackedWeight]:  # As `weight_shapes` names them
+) -> dict[str, Weight]:  # As `weight_shapes` names them
     "Random weights of the right shapes, the same at each call; the model generates nonsense"
     made = Assembly(config, dtype, device, group, finish, None)
     wanted = made.places

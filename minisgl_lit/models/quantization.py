@@ -15,7 +15,8 @@ import torch
 
 from ..kernels.compiler import large_pages
 from ..kernels.fp8 import Fp8Weight
-from ..kernels.linear import PackedWeight, pack_weight
+from ..kernels.linear import pack_weight
+from .operations import Weight
 from ..kernels.quantized import (
     PackedGroups, QuantizedWeight, join_rows, pack_groups, quantize)
 from .decoder import ModelConfig, weight_shapes
@@ -50,8 +51,6 @@ def quantize_and_pack(
     form = begin.form.clone()
     form[0, :2] = torch.tensor([len(weight), len(data)])
     return replace(begin, data=data, shape=tuple(weight.shape), form=form)
-
-
 
 # %% ../../nbs/36b_models.quantization.ipynb #40fd6c5e
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class Quantization:
         self,
         name: str,             # See `of`
         weight: torch.Tensor,  # May be overwritten
-    ) -> torch.Tensor | PackedWeight:
+    ) -> Weight:
         "Compress a weight, or reorder it for its kernel, as soon as it is whole"
         how = self.of(name, tuple(weight.shape))
         if how is None: return pack_weight(weight)
@@ -125,7 +124,7 @@ class Fp8Projections:
         self,
         name: str,             # See `of`
         weight: torch.Tensor,  # May be overwritten
-    ) -> torch.Tensor | PackedWeight:
+    ) -> Weight:
         "Round a weight, or reorder it for its kernel, as soon as it is whole"
         return Fp8Weight.of(weight) if self.of(name, tuple(weight.shape)) else pack_weight(weight)
 
@@ -146,7 +145,7 @@ def pack_parts(
     parts: Sequence[QuantizedWeight],  # One below the other, for the same inputs
     dtype: torch.dtype,    # Of the inputs
     rounds_input: bool,    # See `PackedGroups`
-) -> torch.Tensor | PackedWeight:
+) -> Weight:
     "One weight of parts that may have other bits and groups"
     return join_rows([pack_groups(o, dtype, rounds_input) for o in parts])
 

@@ -13,28 +13,28 @@ from pathlib import Path
 import torch
 
 from ..device import ProcessGroup
-from ..kernels.linear import PackedWeight
+from .operations import Weight
 from .checkpoint import read_config
 from .decoder import ModelConfig, Weights
 from .weights import (
     TensorInfo, check_tensors, open_checkpoint, tensor_placements)
 
 # %% ../../nbs/38a_models.weight_update.ipynb #0433da6a
-def _parts(weight: torch.Tensor | PackedWeight) -> dict[str, object]:
+def _parts(weight: Weight) -> dict[str, object]:
     "All that a weight is made of, by name"
     if isinstance(weight, torch.Tensor): return {'data': weight}
     return {f.name: getattr(weight, f.name) for f in fields(weight)}
 
-def _form(weight: torch.Tensor | PackedWeight) -> dict[str, object]:
+def _form(weight: Weight) -> dict[str, object]:
     "What two weights must have in common: shapes and number formats, and all that is no tensor"
     return {name: (part.shape, part.dtype) if isinstance(part, torch.Tensor) else part
             for name, part in _parts(weight).items()}
 
 def overwrite(
     name: str,   # Of the weight, for the error
-    old: torch.Tensor | PackedWeight,   # Its memory
-    new: torch.Tensor | PackedWeight,   # What shall stand there
-) -> torch.Tensor | PackedWeight:       # The old object, with the new numbers
+    old: Weight,   # Its memory
+    new: Weight,   # What shall stand there
+) -> Weight:       # The old object, with the new numbers
     "Copy a weight over another of the same form; `ValueError` if the form differs"
     if _form(old) != _form(new): raise ValueError(
         f'{name} of the new checkpoint has another form in memory; it needs an engine of its own')
@@ -45,7 +45,7 @@ def overwrite(
     return old
 
 # %% ../../nbs/38a_models.weight_update.ipynb #e225b0aa
-Put = Callable[[str, torch.Tensor | PackedWeight], torch.Tensor | PackedWeight]   # By name
+Put = Callable[[str, Weight], Weight]   # By name
 _FREE = 'dtype', 'eos_token_ids', 'generation'   # fields of `ModelConfig` that may differ
 
 def _compression(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple | None]:
@@ -95,7 +95,7 @@ class WeightUpdater:
         path: Path,   # One that `check` has let through
     ) -> None:
         "Put its weights in the place of those of now"
-        def put(name: str, new: torch.Tensor | PackedWeight) -> torch.Tensor | PackedWeight:
+        def put(name: str, new: Weight) -> Weight:
             return overwrite(name, self.weights[name], new)
         for name, weight in self._read(path, put).items():
             if weight is not self.weights[name]: put(name, weight)   # one joined of parts

@@ -27,7 +27,7 @@ from ..device import ProcessGroup
 from .decoder import (
     ModelConfig, kv_heads, shard_config, shard_size, weight_shapes)
 from ..kernels.compiler import large_pages, trim_heap, warn_once
-from ..kernels.linear import PackedWeight
+from .operations import Weight
 from ..kernels.quantized import QuantizedWeight
 from .gguf import GgufTensor, block_formats, read_index, read_tensor
 from .gguf_text import has_index
@@ -397,8 +397,8 @@ def open_checkpoint(
     return files
 
 # %% ../../nbs/36_models.weights.ipynb #e9abf604
-Finish = Callable[[str, torch.Tensor], torch.Tensor | PackedWeight]   # of (name, weight)
-Join = Callable[[Sequence[QuantizedWeight]], torch.Tensor | PackedWeight]   # one below the other
+Finish = Callable[[str, torch.Tensor], Weight]   # of (name, weight)
+Join = Callable[[Sequence[QuantizedWeight]], Weight]   # one below the other
 
 def keep(name: str, weight: torch.Tensor) -> torch.Tensor:
     "A weight as it is"
@@ -421,7 +421,7 @@ class Assembly:
         for place in self.places.values(): self._left[place.weight] += place.shape[0]
         self._filling = dict[str, torch.Tensor]()
         self._parts: defaultdict[str, list[tuple[int, str, QuantizedWeight]]] = defaultdict(list)
-        self._whole = dict[str, torch.Tensor | PackedWeight]()
+        self._whole = dict[str, Weight]()
         self._new = partial(torch.empty, dtype=dtype, device=device)
         self._padded, self._finish, self._join = group.size > 1, finish, join
 
@@ -460,7 +460,7 @@ class Assembly:
         self._parts[place.weight] += parts
         return True
 
-    def _finished(self, name: str) -> torch.Tensor | PackedWeight:
+    def _finished(self, name: str) -> Weight:
         "A weight that is whole: of quantized parts, if they are all of it"
         parts = sorted(self._parts.pop(name, []), key=itemgetter(0))
         rows = sum(len(part.codes) for *_, part in parts)
@@ -472,11 +472,9 @@ class Assembly:
             fill(weight[row:row + len(numbers), :numbers.shape[1]], of, numbers)
         return self._finish(name, self._filling.pop(name))
 
-    def weights(self) -> dict[str, torch.Tensor | PackedWeight]:
+    def weights(self) -> dict[str, Weight]:
         "All of them, by name"
         return {name: self._whole[name] for name in self.shapes}
-
-
 
 # %% ../../nbs/36_models.weights.ipynb #89971eb4
 QUIET_BYTES = 200e6   # load in a moment, so no progress bar
@@ -490,7 +488,7 @@ def load_weights(
     finish: Finish = keep,         # What becomes of a weight as soon as it is whole
     join: Join | None = None,      # The same of one in quantized parts; `None`: they are widened
     progress: bool | None = None,  # A progress bar; `None`: in a terminal, if there is much to load
-) -> dict[str, torch.Tensor | PackedWeight]:  # As `weight_shapes` names them
+) -> dict[str, Weight]:  # As `weight_shapes` names them
     """All weights, fused and converted tensor by tensor.
 
     Peak memory: the weights, once, and what one mapping of a file has read; of one that `finish`

@@ -35,7 +35,7 @@ from .fields import ApiError, checking_fields
 from .middleware import middleware_stack
 from .metrics import LiveFeed, Metrics, RequestTimer
 from .messages import UserMsg
-from .operations import PAGE_FILES, Operations
+from .operations import PAGE_FILES, ServerRoutes
 from .native_protocol import (
     AbortRequest, DetokenizeRequest, GenerateWriter, PauseRequest, TokenizeRequest)
 from .ollama_protocol import ServedModel
@@ -169,7 +169,7 @@ class Api:
         self.metrics = Metrics(client.model)
         self.live = LiveFeed(lambda: self.ask(client.control, 'live'))
         self._probe: asyncio.Future[dict[str, object]] | None = None   # of `/health_generate`
-        self.operations = Operations(client, self.ask, tokenizer, self.info)
+        self.operations = ServerRoutes(client, self.ask, tokenizer, self.info)
         self.calling = ToolCalling(tokenizer, str(self.info.get('tool_call_parser', 'auto')))
 
     def _head(self, kind: str) -> tuple[str, str, int]:

@@ -161,7 +161,7 @@ class BenchmarkTarget:
         self.config, self.llm = config, LLM(**asdict(config))
         runtime = self.llm.runtime
         self.model, self.device = runtime.model_config, runtime.engine.device
-        self.dtype, self.memory = runtime.engine.model.head.dtype, runtime.memory
+        self.dtype, self.memory = runtime.engine.model.norm.dtype, runtime.memory
         self.run(Workload([[1, 2, 3]], [3]))   # warm-up: whatever is done only once
 
     def run(self, work: Workload) -> BenchmarkRun:

@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
-from ..kernels.linear import PackedWeight
 from ..kernels.quantized import QuantizedWeight, quantize
 from ..models.checkpoint import read_config
 from ..models.hub import resolve_model
 from ..models.decoder import Decoder, DenseMlp, ModelConfig
-from ..models.layers import RotaryAngles, embed
+from ..models.operations import RotaryAngles, find_operations
 from ..models.quantization import Quantization
 from ..models.weights import QUIET_BYTES, GgufFiles, SafetensorsFiles, load_weights
 from ..models.weights import check_tensors, open_checkpoint, read_json, tensor_placements
@@ -68,9 +67,11 @@ def gptq(
 
 # %% ../../nbs/62c_tools.quantize.ipynb #1686f5ab
 @dataclass(frozen=True, eq=False)
-class Watched(PackedWeight):
+class Watched:
     "A weight that adds up what it is multiplied with."
-    seen: torch.Tensor | None = None   # Sum of `x x^T`, float32, [n_in, n_in]
+    data: torch.Tensor      # The weight, [n_out, n_in]
+    shape: tuple[int, int]  # Outputs and inputs
+    seen: torch.Tensor      # Sum of `x x^T`, float32, [n_in, n_in]
 
     @classmethod
     def of(
@@ -79,14 +80,21 @@ class Watched(PackedWeight):
     ) -> 'Watched':
         "A weight that has seen nothing yet"
         n_out, n_in = weight.shape
-        return cls(weight, (n_out, n_in), 1, weight.dtype, seen=torch.zeros(n_in, n_in))
+        return cls(weight, (n_out, n_in), torch.zeros(n_in, n_in))
 
-    def kernels(self, source: str, x: torch.Tensor) -> None:
-        "None: a kernel that does more than multiply would hide its input"
+    def rows(
+        self,
+        ids: torch.Tensor,  # Outputs, [n]
+    ) -> torch.Tensor:      # [n, n_in]
+        "Some rows"
+        return self.data[ids]
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def multiply(
+        self,
+        x: torch.Tensor,    # [n_tokens, n_in]
+        bias: torch.Tensor | None = None,  # [n_out]
+    ) -> torch.Tensor:      # [n_tokens, n_out]
         "`x @ weight.T + bias`"
-        assert self.seen is not None, 'made by `of`'
         self.seen.addmm_(x.float().T, x.float())
         return F.linear(x, self.data, bias)
 
@@ -119,7 +127,8 @@ def calibrate(
     if not all(isinstance(config.mlp(i), DenseMlp) for i in range(config.num_layers)):
         raise ValueError('calibration is for dense models: most experts would see too few tokens; '
                          'without it, each weight is rounded to the nearest code')
-    decoder = Decoder(config, load_weights(path, config, config.dtype))
+    operations = find_operations(torch.device('cpu'), config.dtype)
+    decoder = Decoder(config, load_weights(path, config, config.dtype), operations=operations)
     windows = dict(enumerate(config.windows))
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         return causal(q, k, v, windows.get(layer))
@@ -129,7 +138,8 @@ def calibrate(
         x, more = decoder.layer(i, x.clone(), copied, angles, attend)
         return x, more, angles
     def start(ids: torch.Tensor) -> State:
-        return embed(ids, decoder.embedding), None, decoder.angles(torch.arange(len(ids)))
+        at, embedded = torch.arange(len(ids)), operations.embed(ids, decoder.embedding)
+        return embedded, None, decoder.angles(at)
     states = [start(ids) for ids in texts]
     for i in range(config.num_layers):
         layer = decoder.layers[i]
@@ -137,8 +147,7 @@ def calibrate(
                    if isinstance(o, torch.Tensor) and name.endswith('_proj.weight')}
         decoder.layers[i] = {**layer, **watched}
         for state in states: through(i, state)
-        found = {name: gptq(o.data, o.seen, bits, group) for name, o in watched.items()
-                 if o.seen is not None}
+        found = {name: gptq(o.data, o.seen, bits, group) for name, o in watched.items()}
         rounded = {name: o.dequantize().to(config.dtype) for name, o in found.items()}
         decoder.layers[i] = {**layer, **rounded}
         states = [through(i, state) for state in states]

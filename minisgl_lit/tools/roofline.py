@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Counts', 'MAX_PROMPT_TOKENS', 'workloads', 'ModelCosts', 'best_time', 'memory_bandwidth', 'matmul_rate',
            'peak_matmul_rate', 'LowerBound', 'Roofline', 'Workload', 'WorkloadShape', 'lower_bound', 'measure_roofline',
-           'ridge_point', 'Measurement', 'Report', 'percentiles', 'machine_rates', 'weight_bytes', 'part_of', 'Part',
-           'StepReport', 'step_parts']
+           'ridge_point', 'Measurement', 'Report', 'percentiles', 'machine_rates', 'numbers_of', 'weight_bytes',
+           'part_of', 'Part', 'StepReport', 'step_parts']
 
 # %% ../../nbs/57_tools.roofline.ipynb #54fe631f
 import json
@@ -14,17 +14,18 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..kernels.linear import PackedWeight, linear, pack_weight
+from ..kernels.linear import pack_weight
 from ..kernels.plan import Op, Plan
 from ..models.decoder import Decoder, ModelConfig, layer_shapes
 from ..models.moe import MoeMlp
+from ..models.operations import Weight, linear
 
 # %% ../../nbs/57_tools.roofline.ipynb #a2f5e461
 Counts = np.ndarray | float   # one count, or an array of them
@@ -368,21 +369,27 @@ def machine_rates(
             Measurement('matrix product', roofline.peak_flops / 1e9, 'GFLOP/s')]
 
 # %% ../../nbs/57_tools.roofline.ipynb #8500a183
+def numbers_of(
+    weight: Weight,   # Packed or not
+) -> torch.Tensor:    # Its largest part
+    "What a product with it reads"
+    if isinstance(weight, torch.Tensor): return weight
+    parts = [getattr(weight, field.name) for field in fields(weight)]
+    return max((o for o in parts if isinstance(o, torch.Tensor)), key=lambda part: part.nbytes)
+
 def weight_bytes(
     model: Decoder,       # Packed or not
 ) -> dict[int, int]:
     "Bytes of each weight that a decode step reads as a whole, by address"
     weights = [model.head, model.norm, *(o for layer in model.layers for o in layer.values())]
-    plain = [o.data if isinstance(o, PackedWeight) else o for o in weights]
-    return {o.data_ptr(): o.nbytes for o in plain}
+    return {o.data_ptr(): o.nbytes for o in map(numbers_of, weights)}
 
 def part_of(
     op: Op,        # Of a recorded step
     model: Decoder,  # Whose step it is
 ) -> str:
     "The part that a kernel belongs to"
-    name, head = op.kernel.name, model.head
-    address = (head.data if isinstance(head, PackedWeight) else head).data_ptr()
+    name, address = op.kernel.name, numbers_of(model.head).data_ptr()
     if name in ('packed_rows', 'take_rows', 'grouped_rows'): return 'embedding'
     return f'{name} (head)' if address in op.words[2:] else name
 

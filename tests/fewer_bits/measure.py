@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from minisgl_lit import LLM, SamplingParams
-from minisgl_lit.kernels.linear import PackedWeight, pack_weight
+from minisgl_lit.kernels.linear import pack_weight
+from minisgl_lit.models.operations import Weight, find_operations
 from minisgl_lit.kv_cache.pool import round_rows, widen_rows
 from minisgl_lit.models.checkpoint import read_config
 from minisgl_lit.models.decoder import Decoder, weight_shapes
@@ -22,7 +23,7 @@ from minisgl_lit.models.gguf import gguf_folder
 from minisgl_lit.models.quantization import Quantization, pack_parts, quantize_and_pack, stored_bytes, weight_bytes
 from minisgl_lit.models.weights import load_weights, open_checkpoint
 
-Pack = Callable[[str, torch.Tensor], torch.Tensor | PackedWeight]
+Pack = Callable[[str, torch.Tensor], Weight]
 LLAMACPP = ('Q8_0', 'Q6_K', 'Q5_K_M', 'Q4_K_M', 'Q4_0')
 FOLDERS = {   # what `make.py` wrote: the name in the table, and who rounded
     'ct8-64': ('compressed-tensors, 8 bits, 64', 'quantize'), 'ct8-64-calibrated': ('compressed-tensors, 8 bits, 64', 'quantize, GPTQ'),
@@ -38,7 +39,7 @@ def attend(rounded: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lay
     q, k, v = (o.transpose(0, 1) for o in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
 
-def as_it_is(name: str, weight: torch.Tensor) -> torch.Tensor | PackedWeight: return pack_weight(weight)
+def as_it_is(name: str, weight: torch.Tensor) -> Weight: return pack_weight(weight)
 
 class Model:
     "One of the two, with the texts that it never saw."
@@ -62,7 +63,7 @@ class Model:
     def log_probs(self, folder: Path, pack: Pack, rounds: bool = False, kv: bool = False) -> torch.Tensor:
         "Of the next token, after each token of all texts"
         weights = load_weights(folder, self.config, torch.float32, finish=pack, join=partial(pack_parts, dtype=torch.float32, rounds_input=rounds))
-        model = Decoder(self.config, weights)
+        model = Decoder(self.config, weights, operations=find_operations(torch.device('cpu'), torch.float32))
         def of(ids: list[int]) -> torch.Tensor:
             at = torch.arange(len(ids))
             return model.forward(torch.tensor(ids), at, partial(attend, kv), at[:-1]).log_softmax(-1)
@@ -97,7 +98,7 @@ def while_loading(model: Model):
         right = model.right(quantization=f'int{n_bits}', quantization_group=group)
         yield model.row(f"quantization='int{n_bits}', {group}", 'while loading', 16, bits(how[0]), model.path, (how[0].pack, how[1].pack), right)
     four, table = Quantization(4, 64, False), weight_shapes(model.config)['model.embed_tokens.weight']
-    def head(bits: int, rounds: bool, name: str, weight: torch.Tensor) -> torch.Tensor | PackedWeight:
+    def head(bits: int, rounds: bool, name: str, weight: torch.Tensor) -> Weight:
         if weight.shape != table: return Quantization(4, 64, rounds).pack(name, weight)
         return pack_weight(weight) if bits == 16 else quantize_and_pack(weight, bits, 64, rounds)
     share = table[0] * table[1] / n
