@@ -20,7 +20,7 @@ from .engine.memory import MemoryPlan, set_threads, warn_if_spinning
 from .engine.tensor_parallel import LeaderEngine, LeaderTable, RankProcesses
 from .engine.second_tier import check_tier, make_handoffs, make_tier
 from .engine.worker import ResolvedConfig, make_engine, start_ranks
-from .kernels.compiler import release_pages
+from .core.host import release_pages
 from .kernels.library import on_compilation
 from .kv_cache.manager import CacheManager, PageSource
 from .kv_cache.radix import make_prefix_cache

@@ -398,14 +398,15 @@ CASES = dict(
 def engine(case: Case):
     "A runtime on the fake device, with what it has said; FlashInfer's modules are built anew"
     from minisgl_lit.config import EngineConfig
-    from minisgl_lit.kernels import compiler, library as kernels, trials
+    from minisgl_lit.core import host
+    from minisgl_lit.kernels import library as kernels, trials
     from minisgl_lit.core.library import load_library
     from minisgl_lit.runtime import build
     import flashinfer
     from minisgl_lit.kernels.gpu_operations import store_kernel
     from minisgl_lit.kernels.page_list import page_lister
     from minisgl_lit.kernels.sampling import can_sample
-    for o in (kernels.find_library, load_library, trials._findings, compiler.warn_once, page_lister, can_sample, store_kernel): o.cache_clear()
+    for o in (kernels.find_library, load_library, trials._findings, host.warn_once, page_lister, can_sample, store_kernel): o.cache_clear()
     found = trials.findings(GPU)
     found.known, found.file, found.run = {}, None, try_uncounted
     for o in (flashinfer.norm.get_norm_module, flashinfer.rope.get_rope_module, flashinfer.prefill.get_batch_prefill_module,
@@ -414,7 +415,7 @@ def engine(case: Case):
     device.counts.clear()
     device.kernels.clear()
     given = dict(device='cuda', dummy_weights=True, attention='flashinfer', max_running_req=4, max_seq_len=512, num_pages=2000)
-    with (tempfile.TemporaryDirectory() as folder, patch.object(compiler, 'print', lambda *o, **_: said.append(*o), create=True),
+    with (tempfile.TemporaryDirectory() as folder, patch.object(host, 'print', lambda *o, **_: said.append(*o), create=True),
           patch.object(trials, 'largest_error', compare_shapes)):
         (Path(folder)/'config.json').write_text(json.dumps(SHAPE | case.shape))
         runtime = build(EngineConfig.of(folder, **given | case.settings))

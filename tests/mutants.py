@@ -19,8 +19,8 @@ chapters = {'process': '02a_process', 'kv_cache/table': '11_kv_cache.table', 'kv
             'scheduler/decode': '22_scheduler.decode', 'scheduler/lifecycle': '23_scheduler.lifecycle', 'scheduler/batch': '24_scheduler.batch',
             'scheduler/scheduler': '25_scheduler.scheduler', 'scheduler/control': '26_scheduler.control',
             'kernels/fused_heads': '14b_kernels.fused_heads', 'kernels/sampling': '14c_kernels.sampling', 'kernels/grouped_matmul': '14d_kernels.grouped_matmul',
-            'kernels/page_list': '14e_kernels.page_list', 'kernels/trials': '13a_kernels.trials', 'engine/kernel_trials': '43a_engine.kernel_trials', 'kernels/fp8': '14f_kernels.fp8', 'kernels/gpu_operations': '30c_kernels.gpu_operations', 'kernels/experts': '30a_kernels.experts',
-            'attention/choice': '33a_attention.choice'}
+            'kernels/page_list': '33a_kernels.page_list', 'kernels/trials': '13a_kernels.trials', 'engine/kernel_trials': '43a_engine.kernel_trials', 'kernels/fp8': '14f_kernels.fp8', 'kernels/gpu_operations': '30c_kernels.gpu_operations', 'kernels/experts': '30a_kernels.experts',
+            'attention/choice': '33b_attention.choice'}
 gpu = 'kernels/', 'attention/choice'   # their other tests are those of kernels
 
 mutants = [   # what breaks, module, the line, what becomes of it

@@ -240,9 +240,12 @@ def test_no_old_name_is_left():
 def room(module):
     "The folder of a module, or the module itself where it stands at the top"
     module = module.removeprefix(f"{pkg}.")
-    return "core" if ".".join(module.split(".")[:2]) in CORE_ALREADY else module.partition(".")[0]
+    top, _, rest = module.partition(".")
+    return "core" if {top, f"{top}.{rest.partition('.')[0]}"} & CORE_ALREADY else top
 
-CORE_ALREADY = ["models.operations", "kv_cache.pool"]   # stand in another folder, and know nothing that core does not
+CORE_ALREADY = set("""attention.flashinfer attention.torch config device engine.cuda_graph engine.engine engine.memory engine.pooling engine.sampler kv_cache.eviction
+    kv_cache.manager kv_cache.pool kv_cache.radix kv_cache.table models.checkpoint models.decoder models.moe models.operations models.weights
+    scheduler.batch scheduler.control scheduler.decode scheduler.lifecycle scheduler.policy scheduler.prefill scheduler.scheduler""".split())   # stand in other folders, and import nothing but core
 
 def rooms():
     "{room: the rooms that it imports}"

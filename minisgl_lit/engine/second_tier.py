@@ -22,7 +22,7 @@ from ..device import WorkerStream
 from .engine import Engine
 from .memory import MemoryPlan
 from .worker import ResolvedConfig
-from ..kernels.compiler import warn_once
+from ..core.host import warn_once
 from ..kv_cache.handoff import Handoffs
 from ..kv_cache.page_file import KEY_BYTES, bytes_for, open_page_file
 from ..kv_cache.table import TableManager

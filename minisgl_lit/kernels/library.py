@@ -20,7 +20,7 @@ from types import ModuleType
 import torch
 
 from ..core.library import KernelLibrary, load_library
-from .compiler import warn_once
+from ..core.host import warn_once
 from .trials import Pairs, Trial, findings
 
 # %% ../../nbs/13c_kernels.library.ipynb #f2583f49

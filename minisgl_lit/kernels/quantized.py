@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from .compiler import large_pages
+from ..core.host import large_pages
 from .linear import PanelWeight, c_kernels, linear_c
 from .plan import load_kernels, team_size
 
@@ -27,6 +27,9 @@ class QuantizedWeight:
     minima: torch.Tensor | None = None   # The same; `None`: codes lie around `2**(bits - 1)`
 
     def __len__(self) -> int: return len(self.codes)
+
+    @property
+    def width(self) -> int: return self.codes.shape[1]
 
     @property
     def group(self) -> int:
@@ -111,8 +114,7 @@ class PackedGroups(PanelWeight):
         lib = self.kernels(grouped_c, x)
         if lib is None: return F.linear(x, self.unpack().to(x.dtype), bias)
         (rows, n_in), n_out = x.shape, self.shape[0]
-        y = x.new_empty(rows, n_out)
-        shared = x.new_empty(self.scratch_bytes(rows), dtype=torch.uint8)
+        y, shared = x.new_empty(rows, n_out), x.new_empty(self.scratch_bytes(rows), dtype=torch.uint8)
         lib.grouped_linear(y, x.contiguous(), self.data, self.form, bias, shared, rows, n_out, n_in,
                            x.dtype == torch.bfloat16,
                            threads=team_size(rows * n_out * n_in, 500_000))
@@ -123,9 +125,8 @@ class PackedGroups(PanelWeight):
         "Some rows of the weights that are meant, [n, n_in]"
         lib = load_kernels(grouped_c)
         assert lib, 'that has packed it'
-        n_in = self.shape[1]
-        rows = self.data.new_empty(len(ids), n_in, dtype=self.dtype)
-        lib.grouped_rows(rows, self.data, self.form, ids.int(), len(ids), n_in,
+        rows = self.data.new_empty(len(ids), self.shape[1], dtype=self.dtype)
+        lib.grouped_rows(rows, self.data, self.form, ids.int(), len(ids), self.shape[1],
                          self.dtype == torch.bfloat16, threads=team_size(rows.numel()))
         return rows
 
@@ -177,8 +178,8 @@ def join_rows(
         if form and form[-1][2:] == row[2:] and form[-1][0] % first.panel == 0:
             form[-1][:2] = [form[-1][0] + row[0], form[-1][1] + row[1]]
         else: form.append(row)
-    n_out, size = sum(o.shape[0] for o in packed), sum(len(o.data) for o in packed)
-    data = large_pages(torch.empty(size, dtype=torch.uint8))
+    n_out = sum(o.shape[0] for o in packed)
+    data = large_pages(torch.empty(sum(len(o.data) for o in packed), dtype=torch.uint8))
     torch.cat([o.data for o in packed], out=data)
     return PackedGroups(data, (n_out, first.shape[1]), first.panel, first.dtype,
                         torch.tensor([*form, [0] * len(form[0])]), min(o.group for o in packed),

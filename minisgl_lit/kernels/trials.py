@@ -29,7 +29,8 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from .compiler import cache_folder, is_ours, warn_once
+from ..core.host import warn_once
+from .compiler import cache_folder, is_ours
 from ..process import start_module
 
 # %% ../../nbs/13a_kernels.trials.ipynb #d38da8f2

@@ -18,8 +18,7 @@ import torch
 from ..core.sampling_params import RequestError, SamplingParams
 from .decoder import DenseMlp, Mlp, ModelConfig, Rope, dtypes, ropes
 from .moe import MoeMlp
-from .packed_files import methods
-from .weights import is_base, open_file, read_json
+from .weights import is_base, open_file, quant_methods, read_json
 
 # %% ../../nbs/38_models.checkpoint.ipynb #d2a35601
 @dataclass(frozen=True)
@@ -117,10 +116,11 @@ def check_supported(
     if (act := raw.get('hidden_act', 'silu')) != 'silu':
         raise ValueError(f"hidden_act={act!r:.80} of config.json is not served; only 'silu' is")
     if found := read_optional(raw, 'quantization_config', dict):
-        if (method := read_optional(found, 'quant_method', str)) in methods: return
-        raise ValueError(f'quant_method={method!r:.80} of config.json is not served; '
-                         f'known are {", ".join(methods)}; or give a checkpoint in float32, '
-                         "bfloat16 or float16: quantization='int4' compresses that while it loads")
+        if (method := read_optional(found, 'quant_method', str)) in quant_methods.names: return
+        known = ''.join(f'{o}, ' for o in quant_methods.names)
+        raise ValueError(f'quant_method={method!r:.80} of config.json is not served; known are '
+                         f'{known}or a checkpoint in float32, bfloat16 or float16, which '
+                         "quantization='int4' compresses while it loads")
 
 # %% ../../nbs/38_models.checkpoint.ipynb #caf359b8
 DEFAULT_CONTEXT = 2048   # tokens, as in a Llama

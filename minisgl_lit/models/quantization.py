@@ -13,14 +13,14 @@ from math import prod
 
 import torch
 
-from ..kernels.compiler import large_pages
+from ..core.host import large_pages
 from ..kernels.fp8 import Fp8Weight
 from ..kernels.linear import pack_weight
 from .operations import Weight
 from ..kernels.quantized import (
     PackedGroups, QuantizedWeight, join_rows, pack_groups, quantize)
 from .decoder import ModelConfig, weight_shapes
-from .weights import TensorInfo
+from .weights import CodedRows, TensorInfo
 
 # %% ../../nbs/36b_models.quantization.ipynb #4590351b
 ROWS_AT_ONCE = 1024   # outputs: whole panels
@@ -142,12 +142,14 @@ def weight_bytes(
 
 # %% ../../nbs/36b_models.quantization.ipynb #0b2c771d
 def pack_parts(
-    parts: Sequence[QuantizedWeight],  # One below the other, for the same inputs
+    parts: Sequence[CodedRows],  # One below the other, for the same inputs
     dtype: torch.dtype,    # Of the inputs
     rounds_input: bool,    # See `PackedGroups`
 ) -> Weight:
     "One weight of parts that may have other bits and groups"
-    return join_rows([pack_groups(o, dtype, rounds_input) for o in parts])
+    coded = [o for o in parts if isinstance(o, QuantizedWeight)]
+    assert len(coded) == len(parts), 'from files of a format that we know'
+    return join_rows([pack_groups(o, dtype, rounds_input) for o in coded])
 
 def stored_bytes(
     tensors: Mapping[str, TensorInfo],   # Of a checkpoint

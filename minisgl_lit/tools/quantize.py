@@ -24,7 +24,7 @@ from ..models.hub import resolve_model
 from ..models.decoder import Decoder, DenseMlp, ModelConfig
 from ..models.operations import RotaryAngles, find_operations
 from ..models.quantization import Quantization
-from ..models.weights import QUIET_BYTES, GgufFiles, SafetensorsFiles, load_weights
+from ..models.weights import QUIET_BYTES, Checkpoint, load_weights
 from ..models.weights import check_tensors, open_checkpoint, read_json, tensor_placements
 from ..text.tokenizer import Tokenizer
 
@@ -216,7 +216,7 @@ class Writer:
         (self.path/'model.safetensors.index.json').write_text(json.dumps(index, indent=1))
 
 def whole_tensors(
-    checkpoint: SafetensorsFiles | GgufFiles,   # Not compressed
+    checkpoint: Checkpoint,   # Not compressed
 ) -> Iterator[tuple[str, torch.Tensor]]:
     "All tensors, put together of the pieces in which large ones are read"
     pieces = list[torch.Tensor]()
