@@ -18,7 +18,10 @@ class Chapter:
     kind: str     # opening, weekend, C or reference
 
     @property
-    def number(self): return self.stem.split("/")[-1].split("_")[0].removeprefix("0") or "0"
+    def number(self):
+        "Of an evening, a weekend or the core; the rest has none"
+        found = re.match(r"\d+[a-z]?(?=_)", self.stem.rpartition("/")[2])
+        return (found[0].removeprefix("0") or "0") if found else ""
 
 @dataclass(frozen=True)
 class Part:

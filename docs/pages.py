@@ -1,4 +1,4 @@
-"""Pages made from what the project already says: the command line from its own parser, the benchmarks from `61_peers.json`, a GPU's figures from `gpu/`."""
+"""Pages made from what the project already says: the command line from its own parser, the benchmarks from `peers.json`, a GPU's figures from `gpu/`."""
 import argparse, json
 
 def cell(text): return " ".join((text or "").replace("|", "\\|").split())
@@ -40,7 +40,7 @@ def cli(parser):
     "The reference of the command line"
     [commands] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     intro = ("# The command line\n\nMade from the program itself: `minisgl-lit COMMAND --help-all` says the same. A flag of the settings is a field of "
-             "{py:obj}`EngineConfig <minisgl_lit.config.EngineConfig>` or {py:obj}`ServerConfig <minisgl_lit.config.ServerConfig>` with dashes, so `LLM(page_size=32)`, "
+             "{py:obj}`EngineConfig <minisgl_lit.core.config.EngineConfig>` or {py:obj}`ServerConfig <minisgl_lit.core.config.ServerConfig>` with dashes, so `LLM(page_size=32)`, "
              "`serve(page_size=32)` and `--page-size 32` are one thing. With no command, the program serves.")
     said = set()
     return "\n\n".join([intro, *(command(name, p, 2, said) for name, p in commands.choices.items())]) + "\n"
@@ -55,7 +55,7 @@ def benchmarks(peers):
     unit, start = cell(peers["unit"]), peers["start"]
     return f"""# Benchmarks
 
-A speed alone says little: it needs the machine, the work, and what would have been possible. So every benchmark here measures the machine's memory and arithmetic in the same run and prints the least time that prefill and decode could take in any engine. [The chapter on benchmarks](../nbs/61_tools.bench.ipynb) builds them, [limits](../nbs/57_tools.roofline.ipynb) says what they are measured against, and [load](../nbs/58_tools.load_generator.ipynb) sends a server requests as its callers do.
+A speed alone says little: it needs the machine, the work, and what would have been possible. So every benchmark here measures the machine's memory and arithmetic in the same run and prints the least time that prefill and decode could take in any engine. [The chapter on benchmarks](../nbs/tools/bench.ipynb) builds them, [limits](../nbs/tools/roofline.ipynb) says what they are measured against, and [load](../nbs/tools/load_generator.ipynb) sends a server requests as its callers do.
 
 ## Beside other engines
 
@@ -95,7 +95,7 @@ def write(docs, nbs):
     "Write them, if they changed"
     import measured    # which makes tables, too
     from minisgl_lit.cli import make_parser
-    peers = json.loads((nbs/"61_peers.json").read_text(encoding="utf-8"))
+    peers = json.loads((nbs/"peers.json").read_text(encoding="utf-8"))
     for name, text in {"cli.md": cli(make_parser()), "benchmarks.md": benchmarks(peers), "gpu-measured.md": measured.read(docs)}.items():
         path = docs/"made"/name
         path.parent.mkdir(exist_ok=True)

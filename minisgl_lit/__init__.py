@@ -32,20 +32,43 @@ def __getattr__(name):
     return value
 
 
-_moved = {"kernels.flashinfer_reference": "testing.flashinfer_emulator", "kernels.triton_reference": "testing.triton_emulator",
-          "models.embedded": "models.hub", "models.embedded_tasks": "tools.embedded_tasks",
-          "scheduler.thinking": "text.thinking", "models.layers": "models.operations"}   # old module -> new one, until 0.4
+_moved_to = {   # until 0.4: rooms, and the old names of their modules, with the new one where that differs
+    "core": "config device",
+    "core.kv_cache": "kv_cache.pool kv_cache.table kv_cache.eviction kv_cache.radix kv_cache.manager",
+    "core.attention": "core.library attention.torch attention.flashinfer",
+    "core.scheduler": "scheduler.policy scheduler.prefill scheduler.decode scheduler.lifecycle scheduler.batch scheduler.scheduler "
+                      "scheduler.control",
+    "core.models": "models.operations models.decoder models.moe models.weights models.checkpoint models.layers=operations",
+    "core.engine": "engine.memory engine.sampler engine.pooling engine.engine engine.cuda_graph",
+    "kernels": "attention.cpu=cpu_attention attention.cpu_kernels=attention_c attention.choice=attention_choice engine.recorded_steps "
+               "engine.kernel_trials",
+    "formats": "models.gguf models.gguf_text models.hub models.packed_files models.quantization models.dummy_weights "
+               "models.weight_update models.embedded=hub",
+    "distributed": "engine.tensor_parallel kv_cache.events=kv_events kv_cache.page_file kv_cache.tier kv_cache.handoff",
+    "text": "engine.grammar engine.json_schema scheduler.thinking",
+    "rules": "scheduler.fairness",
+    "": "engine.worker=assembly engine.second_tier",
+    "testing": "kernels.flashinfer_reference=flashinfer_emulator kernels.triton_reference=triton_emulator",
+    "tools": "models.embedded_tasks",
+}
+_moved = {old: f"{room}.{new or old.rpartition('.')[2]}".removeprefix(".")
+          for room, names in _moved_to.items() for old, _, new in (o.partition("=") for o in names.split())}
+_rooms = {old.rpartition(".")[0] for old in _moved} - {""}   # folders that are no more
 
 
 class _Moved(MetaPathFinder, Loader):
     "Finds modules by their old names: one module, two names."
     def find_spec(self, name, path=None, target=None):
-        return ModuleSpec(name, self) if name.removeprefix(f"{__name__}.") in _moved else None
+        old = name.removeprefix(f"{__name__}.")
+        if old in _moved: return ModuleSpec(name, self)
+        gone = old in _rooms and not os.path.isdir(os.path.join(os.path.dirname(__file__), old))
+        return ModuleSpec(name, self, is_package=True) if gone else None
 
     def create_module(self, spec): return None
 
     def exec_module(self, module):
-        sys.modules[module.__name__] = import_module(f"{__name__}.{_moved[module.__name__.removeprefix(f'{__name__}.')]}")
+        old = module.__name__.removeprefix(f"{__name__}.")
+        if old in _moved: sys.modules[module.__name__] = import_module(f"{__name__}.{_moved[old]}")
 
 
 sys.meta_path.insert(0, _Moved())

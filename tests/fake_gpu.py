@@ -397,10 +397,10 @@ CASES = dict(
 @contextlib.contextmanager
 def engine(case: Case):
     "A runtime on the fake device, with what it has said; FlashInfer's modules are built anew"
-    from minisgl_lit.config import EngineConfig
+    from minisgl_lit.core.config import EngineConfig
     from minisgl_lit.core import host
     from minisgl_lit.kernels import library as kernels, trials
-    from minisgl_lit.core.library import load_library
+    from minisgl_lit.core.attention.library import load_library
     from minisgl_lit.runtime import build
     import flashinfer
     from minisgl_lit.kernels.gpu_operations import store_kernel
@@ -462,7 +462,7 @@ def step_counts(temperature: float, steps: int = 16) -> dict:
 
 def layer_counts(case: Case) -> dict:
     "What one layer launches in a decode step"
-    from minisgl_lit.engine.cuda_graph import padded
+    from minisgl_lit.core.engine.cuda_graph import padded
     with engine(case) as (runtime, _):
         model, step = runtime.engine.model, runtime.engine.steps.captured[4]
         attention = runtime.engine.steps.attention
@@ -524,7 +524,7 @@ def main(names: list[str]) -> None:
     changes = dict(find_triton=fake_triton, find_spec=lambda name: True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(library, **changes))
-        from minisgl_lit.engine import kernel_trials    # only now, since its kernels look for Triton
+        from minisgl_lit.kernels import kernel_trials  # only now, since its kernels look for Triton
         stack.enter_context(patch.multiple(kernel_trials, stopwatch=all_alike, find_spec=lambda name: True))
         for name, o in CUDA.items(): stack.enter_context(patch.object(torch.cuda, name, o))
         stack.enter_context(patch.object(torch.Tensor, 'record_stream', lambda *_: None))

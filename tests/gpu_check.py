@@ -131,7 +131,7 @@ def give_back() -> None:
 
 def timed(scheduler) -> dict:
     "Count a scheduler's steps from now on, the seconds they take, and how many of these wait for the device"
-    from minisgl_lit.device import CudaEvent
+    from minisgl_lit.core.device import CudaEvent
     told, step, wait = dict(steps=0, seconds=0., waited=0.), scheduler.step, CudaEvent.synchronize
     def counted_step():
         began = time.perf_counter()
@@ -156,7 +156,7 @@ def arch() -> str:
 
 def flashinfer_folder() -> Path:
     "Where the FlashInfer that would be imported lies"
-    from minisgl_lit.core.library import set_environment
+    from minisgl_lit.core.attention.library import set_environment
     set_environment()
     import flashinfer
     return Path(flashinfer.__file__).parent
@@ -199,10 +199,10 @@ def all_trials() -> dict:
     from functools import partial
     from types import SimpleNamespace
     import torch
-    from minisgl_lit.attention.choice import attention_trial
-    from minisgl_lit.attention.flashinfer import KERNELS
+    from minisgl_lit.kernels.attention_choice import attention_trial
+    from minisgl_lit.core.attention.flashinfer import KERNELS
     from minisgl_lit.kernels.library import small_trials
-    from minisgl_lit.kv_cache.pool import FP8
+    from minisgl_lit.core.kv_cache.pool import FP8
     def attention(kind: str, kernel: str, stored: torch.dtype = torch.bfloat16): return attention_trial(kind, kernel, torch.bfloat16, SHAPES[0], (None,), stored)
     told, methods = small_trials(), [o for o in KERNELS['prefill'] if o != 'fa3' or arch() == '90']
     for prefill in methods: told[f'prefill_{prefill}'] = attention('prefill', prefill)
@@ -231,10 +231,10 @@ def triton_trials() -> dict:
 def heads_us(n: int, times: int = 20) -> dict:
     "Microseconds of QK norm, RoPE and KV store in a graph, step by step and in one kernel"
     import torch
-    from minisgl_lit.engine.cuda_graph import CudaCapture
+    from minisgl_lit.core.engine.cuda_graph import CudaCapture
     from minisgl_lit.kernels.fused_heads import norm_rope_store
     from minisgl_lit.kernels.gpu_operations import gpu_operations, stored_heads
-    from minisgl_lit.models.operations import Operations
+    from minisgl_lit.core.models.operations import Operations
     from minisgl_lit.tools.roofline import best_time
     pool, table, batch = decoding_setup(16, n, 64)
     b, ops = batch([63] * n, [64] * n), gpu_operations(torch.device('cuda'), torch.bfloat16)
@@ -257,7 +257,7 @@ def heads_us(n: int, times: int = 20) -> dict:
 def pages_us(n: int) -> dict:
     "Microseconds of the list of pages in a graph, of a table for 40,960 positions: in torch, and in one kernel"
     import torch
-    from minisgl_lit.engine.cuda_graph import CudaCapture
+    from minisgl_lit.core.engine.cuda_graph import CudaCapture
     from minisgl_lit.kernels.page_list import list_pages, plain_list
     from minisgl_lit.tools.roofline import best_time
     rows, positions = torch.arange(n, device='cuda'), torch.full((n,), 999, device='cuda')
@@ -331,8 +331,8 @@ def decoding_setup(page_size: int, n: int, length: int, layers: int = 1):
     import numpy as np
     import torch
     from minisgl_lit.core.request import Batch, ForwardMode
-    from minisgl_lit.kv_cache.pool import KVPool
-    from minisgl_lit.kv_cache.table import TableManager
+    from minisgl_lit.core.kv_cache.pool import KVPool
+    from minisgl_lit.core.kv_cache.table import TableManager
     pool = KVPool(layers, n * -(-length // page_size), page_size, 8, 128, torch.bfloat16, 'cuda')
     pool.buffer.normal_()
     table = TableManager(n, length, page_size, pool.dummy_page, 'cuda')
@@ -352,9 +352,9 @@ def random_qkv(batch):
 def kernels(args) -> Figures:
     "Each kernel once, small, with its error against torch; attention of each kind at length; the host's part of a plan"
     import torch
-    from minisgl_lit.attention.choice import choose_attention
-    from minisgl_lit.attention.flashinfer import kind_of
-    from minisgl_lit.attention.torch import TorchAttention
+    from minisgl_lit.kernels.attention_choice import choose_attention
+    from minisgl_lit.core.attention.flashinfer import kind_of
+    from minisgl_lit.core.attention.torch import TorchAttention
     from minisgl_lit.kernels.trials import TOLERANCE, largest_error
     bad = []
     for name, run in ({k: o.run for k, o in all_trials().items() if not is_late(k, o)} | triton_trials()).items():
@@ -390,15 +390,15 @@ def recorded(args) -> Figures:
     "A recorded step of the whole model against the same padded rows launched one by one: equal to the bit, for 20 batches of growing lengths"
     import numpy as np
     import torch
-    from minisgl_lit.attention.choice import choose_attention
+    from minisgl_lit.kernels.attention_choice import choose_attention
     from minisgl_lit.core.request import ForwardMode
-    from minisgl_lit.device import CudaStream
-    from minisgl_lit.engine.cuda_graph import CudaCapture, CudaGraphs, GraphEngine, padded
-    from minisgl_lit.engine.engine import Engine
-    from minisgl_lit.kv_cache.table import dummy_batch
-    from minisgl_lit.models.checkpoint import read_config
-    from minisgl_lit.models.decoder import Decoder
-    from minisgl_lit.models.dummy_weights import dummy_weights
+    from minisgl_lit.core.device import CudaStream
+    from minisgl_lit.core.engine.cuda_graph import CudaCapture, CudaGraphs, GraphEngine, padded
+    from minisgl_lit.core.engine.engine import Engine
+    from minisgl_lit.core.kv_cache.table import dummy_batch
+    from minisgl_lit.core.models.checkpoint import read_config
+    from minisgl_lit.core.models.decoder import Decoder
+    from minisgl_lit.formats.dummy_weights import dummy_weights
     from minisgl_lit.kernels.gpu_operations import gpu_operations
     with shape_of_qwen3() as folder: config = read_config(Path(folder))
     n, size = 48, 64
@@ -609,14 +609,14 @@ def batch_attention(pool, table, n: int, length: int):
 def prefill_works(kernel: str):
     "Attention of a layer to eight prompts of 1,024 tokens: as they come, and as second halves; each is prepared when it is asked for, and the one before has ended then"
     import torch
-    from minisgl_lit.attention.choice import Bench, Served, works
+    from minisgl_lit.kernels.attention_choice import Bench, Served, works
     served = Served(torch.device('cuda', 0), torch.bfloat16, SHAPES[0], (None,), 16, 256, 8192, 2560)
     return works(Bench(served), 'prefill', kernel)
 
 def recorded_us(work: Callable[[], object], before: Callable[[], object] = lambda: None, times: int = 10) -> float:
     "Microseconds of some work, recorded ten times in a row behind something else"
     import torch
-    from minisgl_lit.engine.cuda_graph import CudaCapture
+    from minisgl_lit.core.engine.cuda_graph import CudaCapture
     from minisgl_lit.tools.roofline import best_time
     def all_of_it():
         before()
@@ -629,7 +629,7 @@ def attend_us(pool, table, batch, kernel: str, n: int, length: int) -> dict:
     """Microseconds of attention in a layer that decodes: `attend_us` as it is, `us` with what belongs to it in a step: new keys and values are stored, in the format of
     the cache, and a tenth of the list of pages is made"""
     import torch
-    from minisgl_lit.attention.choice import choose_attention
+    from minisgl_lit.kernels.attention_choice import choose_attention
     if kernel == 'batch_attention': return dict(attend_us=recorded_us(batch_attention(pool, table, n, length)))
     ours, b = choose_attention(f'fa2,{kernel}', pool, table.page_table, num_heads=16, dtype=torch.bfloat16), batch([length - 1] * n, [length] * n)
     qkv, m = random_qkv(b), ours.static(b)
@@ -655,7 +655,7 @@ def sampling(args) -> Figures:
     import numpy as np
     import torch
     from minisgl_lit.core.request import SamplingArrays
-    from minisgl_lit.engine.sampler import inverse_cdf, plan_sampling, sample, top_k_threshold, top_p_threshold
+    from minisgl_lit.core.engine.sampler import inverse_cdf, plan_sampling, sample, top_k_threshold, top_p_threshold
     from minisgl_lit.kernels.gpu_operations import gpu_operations
     from minisgl_lit.tools.roofline import best_time
     n, vocab = 256, QWEN3_06B['vocab_size']
@@ -687,7 +687,7 @@ EXPERTS = dict(n_experts=128, k=8, width=768, hidden=2048)   # a layer of Qwen3-
 def experts(args) -> Figures:
     "Routed experts of a layer, recorded: in two kernels, with weights of 16 bits and of 8, and expert by expert, if the host knew how many tokens each has"
     import torch
-    from minisgl_lit.engine.cuda_graph import CudaCapture
+    from minisgl_lit.core.engine.cuda_graph import CudaCapture
     from minisgl_lit.kernels.fp8 import plain_to_fp8
     from minisgl_lit.kernels.grouped_matmul import expert_mlps
     from minisgl_lit.kernels.gpu_operations import gpu_operations
@@ -714,7 +714,7 @@ def experts(args) -> Figures:
 
 def fp8_part(kernel: str) -> Figures:
     "A layer of decoding 256 requests of 1,024 tokens over a cache of 8 bits, and over one of 16"
-    from minisgl_lit.kv_cache.pool import FP8, KVPool
+    from minisgl_lit.core.kv_cache.pool import FP8, KVPool
     n, length = 256, 1024
     pool, table, batch = decoding_setup(16, n, length)
     narrow = KVPool(1, pool.num_pages, 16, 8, 128, FP8, 'cuda')
@@ -900,8 +900,8 @@ def tests(args) -> Figures:
     if done.returncode: raise AssertionError(done.stdout[-1500:] + done.stderr[-500:])
     yield dict(pytest=done.stdout.strip().splitlines()[-1])
 
-CELL_CHAPTERS = ['02_device', '31_attention.torch', '41_engine.engine', '42_engine.cuda_graph']
-WIDE_CHAPTERS = ['33_attention.flashinfer']   # has shapes that FlashInfer would have to compile for minutes
+CELL_CHAPTERS = ['core/05_device', 'core/22_attention.torch', 'core/31_engine.engine', 'core/32_engine.cuda_graph']
+WIDE_CHAPTERS = ['core/23_attention.flashinfer']   # has shapes that FlashInfer would have to compile for minutes
 
 def script_of(notebook: dict) -> str:
     "The code cells of a chapter as one program, those for a GPU included; slow ones and those that are never run left out"

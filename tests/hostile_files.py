@@ -8,7 +8,7 @@ from pathlib import Path
 
 from minisgl_lit import LLM, SamplingParams
 from minisgl_lit.kernels.compiler import cache_folder
-from minisgl_lit.models.hub import embedded_path
+from minisgl_lit.formats.hub import embedded_path
 
 DATA = Path(__file__).parent/'data'
 MB, SECONDS = 1 << 20, 5

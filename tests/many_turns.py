@@ -1,6 +1,6 @@
 """Conversations over a pool that holds a tenth of their pages: without a disk below it, with one, and after a restart.
 
-    python tests/many_turns.py nbs/79c_turns.json
+    python tests/many_turns.py nbs/turns.json
 
 Sixteen turns at a time; whose turn is next is drawn by lot. The toy engine serves 2,000 conversations of ten turns, whose tokens
 are counted, and the embedded model 300, which are timed. Each run is a process of its own."""
@@ -11,16 +11,16 @@ from time import perf_counter
 
 import numpy as np
 
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.device import InlineStream
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.page_file import PageFile
-from minisgl_lit.kv_cache.radix import RadixCache
-from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.kv_cache.tier import Tier
+from minisgl_lit.core.device import InlineStream
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.distributed.page_file import PageFile
+from minisgl_lit.core.kv_cache.radix import RadixCache
+from minisgl_lit.core.kv_cache.table import TableManager
+from minisgl_lit.distributed.tier import Tier
 from minisgl_lit.runtime import build
-from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine
 
 TURNS, NEW, ANSWER, PAGE, AT_ONCE = 10, 24, 8, 16, 16

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.core.request import Batch, ForwardMode
-from minisgl_lit.kv_cache.pool import KVPool, round_rows, widen_rows
-from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.attention.torch import TorchAttention
-from minisgl_lit.attention.cpu import CpuAttention, cpu_attention
-from minisgl_lit.attention.cpu_kernels import attention_c
+from minisgl_lit.core.kv_cache.pool import KVPool, round_rows, widen_rows
+from minisgl_lit.core.kv_cache.table import TableManager
+from minisgl_lit.core.attention.torch import TorchAttention
+from minisgl_lit.kernels.cpu_attention import CpuAttention, cpu_attention
+from minisgl_lit.kernels.attention_c import attention_c
 from minisgl_lit.kernels.compiler import load
 
 hidden = load(attention_c) is None
@@ -118,7 +118,7 @@ def test_without_a_compiler(tmp_path):
     done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', __file__, '-k', 'reference_says'],
                           env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
-    code = 'import torch, minisgl_lit.attention.cpu as a; print(a.load_kernels(a.attention_c), a.load_kernels(a.attention_c + " "))'
+    code = 'import torch, minisgl_lit.kernels.cpu_attention as a; print(a.load_kernels(a.attention_c), a.load_kernels(a.attention_c + " "))'
     done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[1])
     assert done.stdout == 'None None\n' and done.stderr.count('\n') == 1 and '/bin/false' in done.stderr
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl_lit import cli
-from minisgl_lit.models.hub import embedded_path
+from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.kernels.compiler import load
 from minisgl_lit.kernels.linear import linear_c
 

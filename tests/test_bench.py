@@ -12,13 +12,13 @@ from hypothesis import given, settings, strategies as st
 from minisgl_lit.tools import bench, roofline as limits
 from minisgl_lit import cli
 from minisgl_lit.tools.bench import TokenTimes, BenchmarkTarget, benchmarks, percentiles
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.tools.roofline import (
     ModelCosts, LowerBound, Roofline, WorkloadShape, Workload, lower_bound, workloads)
 from minisgl_lit.kernels.plan import load_kernels, team_c
-from minisgl_lit.models.decoder import ModelConfig
-from minisgl_lit.models.moe import MoeMlp
+from minisgl_lit.core.models.decoder import ModelConfig
+from minisgl_lit.core.models.moe import MoeMlp
 from minisgl_lit.core.outputs import EngineCoreOutput
 
 tiny = EngineConfig(num_pages=60, threads=1, device="cpu")

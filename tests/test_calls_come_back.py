@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from minisgl_lit import serve
 from minisgl_lit.core.request import FinishReason
-from minisgl_lit.models.hub import embedded_path
+from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.server.messages_protocol import MessagesRequest, MessagesWriter
 from minisgl_lit.server.ollama_protocol import OllamaChatRequest, OllamaChatWriter
 from minisgl_lit.server.openai_protocol import ChatRequest, ChatWriter

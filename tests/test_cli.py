@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 import minisgl_lit
 from minisgl_lit import LLM, SamplingParams, cli
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 
 TINY = ['--device', 'cpu', '--max-seq-len', '64', '--num-pages', '16', '--temperature', '0', '--max-tokens', '3']
 FEW = SamplingParams(max_tokens=3, temperature=0)
@@ -217,7 +217,7 @@ def test_help_and_errors_name_all_that_a_model_may_be(run):
 def test_doctor_lists_what_a_file_is(run):
     "A compressed file has one format; others are not offered. What is not compressed may be"
     from pathlib import Path
-    from minisgl_lit.models.hub import embedded_path
+    from minisgl_lit.formats.hub import embedded_path
     for path in [*(Path(__file__).parent/'data').glob('*.gguf'), *(o.parent for o in (Path(__file__).parent/'data').glob('*/config.json'))]:
         found = {o['name']: o['found'] for o in json.loads(run('doctor', '--json', '--model', str(path))[1])}
         assert [o for o in found if o.startswith('weights ')] == ['weights as stored'], path

@@ -11,11 +11,11 @@ from pydantic import ValidationError
 
 from minisgl_lit import serve
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.engine.grammar import GrammarCompiler
-from minisgl_lit.engine.json_schema import _CHECKED
-from minisgl_lit.models.checkpoint import read_config
-from minisgl_lit.models.hub import embedded_path
-from minisgl_lit.models.hub import resolve_model
+from minisgl_lit.text.grammar import GrammarCompiler
+from minisgl_lit.text.json_schema import _CHECKED
+from minisgl_lit.core.models.checkpoint import read_config
+from minisgl_lit.formats.hub import embedded_path
+from minisgl_lit.formats.hub import resolve_model
 from minisgl_lit.server.fields import ApiError
 from minisgl_lit.server.messages_protocol import messages_error
 from minisgl_lit.server.ollama_protocol import ServedModel

@@ -11,7 +11,7 @@ from minisgl_lit import serve
 from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import QueueFull, RequestError, SamplingParams
 from minisgl_lit.core.outputs import EngineCoreOutputs, EngineCoreOutput
-from minisgl_lit.scheduler.control import Control
+from minisgl_lit.core.scheduler.control import Control
 from minisgl_lit.server.messages import (
     AbortMsg, ControlReply, ReadyMsg, RefusedMsg, StopMsg, UserMsg, decode, encode)
 from minisgl_lit.server.engine_client import AsyncEngineClient
@@ -366,7 +366,7 @@ def test_nobody_reads_the_news():
 
 SLOW = """import time
 from pathlib import Path
-from minisgl_lit.engine.grammar import GrammarCompiler
+from minisgl_lit.text.grammar import GrammarCompiler
 compile_ = GrammarCompiler._compile
 def slow(self, form):
     while not Path(%r).exists(): time.sleep(.01)

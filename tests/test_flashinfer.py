@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 
 from minisgl_lit.core.request import Batch, ForwardMode
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.device import HostEvent, ManualStream
+from minisgl_lit.core.device import HostEvent, ManualStream
 from minisgl_lit.testing.flashinfer_emulator import PagedDecode, standin
-from minisgl_lit.kv_cache.pool import KVPool, layouts
-from minisgl_lit.kv_cache.table import TableManager
+from minisgl_lit.core.kv_cache.pool import KVPool, layouts
+from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.llm import LLM
-from minisgl_lit.engine import worker
+from minisgl_lit import assembly as worker
 from minisgl_lit.kernels import gpu_operations as gpu_operations_
 from minisgl_lit.kernels.fused_heads import norm_rope_store
 from minisgl_lit.kernels.library import DEFINITIONS
 from minisgl_lit.kernels.gpu_operations import FlashInferOperations, gpu_operations
-from minisgl_lit.models.operations import Operations
-from minisgl_lit.attention.torch import TorchAttention
-from minisgl_lit.attention import choice
-from minisgl_lit.attention.choice import choose_attention, unsupported_reason
-from minisgl_lit.attention.flashinfer import (
+from minisgl_lit.core.models.operations import Operations
+from minisgl_lit.core.attention.torch import TorchAttention
+from minisgl_lit.kernels import attention_choice as choice
+from minisgl_lit.kernels.attention_choice import choose_attention, unsupported_reason
+from minisgl_lit.core.attention.flashinfer import (
     KERNELS, FlashInferAttention, PairAttention, kind_of, page_indices, plan_arrays)
 from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minisgl_lit.config import EngineConfig
-from minisgl_lit.engine.worker import ResolvedConfig, plan_memory
+from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.assembly import ResolvedConfig, plan_memory
 from minisgl_lit.kernels import fp8
 from minisgl_lit.kernels.trials import TOLERANCE, largest_error
 from minisgl_lit.kernels.fp8 import Fp8Weight
-from minisgl_lit.kv_cache.pool import FP8, round_to_fp8
-from minisgl_lit.models.quantization import Fp8Projections, weight_bytes
-from minisgl_lit.models.weights import list_files
+from minisgl_lit.core.kv_cache.pool import FP8, round_to_fp8
+from minisgl_lit.formats.quantization import Fp8Projections, weight_bytes
+from minisgl_lit.core.models.weights import list_files
 from minisgl_lit.runtime import build
 from reference import make_checkpoint, generate, prompts
 from test_kv_in_8_bits import SETTINGS, expected
@@ -62,7 +62,7 @@ def test_what_is_taken(tmp_path):
 
 @pytest.mark.parametrize('name, value', [('quantization', 'int8'), ('quantization', 'int4'), ('kv_dtype', 'int8')])
 def test_whole_numbers_are_for_a_cpu(name, value, monkeypatch):
-    monkeypatch.setattr('minisgl_lit.engine.worker.choose_device', lambda config, rank: torch.device('cuda'))
+    monkeypatch.setattr('minisgl_lit.assembly.choose_device', lambda config, rank: torch.device('cuda'))
     with pytest.raises(ValueError, match=f"{name}='{value}' is for a CPU; on cuda it can be 'fp8'"):
         ResolvedConfig.of(EngineConfig(dummy_weights=True, **{name: value}))
     for o in ('quantization', 'kv_dtype'): assert ResolvedConfig.of(EngineConfig(dummy_weights=True, **{o: 'fp8'}))

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_lit import LLM, SamplingParams
-from minisgl_lit.device import ProcessGroup
-from minisgl_lit.models.checkpoint import read_config
-from minisgl_lit.models.decoder import shard_config, weight_shapes
-from minisgl_lit.models.hub import embedded_path
+from minisgl_lit.core.device import ProcessGroup
+from minisgl_lit.core.models.checkpoint import read_config
+from minisgl_lit.core.models.decoder import shard_config, weight_shapes
+from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.kernels.compiler import cache_folder
-from minisgl_lit.models.gguf import block_formats, gguf_folder, read_blocks, read_index, read_tensor
-from minisgl_lit.models.quantization import pack_parts
-from minisgl_lit.models.weights import load_weights, open_checkpoint
+from minisgl_lit.formats.gguf import block_formats, gguf_folder, read_blocks, read_index, read_tensor
+from minisgl_lit.formats.quantization import pack_parts
+from minisgl_lit.core.models.weights import load_weights, open_checkpoint
 from minisgl_lit.text.tokenizer import Tokenizer
 from reference import MAX_NEW, prompts
 from test_products import needs_compiler

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import gpu_check
 from minisgl_lit.tools import roofline as limits
-from minisgl_lit.engine.cuda_graph import bucket_sizes
+from minisgl_lit.core.engine.cuda_graph import bucket_sizes
 from minisgl_lit.llm import LLM
 from minisgl_lit.tools.load_generator import RequestRecord
 from gpu_check import (

@@ -8,13 +8,13 @@ import pytest
 import tokenizers
 from hypothesis import given, settings, strategies as st
 
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.request import PendingReq
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.runtime import build
-from minisgl_lit.engine import grammar
-from minisgl_lit.engine.grammar import GrammarCompiler, ChoiceGrammar, pack_mask
-from minisgl_lit.models.hub import embedded_path
+from minisgl_lit.text import grammar
+from minisgl_lit.text.grammar import GrammarCompiler, ChoiceGrammar, pack_mask
+from minisgl_lit.formats.hub import embedded_path
 from test_tokenizer import byte_fallback, byte_level
 
 pytest.importorskip("llguidance")
@@ -260,7 +260,7 @@ def test_old_grammars_make_room():
 
 def test_the_library_is_not_missed_before_it_is_needed():
     code = ("import sys; sys.modules['llguidance'] = None\n"
-            "from minisgl_lit.engine.grammar import *; from minisgl_lit.core.sampling_params import *; import tokenizers\n"
+            "from minisgl_lit.text.grammar import *; from minisgl_lit.core.sampling_params import *; import tokenizers\n"
             "c = GrammarCompiler(tokenizers.Tokenizer(tokenizers.models.BPE()), 5)\n"
             "c.validate(SamplingParams())\n"
             "try: c.validate(SamplingParams(ebnf='x'))\n"

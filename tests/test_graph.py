@@ -10,18 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.request import Batch, ForwardMode
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.runtime import build
-from minisgl_lit.engine.engine import Launched
-from minisgl_lit.engine.cuda_graph import (
+from minisgl_lit.core.engine.engine import Launched
+from minisgl_lit.core.engine.cuda_graph import (
     CudaCapture, GraphEngine, CudaGraphs, bucket_sizes, padded)
 from minisgl_lit.testing.flashinfer_emulator import standin
-from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.attention.choice import choose_attention
-from minisgl_lit.attention.flashinfer import FlashInferAttention
-from minisgl_lit.kv_cache.table import dummy_batch
+from minisgl_lit.core.kv_cache.table import TableManager
+from minisgl_lit.kernels.attention_choice import choose_attention
+from minisgl_lit.core.attention.flashinfer import FlashInferAttention
+from minisgl_lit.core.kv_cache.table import dummy_batch
 from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts
 
 lacks_package = importlib.util.find_spec('flashinfer') is None

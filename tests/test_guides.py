@@ -13,9 +13,9 @@ from urllib.request import urlopen
 import pytest, yaml
 
 from minisgl_lit import cli, cluster, serve
-from minisgl_lit.config import ServerConfig
+from minisgl_lit.core.config import ServerConfig
 from minisgl_lit.config_sources import from_args
-from minisgl_lit.models.hub import embedded_path
+from minisgl_lit.formats.hub import embedded_path
 
 root = Path(__file__).resolve().parents[1]
 URL, guides = "http://127.0.0.1:1919", sorted((root/"docs"/"guides").glob("*.md"))

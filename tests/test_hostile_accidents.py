@@ -10,19 +10,19 @@ import torch
 import zmq
 
 from minisgl_lit import LLM, process, threads_wait
-from minisgl_lit.config import EngineConfig, ServerConfig
+from minisgl_lit.core.config import EngineConfig, ServerConfig
 from minisgl_lit.core.request import SearchedTokens
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
-from minisgl_lit.device import InlineStream, ManualStream
-from minisgl_lit.engine import worker
+from minisgl_lit.core.device import InlineStream, ManualStream
+from minisgl_lit import assembly as worker
 from minisgl_lit.kernels import compiler
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.radix import RadixCache
-from minisgl_lit.kv_cache.table import TableManager
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.core.kv_cache.radix import RadixCache
+from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.engine_driver import EngineDriver
-from minisgl_lit.scheduler import control
-from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.core.scheduler import control
+from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server.engine_core import ControlHandler, GrammarQueue, handle, run_engine_core
 from minisgl_lit.server.messages import ControlMsg, StopMsg, UserMsg, encode
 from minisgl_lit.server.serve import Backoff, Server
@@ -151,7 +151,7 @@ def test_ranks_are_killed_with_rank_0(monkeypatch):
     process.start_module('json.tool', stdin=0, stdout=1)
     me = str(os.getpid())
     assert [command[5:7] for command, _ in started] == [[str(o), m] for o, m in (
-        (9, 'minisgl_lit.engine.worker'), (int(signal.SIGCONT), 'json.tool'), (int(signal.SIGCONT), 'json.tool'))]
+        (9, 'minisgl_lit.assembly'), (int(signal.SIGCONT), 'json.tool'), (int(signal.SIGCONT), 'json.tool'))]
     assert all(command[3:5] == ['minisgl_lit.process', me] for command, _ in started)
     assert [env for _, env in started] == [policy, policy, dict(OMP_WAIT_POLICY='active')]
 

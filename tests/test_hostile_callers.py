@@ -15,15 +15,15 @@ from hypothesis import given, settings, strategies as st
 
 from minisgl_lit import serve
 from minisgl_lit.config_sources import from_args
-from minisgl_lit.config import EngineConfig, ServerConfig
+from minisgl_lit.core.config import EngineConfig, ServerConfig
 from minisgl_lit.core.request import Caller, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull, RequestError, SamplingParams
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.radix import make_prefix_cache
-from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.fairness import FairOrder, VirtualTokenCounters
-from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.core.kv_cache.radix import make_prefix_cache
+from minisgl_lit.core.kv_cache.table import TableManager
+from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.rules.fairness import FairOrder, VirtualTokenCounters
+from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server.api_server import Api, create_app
 from minisgl_lit.server.callers import Account, Callers, RateLimitError
 from minisgl_lit.server.engine_core import ControlHandler, GrammarQueue, handle

@@ -3,13 +3,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.radix import make_prefix_cache
-from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.scheduler import Observer, Scheduler
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.core.kv_cache.radix import make_prefix_cache
+from minisgl_lit.core.kv_cache.table import TableManager
+from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.core.scheduler.scheduler import Observer, Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine
 
 class Steps(Observer):

@@ -14,14 +14,14 @@ from beside import Beside, hostile_callers, program, until
 from hostile import (
     CHAT, COMPLETIONS, COUNT, GENERATE, MESSAGES, OLLAMA, RESPONSES, SHOW, chat, completion, corpus, generate, messages, read_statuses, responses,
     text)
-from minisgl_lit.config import EngineConfig
-from minisgl_lit.engine.grammar import GrammarCompiler
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.radix import RadixCache
-from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.models.hub import embedded_path
-from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.text.grammar import GrammarCompiler
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.core.kv_cache.radix import RadixCache
+from minisgl_lit.core.kv_cache.table import TableManager
+from minisgl_lit.formats.hub import embedded_path
+from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server import middleware
 from minisgl_lit.server.api_server import create_app
 from minisgl_lit.server.engine_client import AsyncEngineClient

@@ -7,13 +7,13 @@ import tokenizers
 from hypothesis import given, strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.radix import make_prefix_cache
-from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.core.kv_cache.radix import make_prefix_cache
+from minisgl_lit.core.kv_cache.table import TableManager
+from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server.api_server import create_app
 from minisgl_lit.server.protocol import NativeSamplingRequest
 from minisgl_lit.server.tokenizing import TextThreads
@@ -354,8 +354,8 @@ MEMORY = """
 import asyncio, sys
 from pathlib import Path
 from fastapi import Request
-from minisgl_lit.config import EngineConfig
-from minisgl_lit.engine.worker import ResolvedConfig
+from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.assembly import ResolvedConfig
 from minisgl_lit.server.callers import Account
 from minisgl_lit.server.middleware import trim_memory
 from minisgl_lit.server.tokenizing import AsyncTokenizer

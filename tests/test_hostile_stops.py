@@ -7,15 +7,15 @@ import pytest
 import regex
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.request import PendingReq
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
-from minisgl_lit.engine import grammar
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.radix import make_prefix_cache
-from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.text import grammar
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.core.kv_cache.radix import make_prefix_cache
+from minisgl_lit.core.kv_cache.table import TableManager
+from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server import engine_core
 from minisgl_lit.server.messages import UserMsg
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output

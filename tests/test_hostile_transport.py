@@ -8,9 +8,9 @@ import pytest
 import uvicorn
 
 from minisgl_lit.cli import serve as serve_command
-from minisgl_lit.config import ServerConfig
+from minisgl_lit.core.config import ServerConfig
 from minisgl_lit.log import LogFile
-from minisgl_lit.models.hub import embedded_path
+from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.server import engine_core, middleware
 from minisgl_lit.server.api_server import create_app
 from minisgl_lit.server.callers import Account, Callers

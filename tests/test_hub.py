@@ -4,7 +4,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from minisgl_lit.models.hub import embedded_path
+from minisgl_lit.formats.hub import embedded_path
 
 FILES = {o.name: o.read_bytes() for o in embedded_path().iterdir() if o.is_file()}
 COMMITS = {"a" * 40: FILES, "b" * 40: FILES | {"generation_config.json": json.dumps({"eos_token_id": 0}).encode()}}

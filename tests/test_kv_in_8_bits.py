@@ -3,10 +3,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.engine.worker import ResolvedConfig, plan_memory
-from minisgl_lit.kv_cache.pool import round_rows, widen_rows
+from minisgl_lit.assembly import ResolvedConfig, plan_memory
+from minisgl_lit.core.kv_cache.pool import round_rows, widen_rows
 from minisgl_lit.llm import LLM
 from minisgl_lit.runtime import build
 from reference import FAMILIES, MAX_NEW, VARIANTS, load, make_checkpoint, prompts

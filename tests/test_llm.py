@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from minisgl_lit import LLM
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.device import InlineStream, WorkerStream
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.radix import make_prefix_cache
-from minisgl_lit.kv_cache.table import TableManager
+from minisgl_lit.core.device import InlineStream, WorkerStream
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.core.kv_cache.radix import make_prefix_cache
+from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.engine_driver import EngineDriver
-from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
 from minisgl_lit.text.tokenizer import TextStopChecks
 

@@ -9,8 +9,8 @@ from test_products import no_compiler
 flags, package = os.environ.get("TST_FLAGS", "").split(), bool(os.environ.get("TST_PACKAGE"))
 
 # chapters whose stored outputs only a compiler can give; all others are compared without one, too
-SHOW_KERNELS = ["04_kernels.compiler", "04a_kernels.plan", "06_kernels.linear", "06a_kernels.vector_math", "06b_kernels.quantized", "32_attention.cpu", "42_engine.cuda_graph",
-                "33_attention.flashinfer", "40_engine.sampler", "42a_engine.recorded_steps", "61_tools.bench"]
+SHOW_KERNELS = ["kernels/compiler", "kernels/plan", "kernels/linear", "kernels/vector_math", "kernels/quantized", "kernels/cpu_attention", "core/32_engine.cuda_graph",
+                "core/23_attention.flashinfer", "core/29_engine.sampler", "kernels/recorded_steps", "tools/bench"]
 
 @pytest.mark.parametrize("path", notebooks(), ids=chapter)
 def test_notebook(path):

@@ -12,7 +12,7 @@ root = Path(__file__).parents[1]
 LOWER = [o.name for o in levels_here()[1:]]    # what this processor can be taken for
 THREADS = [dict(OMP_NUM_THREADS=n) for n in "128"]
 MASKS = [dict(CPU_LEVEL=o) for o in LOWER] + THREADS + [dict(CC="/bin/false")]
-FIRST = "04_kernels.compiler"    # it shows levels
+FIRST = "kernels/compiler"    # it shows levels
 
 def fails(mask):
     "The chapters that fail on such a machine, with what they say"

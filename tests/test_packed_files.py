@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl_lit import LLM, SamplingParams
-from minisgl_lit.config import EngineConfig
-from minisgl_lit.engine.worker import ResolvedConfig
+from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.assembly import ResolvedConfig
 from minisgl_lit.core.host import warn_once
-from minisgl_lit.models.checkpoint import read_config
-from minisgl_lit.models.weights import load_weights as read_weights, open_checkpoint
+from minisgl_lit.core.models.checkpoint import read_config
+from minisgl_lit.core.models.weights import load_weights as read_weights, open_checkpoint
 from reference import MAX_NEW, generate, load, make_checkpoint, prompts
 
 GROUP = 16   # divides all that a layer takes in

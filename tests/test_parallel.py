@@ -11,20 +11,20 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.request import Batch, ForwardMode, LogprobRequests
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.device import ProcessGroup
+from minisgl_lit.core.device import ProcessGroup
 from minisgl_lit.runtime import build
-from minisgl_lit.engine.tensor_parallel import BatchMsg, PromptWrite, StepMsg, TableUpdate, decode, encode
+from minisgl_lit.distributed.tensor_parallel import BatchMsg, PromptWrite, StepMsg, TableUpdate, decode, encode
 from minisgl_lit.llm import LLM
 from minisgl_lit.server.serve import serve
-from minisgl_lit.models.checkpoint import read_config
-from minisgl_lit.models.decoder import (
+from minisgl_lit.core.models.checkpoint import read_config
+from minisgl_lit.core.models.decoder import (
     Decoder, DenseMlp, ModelConfig, kv_heads, shard_config, weight_shapes)
-from minisgl_lit.models.moe import MoeMlp
-from minisgl_lit.models.dummy_weights import dummy_weights
-from minisgl_lit.models.weights import list_files, tensor_placements
+from minisgl_lit.core.models.moe import MoeMlp
+from minisgl_lit.formats.dummy_weights import dummy_weights
+from minisgl_lit.core.models.weights import list_files, tensor_placements
 from reference import MAX_NEW, VARIANTS, Comparison, generate, make_checkpoint, prompts
 
 GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0)
@@ -180,7 +180,7 @@ def test_serve_on_two_ranks_that_one_leaves(tmp_path):
     make_checkpoint(family, tmp_path, **fields)
     def post(url, **body): return json.load(urlopen(Request(url, json.dumps(body).encode(), {'Content-Type': 'application/json'}), timeout=60))
     def children(pid): return [int(o) for f in Path('/proc').glob(f'{pid}/task/*/children') for o in f.read_text().split()]
-    def ranks(): return [o for pid in children(os.getpid()) for o in children(pid) if 'minisgl_lit.engine.worker' in Path(f'/proc/{o}/cmdline').read_text()]
+    def ranks(): return [o for pid in children(os.getpid()) for o in children(pid) if 'minisgl_lit.assembly' in Path(f'/proc/{o}/cmdline').read_text()]
     with serve(tmp_path, port=0, tp=2, device='cpu', dtype='float32', num_pages=100) as s:
         told = post(f'{s.url}/generate', input_ids=prompts()[0], sampling_params=dict(max_new_tokens=MAX_NEW, temperature=0))
         assert told['output_ids'] == generate(tmp_path, prompts()[0])
@@ -232,7 +232,7 @@ def test_sizes_that_cannot_be(tmp_path):
 
 def other_rank_that(computes: str) -> subprocess.Popen:
     "A process of another rank whose work is this, and whose rank 0 has gone at once"
-    code = f'import os, threading\nfrom minisgl_lit.engine import worker\ndef run(messages, reply):\n    {computes}\n'
+    code = f'import os, threading\nfrom minisgl_lit import assembly as worker\ndef run(messages, reply):\n    {computes}\n'
     pipe, env = subprocess.PIPE, {**os.environ, 'PYTHONPATH': str(Path(__file__).parents[1])}
     return subprocess.Popen([sys.executable, '-c', f'{code}worker._run_rank = run\nworker.worker_main()'], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=env)
 

@@ -5,15 +5,15 @@ from hypothesis import given, strategies as st
 import numpy as np
 import pytest
 
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.request import PendingReq
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.radix import NaiveCache, RadixCache
-from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.scheduler import Observer, Scheduler
-from minisgl_lit.scheduler.policy import (
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.core.kv_cache.radix import NaiveCache, RadixCache
+from minisgl_lit.core.kv_cache.table import TableManager
+from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.core.scheduler.scheduler import Observer, Scheduler
+from minisgl_lit.core.scheduler.policy import (
     CacheAware, DfsWeight, Fcfs, Lof, Lpm, PrefixMatches, Random, make_policy,
     one_per_shared_prefix, policies)
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output

@@ -5,13 +5,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_lit.attention.cpu_kernels import attention_c
+from minisgl_lit.kernels.attention_c import attention_c
 from minisgl_lit.kernels.cpu_operations import layers_c
 from minisgl_lit.kernels.compiler import compile_c, library_folder, load, vectors
 from minisgl_lit.kernels.quantized import grouped_c
 from minisgl_lit.kernels.linear import PanelWeight, linear_c, pack_weight
 from minisgl_lit.kernels.plan import load_kernels
-from minisgl_lit.models.operations import linear
+from minisgl_lit.core.models.operations import linear
 
 try:
     with library_folder() as folder: compile_c('void nothing(void *to) {}', folder)

@@ -7,8 +7,8 @@ import torch
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.kernels.quantized import quantize
 from minisgl_lit.llm import LLM
-from minisgl_lit.models.checkpoint import read_config
-from minisgl_lit.models.weights import open_checkpoint
+from minisgl_lit.core.models.checkpoint import read_config
+from minisgl_lit.core.models.weights import open_checkpoint
 from minisgl_lit.tools.quantize import calibrate, quantize_checkpoint, whole_tensors
 from reference import MAX_NEW, VARIANTS, make_checkpoint, prompts
 

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from minisgl_lit.kernels.cpu_operations import cpu_operations
 from minisgl_lit.kernels.linear import pack_weight
 from minisgl_lit.kernels.quantized import QuantizedWeight, join_rows, pack_groups, quantize
-from minisgl_lit.models.checkpoint import read_config
-from minisgl_lit.models.decoder import Decoder
-from minisgl_lit.models.operations import inverse_frequencies, linear
-from minisgl_lit.models.quantization import Quantization
-from minisgl_lit.models.weights import load_weights
+from minisgl_lit.core.models.checkpoint import read_config
+from minisgl_lit.core.models.decoder import Decoder
+from minisgl_lit.core.models.operations import inverse_frequencies, linear
+from minisgl_lit.formats.quantization import Quantization
+from minisgl_lit.core.models.weights import load_weights
 from reference import make_checkpoint
 from test_products import needs_compiler
 

@@ -9,11 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minisgl_lit.core.request import PendingReq
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
-from minisgl_lit.kv_cache import radix as chapter
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.eviction import evictions
-from minisgl_lit.kv_cache.radix import NaiveCache, RadixCache, make_prefix_cache
-from minisgl_lit.kv_cache.table import TableManager
+from minisgl_lit.core.kv_cache import radix as chapter
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.core.kv_cache.eviction import evictions
+from minisgl_lit.core.kv_cache.radix import NaiveCache, RadixCache, make_prefix_cache
+from minisgl_lit.core.kv_cache.table import TableManager
 
 SIZES = [1, 2, 7, 16]
 keys = st.sampled_from([None, None, 'bank', ''])

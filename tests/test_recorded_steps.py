@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_lit.attention.torch import TorchAttention
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.attention.torch import TorchAttention
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.request import ForwardMode
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.engine import recorded_steps
-from minisgl_lit.engine.cuda_graph import GraphEngine
-from minisgl_lit.engine.engine import Engine, Launched
-from minisgl_lit.engine.recorded_steps import RecordedSteps
+from minisgl_lit.kernels import recorded_steps
+from minisgl_lit.core.engine.cuda_graph import GraphEngine
+from minisgl_lit.core.engine.engine import Engine, Launched
+from minisgl_lit.kernels.recorded_steps import RecordedSteps
 from minisgl_lit.kernels.plan import Arena, NotRecordable, Plan, PlanRecorder, load_kernels, team_c
-from minisgl_lit.models.operations import Operations
+from minisgl_lit.core.models.operations import Operations
 from minisgl_lit.runtime import build
 from reference import FAMILIES, VARIANTS, make_checkpoint, prompts
 

@@ -4,11 +4,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.outputs import EngineCoreOutput
 from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.kv_cache.events import KVEvents
+from minisgl_lit.distributed.kv_events import KVEvents
 from minisgl_lit.server.messages import UserMsg
 from minisgl_lit.server.router import Prompt, Router
 from minisgl_lit.tools.roofline import ModelCosts

@@ -8,20 +8,20 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from minisgl_lit import serve as serve_http
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.request import (
     Batch, LogitEdits, ForwardOutput, Logprob, SamplingArrays, LogprobResults)
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
-from minisgl_lit.device import ManualStream
+from minisgl_lit.core.device import ManualStream
 from minisgl_lit.runtime import build
-from minisgl_lit.engine.sampler import (
+from minisgl_lit.core.engine.sampler import (
     apply_mask, apply_logit_edits, logprobs, plan_sampling, sample, top_k_threshold, top_p_threshold)
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.radix import make_prefix_cache
-from minisgl_lit.kv_cache.table import TableManager
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.core.kv_cache.radix import make_prefix_cache
+from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.llm import LLM
-from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output, nan_hash, prefix_hashes
 from reference import load, make_checkpoint, prompts
 
@@ -136,7 +136,7 @@ def test_logprobs_are_log_softmax(n, vocab_size, number):
     assert torch.allclose(top, right.topk(width).values, atol=1e-5) and torch.equal(right.gather(1, ids), right.topk(width).values)
 
 def test_greedy_batches_draw_nothing(monkeypatch):
-    from minisgl_lit.engine import sampler as sampling
+    from minisgl_lit.core.engine import sampler as sampling
     monkeypatch.setattr(sampling, 'sample_random', lambda *a: pytest.fail('a greedy batch was sampled at random'))
     s = settings_of(3)
     for arrays in (replace(s, temperature=np.zeros(3, np.float32)), replace(s, top_k=np.ones(3, int))):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl_lit.attention.cpu import NO_WINDOW, CpuAttention, stored_as
-from minisgl_lit.attention.cpu import tasks_c
-from minisgl_lit.engine.recorded_steps import tokens_c
+from minisgl_lit.kernels.cpu_attention import NO_WINDOW, CpuAttention, stored_as
+from minisgl_lit.kernels.cpu_attention import tasks_c
+from minisgl_lit.kernels.recorded_steps import tokens_c
 from minisgl_lit.kernels.compiler import LEVELS, find_compiler, flags, run_compiler
 from minisgl_lit.kernels.linear import linear_c
 from minisgl_lit.kernels.quantized import bytes_c, panel_order, quantize

@@ -11,20 +11,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import numpy as np
 import pytest
 
-from minisgl_lit.config import AdmissionName, EngineConfig, EvictionName, PolicyName
+from minisgl_lit.core.config import AdmissionName, EngineConfig, EvictionName, PolicyName
 from minisgl_lit.core.request import Caller, ForwardMode, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
-from minisgl_lit.device import ManualStream
-from minisgl_lit.kv_cache.handoff import Handoffs
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.page_file import PageFile
-from minisgl_lit.kv_cache.radix import make_prefix_cache
-from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.kv_cache.tier import Tier
-from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.fairness import Fair
-from minisgl_lit.scheduler.prefill import PrefillAdder
-from minisgl_lit.scheduler.scheduler import Observer, Scheduler
+from minisgl_lit.core.device import ManualStream
+from minisgl_lit.distributed.handoff import Handoffs
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.distributed.page_file import PageFile
+from minisgl_lit.core.kv_cache.radix import make_prefix_cache
+from minisgl_lit.core.kv_cache.table import TableManager
+from minisgl_lit.distributed.tier import Tier
+from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.rules.fairness import Fair
+from minisgl_lit.core.scheduler.prefill import PrefillAdder
+from minisgl_lit.core.scheduler.scheduler import Observer, Scheduler
 from minisgl_lit.text.thinking import AnswerAfterThinking, is_allowed
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output, prefix_hashes, toy_states
 

@@ -10,7 +10,7 @@ import pytest
 
 from minisgl_lit import serve
 from minisgl_lit.log import LogFile
-from minisgl_lit.models.hub import embedded_path
+from minisgl_lit.formats.hub import embedded_path
 
 SMALL = dict(port=0, num_pages=512, max_running_req=16)
 web = httpx.Client(timeout=60, trust_env=False, headers={'connection': 'close'})   # one for all: to make one takes 40 ms

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.device import (
+from minisgl_lit.core.device import (
     HostEvent, InlineStream, ManualStream, BufferPool, WorkerStream, record_event)
 from minisgl_lit.runtime import build
 
@@ -190,7 +190,7 @@ def test_events_wake_all_who_wait():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 def test_pinned_buffers_in_turn_on_a_gpu():
     "Behind kernels that take long, copies from two buffers that the host refills as soon as it is allowed to"
-    from minisgl_lit.device import CudaStream
+    from minisgl_lit.core.device import CudaStream
     stream, x = CudaStream(), torch.ones(4096, 4096, device='cuda')
     turns, landed = BufferPool([torch.zeros(1 << 16, dtype=torch.int32, pin_memory=True) for _ in range(2)], partial(record_event, 'cuda')), []
     def work(i):

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from minisgl_lit import LLM, serve
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.device import CudaStream
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.page_file import PageFile, open_page_file
-from minisgl_lit.kv_cache.radix import make_prefix_cache
-from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.core.device import CudaStream
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.distributed.page_file import PageFile, open_page_file
+from minisgl_lit.core.kv_cache.radix import make_prefix_cache
+from minisgl_lit.core.kv_cache.table import TableManager
+from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server.metrics import Metrics
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output, mix
 from test_scheduler import SecondTier
@@ -145,7 +145,7 @@ def test_nan_that_was_seen_never_goes_down():
 @pytest.mark.parametrize('error', [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_takes_nothing_costs_nobody_an_answer(server, error, caplog):
     server.ask('a')
-    with patch('minisgl_lit.kv_cache.page_file.os.pwrite', side_effect=OSError(error, 'no')): server.go_down()
+    with patch('minisgl_lit.distributed.page_file.os.pwrite', side_effect=OSError(error, 'no')): server.go_down()
     assert server.cache.sources['tier'].stats()['disk'] == 0 and caplog.text.count('could not be written') == 1
     assert server.ask('b') == (RIGHT, 0)
 
@@ -159,7 +159,7 @@ def test_a_disk_that_breaks_half_way(server):
 def test_a_disk_that_cannot_be_read(server):
     server.ask('a')
     server.go_down()
-    with patch('minisgl_lit.kv_cache.page_file.os.preadv', side_effect=OSError(errno.EIO, 'no')): assert server.ask('b') == (RIGHT, 0)
+    with patch('minisgl_lit.distributed.page_file.os.preadv', side_effect=OSError(errno.EIO, 'no')): assert server.ask('b') == (RIGHT, 0)
 
 def test_a_disk_that_hangs_keeps_nobody_for_ever(server, caplog):
     "Ten seconds for who waits already, nothing for who comes later; who needs nothing from there runs on; and a disk that answers again is used again"
@@ -196,7 +196,7 @@ def test_what_is_emptied_is_not_waited_for(server):
 def test_an_engine_ends_beside_a_disk_that_hangs(tmp_path):
     "It answers what lies there, and its file is closed by the thread that hangs, once it goes on"
     gate, prompts = threading.Event(), [np.random.default_rng(i).integers(100, 500, 400).tolist() for i in range(3)]
-    with patch('minisgl_lit.engine.second_tier.least_pages', return_value=1):   # even if the disk is busy
+    with patch('minisgl_lit.second_tier.least_pages', return_value=1):   # even if the disk is busy
         llm = LLM(device='cpu', num_pages=60, max_running_req=2, kv_disk_path=str(tmp_path), kv_disk_gib=.05)
     tier, params = llm._driver.scheduler.cache.sources['tier'], SamplingParams(max_tokens=2, temperature=0)
     def ask(): return [llm.generate([p], params)[0].token_ids for p in prompts]
@@ -204,7 +204,7 @@ def test_an_engine_ends_beside_a_disk_that_hangs(tmp_path):
     while tier.stats()['host'] and time.monotonic() < end:   # what is still in memory needs no disk
         tier.collect()
         time.sleep(.01)
-    with patch.object(PageFile, 'read', lambda *args: gate.wait(60)), patch('minisgl_lit.kv_cache.tier._PATIENCE', .2), patch('minisgl_lit.kv_cache.tier.CLOSING_SECONDS', .1):
+    with patch.object(PageFile, 'read', lambda *args: gate.wait(60)), patch('minisgl_lit.distributed.tier._PATIENCE', .2), patch('minisgl_lit.distributed.tier.CLOSING_SECONDS', .1):
         assert ask() == right and tier.disk_hangs
         llm.close()
         assert tier._stream._thread.is_alive() and tier._file._fd >= 0
@@ -219,12 +219,12 @@ def test_a_folder_that_cannot_be_used_is_refused_before_anything_is_loaded(path,
 
 def test_the_file_of_another_user_is_refused(tmp_path):
     open_page_file(tmp_path, 8, 9999).close()
-    with patch('minisgl_lit.kv_cache.page_file.os.geteuid', return_value=1 + os.geteuid()), pytest.raises(ValueError, match='pages-0.kv: it is no file of this user'):
+    with patch('minisgl_lit.distributed.page_file.os.geteuid', return_value=1 + os.geteuid()), pytest.raises(ValueError, match='pages-0.kv: it is no file of this user'):
         open_page_file(tmp_path, 8, 9999)
 
 def test_a_server_starts_beside_a_disk_that_is_full_or_unreadable(tmp_path):
     for call, error in ('pwrite', errno.ENOSPC), ('pread', errno.EIO):
-        with patch(f'minisgl_lit.kv_cache.page_file.os.{call}', side_effect=OSError(error, 'no')):
+        with patch(f'minisgl_lit.distributed.page_file.os.{call}', side_effect=OSError(error, 'no')):
             file = open_page_file(tmp_path, 8, 9999)
             assert not file.write(0, 1, bytes(20), np.zeros(8, np.uint8)) or call == 'pread'
             assert [*file.records()] == []
@@ -268,7 +268,7 @@ CHILD = """
 import json, sys
 import numpy as np
 from minisgl_lit import LLM, SamplingParams
-from minisgl_lit.engine import second_tier
+from minisgl_lit import second_tier
 second_tier.least_pages = lambda *measured: 1   # even if the disk is busy
 llm = LLM(device='cpu', num_pages=60, max_running_req=2, kv_disk_path=sys.argv[1], kv_disk_gib=.05)
 prompts = [np.random.default_rng(i).integers(100, 500, 400).tolist() for i in range(8)]
@@ -329,7 +329,7 @@ def test_a_copy_to_the_host_waits_for_what_it_copies(monkeypatch):
     calls, stream = [], CudaStream.__new__(CudaStream)
     stream.stream, stream._copy_stream, stream._error = 'steps', SimpleNamespace(wait_stream=lambda other: calls.append(f'wait for {other}')), None
     monkeypatch.setattr(stream, 'submit', lambda work: work(), raising=False)
-    monkeypatch.setattr('minisgl_lit.device.CudaEvent', lambda *args: 'event')
+    monkeypatch.setattr('minisgl_lit.core.device.CudaEvent', lambda *args: 'event')
     monkeypatch.setattr(torch.cuda, 'stream', lambda other: nullcontext())
     monkeypatch.setattr(torch.Tensor, 'record_stream', lambda x, other: calls.append('kept'))
     out = [np.zeros(2, dtype=np.float32) for _ in range(2)]

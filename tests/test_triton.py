@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_lit.engine.sampler import sample_random
+from minisgl_lit.core.engine.sampler import sample_random
 from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
 from minisgl_lit.testing.triton_emulator import BlockPointer, Language, TritonKernel
-from minisgl_lit.kv_cache.pool import FP8, KVPool, layouts
+from minisgl_lit.core.kv_cache.pool import FP8, KVPool, layouts
 from minisgl_lit.kernels.gpu_operations import store_trial
-from minisgl_lit.models.operations import Operations, rotate
+from minisgl_lit.core.models.operations import Operations, rotate
 from minisgl_lit.kernels.trials import TOLERANCE, largest_error
 
 plain = Operations()
@@ -370,9 +370,9 @@ torch.cuda.is_available = lambda: True   # so that the modules take the package
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from minisgl_lit.attention.flashinfer import StepBlock
+from minisgl_lit.core.attention.flashinfer import StepBlock
 from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
-from minisgl_lit.kv_cache.pool import KVPool
+from minisgl_lit.core.kv_cache.pool import KVPool
 
 kinds, backend = set(), make_backend(GPUTarget('cuda', 90, 32))
 class Seen:

@@ -7,19 +7,19 @@ from hypothesis import given, settings, strategies as st
 import numpy as np
 import pytest
 
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.request import FinishReason, ForwardMode
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.device import InlineStream, ManualStream
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.radix import make_prefix_cache
-from minisgl_lit.kv_cache.table import TableManager
+from minisgl_lit.core.device import InlineStream, ManualStream
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.core.kv_cache.radix import make_prefix_cache
+from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.tools.svg import (
     FREE, LOCKED, TREE, Branch, End, Recording, StepRecord, draw_pages, draw_timeline, draw_tree,
     engine_share, evicted, owner_blocks, player)
-from minisgl_lit.scheduler.control import Control
-from minisgl_lit.scheduler.lifecycle import Observer
-from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.core.scheduler.lifecycle import Observer
+from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine
 from minisgl_lit.tools.widgets import Recorder, View
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import weekend_oracle as oracle
 from minisgl_lit import LLM
-from minisgl_lit.engine import sampler
+from minisgl_lit.core.engine import sampler
 from minisgl_lit.testing.weekend_table import fixed_requests, folder
 from minisgl_lit.weekend.batch import Engine, PendingReq, TorchAttention
 from minisgl_lit.weekend.decode import Scheduler

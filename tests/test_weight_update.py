@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl_lit import LLM, SamplingParams, serve
-from minisgl_lit.models.hub import embedded_path
+from minisgl_lit.formats.hub import embedded_path
 
 SETTINGS = dict(num_pages=256, max_running_req=8, max_seq_len=256, device='cpu', dtype='float32')
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

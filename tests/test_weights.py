@@ -13,12 +13,12 @@ from minisgl_lit.kernels.experts import SideBySide
 from minisgl_lit.kernels.grouped_matmul import expert_mlps
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.llm import LLM
-from minisgl_lit.models.checkpoint import families, read_config
-from minisgl_lit.models.decoder import Decoder, ModelConfig, weight_shapes
-from minisgl_lit.models.moe import MoeMlp
-from minisgl_lit.models.operations import Operations
-from minisgl_lit.models.quantization import Fp8Projections
-from minisgl_lit.models.weights import (
+from minisgl_lit.core.models.checkpoint import families, read_config
+from minisgl_lit.core.models.decoder import Decoder, ModelConfig, weight_shapes
+from minisgl_lit.core.models.moe import MoeMlp
+from minisgl_lit.core.models.operations import Operations
+from minisgl_lit.formats.quantization import Fp8Projections
+from minisgl_lit.core.models.weights import (
     keep, list_files, load_weights, tensor_placements, read_batches, read_headers)
 from reference import make_checkpoint
 
@@ -40,8 +40,8 @@ RAW = dict(architectures=['LlamaForCausalLM'], vocab_size=16_000, hidden_size=10
            num_attention_heads=8, num_key_value_heads=4, dtype='bfloat16')
 MEASURE = '''
 import sys, torch
-from minisgl_lit.models.checkpoint import read_config
-from minisgl_lit.models.weights import load_weights
+from minisgl_lit.core.models.checkpoint import read_config
+from minisgl_lit.core.models.weights import load_weights
 def status(key): return next(int(o.split()[1]) * 1024 for o in open('/proc/self/status') if o.startswith(key))
 config = read_config(sys.argv[1])
 torch.ones(9, dtype=torch.bfloat16).aminmax()
@@ -84,7 +84,7 @@ def test_any_cut_into_files_gives_the_same_weights(whole, data, tmp_path_factory
     assert again.keys() == weights.keys() and all(torch.equal(again[o], weights[o]) for o in weights)
     found, most = read_headers(list_files(cut)), data.draw(st.integers(1, 20_000))
     with pytest.MonkeyPatch.context() as patch:   # rows of a tensor, one after the other
-        patch.setattr('minisgl_lit.models.weights.MAPPED_BYTES', most)
+        patch.setattr('minisgl_lit.core.models.weights.MAPPED_BYTES', most)
         again = load_weights(cut, config, torch.float32)
     assert all(torch.equal(again[o], weights[o]) for o in weights)
     for names in read_batches(found, most):

@@ -15,17 +15,17 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import EngineConfig
 from minisgl_lit.core.request import Batch, FinishReason, ForwardMode
 from minisgl_lit.core.sampling_params import SamplingParams
-from minisgl_lit.device import WorkerStream
-from minisgl_lit.kv_cache.manager import CacheManager
-from minisgl_lit.kv_cache.radix import RadixCache
-from minisgl_lit.kv_cache.table import TableManager
-from minisgl_lit.scheduler.lifecycle import Observer
-from minisgl_lit.scheduler.policy import Fcfs
-from minisgl_lit.scheduler.prefill import PrefillAdder
-from minisgl_lit.scheduler.scheduler import Scheduler
+from minisgl_lit.core.device import WorkerStream
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.core.kv_cache.radix import RadixCache
+from minisgl_lit.core.kv_cache.table import TableManager
+from minisgl_lit.core.scheduler.lifecycle import Observer
+from minisgl_lit.core.scheduler.policy import Fcfs
+from minisgl_lit.core.scheduler.prefill import PrefillAdder
+from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine
 from minisgl_lit.weekend import batch, decode, pages, prefill, radix
 

@@ -15,7 +15,7 @@ from .server import make_server
 # %% ../../nbs/weekend/10a_main.ipynb #9473edfe
 def main() -> None:
     "Serve until Ctrl-C"
-    embedded = Path(str(files('minisgl_lit'))) / 'models' / 'embedded_data' / 'checkpoint'
+    embedded = Path(str(files('minisgl_lit'))) / 'formats' / 'embedded_data' / 'checkpoint'
     parser = argparse.ArgumentParser('python -m minisgl_lit.weekend',
                                      description="Serve a Qwen3 by the weekend's engine.")
     parser.add_argument('--port', type=int, default=1919, help='on 127.0.0.1; 0: any that is free')

@@ -34,7 +34,7 @@ def test_home_leads_everywhere(visit):
     for place in ("guides/index", "guides/coming-from", "made/cli", "made/benchmarks", "nbs/00b_core.request", "nbs/60_tools.widgets", "made/path", "design", "glossary", "changelog", "contributing"):
         assert any(place + ".html" in o for o in links), place
 
-@pytest.mark.parametrize("path", ["index.html", "nbs/12_kv_cache.radix.html", "nbs/60_tools.widgets.html", "made/cli.html", "guides/tune.html", "glossary.html"])
+@pytest.mark.parametrize("path", ["index.html", "nbs/core/11_kv_cache.radix.html", "nbs/tools/widgets.html", "made/cli.html", "guides/tune.html", "glossary.html"])
 @pytest.mark.parametrize("width, height", [(390, 800), (1280, 820)], ids=["phone", "desk"])
 def test_nothing_sticks_out(visit, path, width, height):
     page = visit(path)
@@ -64,17 +64,17 @@ def test_every_page_fits(visit, site, width):
     assert not bad
 
 def test_a_chapter_goes_on_to_the_next(visit):
-    page = visit("nbs/12_kv_cache.radix.html")
+    page = visit("nbs/core/11_kv_cache.radix.html")
     assert "Who may share a page" in text(page)
     on = page.all("a.next-page")[0]
     page.driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", on)
     on.click()
-    page.until(lambda: "12a_kv_cache.events" in page.driver.current_url)
+    page.until(lambda: "distributed/kv_events" in page.driver.current_url)
 
 @pytest.mark.parametrize("words, chapter", [
-    ("retract", "22_scheduler.decode"), ("middleware", "49_server.middleware"), ("continuous batching", "25_scheduler.scheduler"),
-    ("online softmax", "32_attention.cpu"), ("causal mask", "31_attention.torch"), ("GQA", "31_attention.torch"), ("chunked prefill", "21_scheduler.prefill"),
-    ("block table", "11_kv_cache.table"), ("radix cache", "12_kv_cache.radix"), ("CUDA graph", "42_engine.cuda_graph")])
+    ("retract", "core/16_scheduler.decode"), ("middleware", "server/middleware"), ("continuous batching", "core/19_scheduler.scheduler"),
+    ("online softmax", "kernels/cpu_attention"), ("causal mask", "core/22_attention.torch"), ("GQA", "core/22_attention.torch"), ("chunked prefill", "core/15_scheduler.prefill"),
+    ("block table", "core/09_kv_cache.table"), ("radix cache", "core/11_kv_cache.radix"), ("CUDA graph", "core/32_engine.cuda_graph")])
 def test_search_finds_the_chapter_that_builds_it(visit, words, chapter):
     page = visit(f"search.html?q={quote(words)}")
     page.until(lambda: page.all("#search-results li a"))
@@ -83,7 +83,7 @@ def test_search_finds_the_chapter_that_builds_it(visit, words, chapter):
 
 def test_the_menu_is_the_map(visit):
     "Parts fold; the one of the open chapter is open, and shows numbers"
-    page = visit("nbs/12_kv_cache.radix.html")
+    page = visit("nbs/core/11_kv_cache.radix.html")
     visible = [o.text for o in page.all(".sidebar-tree a.reference.internal") if o.is_displayed()]
     assert "1 Where the KV lives" in visible and "12 radix cache" in visible and "2 Scheduling" in visible
     assert not any(o.startswith(("25 ", "00b ")) for o in visible)
@@ -96,7 +96,7 @@ def test_the_home_page_shows_the_page_at_work(visit):
     assert page.js("document.querySelector('article').getBoundingClientRect().height") <= 3 * 820
 
 def test_checks_are_folded(visit):
-    page = visit("nbs/05a_tools.drawing.html")
+    page = visit("nbs/tools/drawing.html")
     fold = next(o for o in page.all("details.hide") if re.search(r"\d+ checks", o.text))
     assert "test_eq" not in fold.text
     page.driver.execute_script("arguments[0].open = true", fold)
@@ -104,7 +104,7 @@ def test_checks_are_folded(visit):
 
 def test_dark(visit):
     def brightness(page): return sum(map(int, page.js("getComputedStyle(document.body).backgroundColor").strip("rgba()").split(",")[:3]))
-    page = visit("nbs/12_kv_cache.radix.html")
+    page = visit("nbs/core/11_kv_cache.radix.html")
     assert brightness(page) > 600
     page.look(light=False)
     page.until(lambda: brightness(page) < 200)
@@ -112,7 +112,7 @@ def test_dark(visit):
 LOOK = "[...document.querySelector('.lit-run').querySelectorAll('[data-step]')].map(o => getComputedStyle(o).visibility + o.classList).join()"
 
 def test_a_film_moves_without_a_kernel(visit):
-    page = visit("nbs/60_tools.widgets.html")
+    page = visit("nbs/tools/widgets.html")
     slider, before = page.all(".lit-run input[type=range]")[0], page.js(LOOK)
     page.driver.execute_script("const o = arguments[0]; o.value = o.min; o.dispatchEvent(new Event('input', {bubbles: true}))", slider)
     page.until(lambda: page.js(LOOK) != before)
@@ -120,7 +120,7 @@ def test_a_film_moves_without_a_kernel(visit):
 @pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desk"])
 def test_diagrams_can_be_read(visit, width):
     "One that is too wide from left to right is drawn from top to bottom"
-    page = visit("nbs/56_server.serve.html")
+    page = visit("nbs/server/serve.html")
     page.size(width, 820, mobile=width < 500)
     page.driver.refresh()
     scale = "(() => { const o = document.querySelector('.mermaid svg'); return o && o.getBoundingClientRect().width / o.viewBox.baseVal.width })()"

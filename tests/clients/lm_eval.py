@@ -8,7 +8,7 @@ import lm_eval
 
 logging.disable(logging.WARNING)
 url, model = sys.argv[1:3]
-checkpoint = Path(__file__).resolve().parents[2]/'minisgl_lit/models/embedded_data/checkpoint'
+checkpoint = Path(__file__).resolve().parents[2]/'minisgl_lit/formats/embedded_data/checkpoint'
 
 # ---- the task: which word goes on best, and what comes next
 data = Path(tempfile.mkdtemp())/'rows.jsonl'

@@ -92,7 +92,7 @@ def quantize(source: Path, file: Path, kind: str) -> None:
 
 def main() -> None:
     from reference import make_checkpoint
-    from minisgl_lit.models.hub import embedded_path
+    from minisgl_lit.formats.hub import embedded_path
     with TemporaryDirectory() as folder:
         for family, (kind, more) in FILES.items():
             checkpoint, full = Path(folder)/family, Path(folder)/f'{family}.gguf'

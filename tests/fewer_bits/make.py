@@ -11,7 +11,7 @@ from random import Random
 import torch
 from tokenizers import Tokenizer
 
-from minisgl_lit.models.hub import embedded_path
+from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.tools.embedded_tasks import conversation
 
 KINDS = ('Q8_0', 'Q6_K', 'Q5_K_M', 'Q4_K_M', 'Q4_0')   # of llama.cpp

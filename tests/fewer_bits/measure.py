@@ -1,6 +1,6 @@
 """What each format costs: probabilities of two models in all formats that `make.py` wrote, beside those in 16 bits.
 
-    PYTHONPATH=. python tests/fewer_bits/measure.py WORK nbs/79b_formats.json"""
+    PYTHONPATH=. python tests/fewer_bits/measure.py WORK nbs/formats.json"""
 import json, sys
 from collections.abc import Callable
 from functools import partial
@@ -13,15 +13,15 @@ from tokenizers import Tokenizer
 
 from minisgl_lit import LLM, SamplingParams
 from minisgl_lit.kernels.linear import pack_weight
-from minisgl_lit.models.operations import Weight, find_operations
-from minisgl_lit.kv_cache.pool import round_rows, widen_rows
-from minisgl_lit.models.checkpoint import read_config
-from minisgl_lit.models.decoder import Decoder, weight_shapes
+from minisgl_lit.core.models.operations import Weight, find_operations
+from minisgl_lit.core.kv_cache.pool import round_rows, widen_rows
+from minisgl_lit.core.models.checkpoint import read_config
+from minisgl_lit.core.models.decoder import Decoder, weight_shapes
 from minisgl_lit.tools.embedded import is_right, question
 from minisgl_lit.tools.embedded_tasks import exam
-from minisgl_lit.models.gguf import gguf_folder
-from minisgl_lit.models.quantization import Quantization, pack_parts, quantize_and_pack, stored_bytes, weight_bytes
-from minisgl_lit.models.weights import load_weights, open_checkpoint
+from minisgl_lit.formats.gguf import gguf_folder
+from minisgl_lit.formats.quantization import Quantization, pack_parts, quantize_and_pack, stored_bytes, weight_bytes
+from minisgl_lit.core.models.weights import load_weights, open_checkpoint
 
 Pack = Callable[[str, torch.Tensor], Weight]
 LLAMACPP = ('Q8_0', 'Q6_K', 'Q5_K_M', 'Q4_K_M', 'Q4_0')
