@@ -95,7 +95,7 @@ def write(docs, nbs):
     "Write them, if they changed"
     import measured    # which makes tables, too
     from minisgl_lit.cli import make_parser
-    peers = json.loads((nbs/"peers.json").read_text(encoding="utf-8"))
+    peers = json.loads((nbs/"tools/peers.json").read_text(encoding="utf-8"))
     for name, text in {"cli.md": cli(make_parser()), "benchmarks.md": benchmarks(peers), "gpu-measured.md": measured.read(docs)}.items():
         path = docs/"made"/name
         path.parent.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
 """Conversations over a pool that holds a tenth of their pages: without a disk below it, with one, and after a restart.
 
-    python tests/many_turns.py nbs/turns.json
+    python tests/many_turns.py nbs/experiments/turns.json
 
 Sixteen turns at a time; whose turn is next is drawn by lot. The toy engine serves 2,000 conversations of ten turns, whose tokens
 are counted, and the embedded model 300, which are timed. Each run is a process of its own."""

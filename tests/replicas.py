@@ -1,6 +1,6 @@
-"""What `nbs/replicas.json` holds: every rule on every kind of traffic, in runs of 40,000 requests with a seed each, and replicas that sleep.
+"""What `nbs/experiments/replicas.json` holds: every rule on every kind of traffic, in runs of 40,000 requests with a seed each, and replicas that sleep.
 
-    python tests/replicas.py nbs/replicas.json 5    # five seeds, 200,000 requests a rule: hours
+    python tests/replicas.py nbs/experiments/replicas.json 5    # five seeds, 200,000 requests a rule: hours
 A run is a process of its own; what is there already is not run again."""
 import json, subprocess, sys
 from pathlib import Path

@@ -174,7 +174,7 @@ def _page_files() -> dict[str, str]:
     "The files of the pages: where each is in `webui`, by its path on the server"
     folder = Path(str(files('minisgl_lit')/'webui'))
     found = [o.relative_to(folder).as_posix() for o in folder.rglob('*')]
-    return {'/': '../index.html', '/docs': 'docs.html',
+    return {'/': 'index.html', '/docs': 'docs.html',
             **{f'/webui/{o}': o for o in found if o.endswith(('.css', '.js'))}}
 
 PAGE_FILES = _page_files()

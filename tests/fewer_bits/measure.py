@@ -1,6 +1,6 @@
 """What each format costs: probabilities of two models in all formats that `make.py` wrote, beside those in 16 bits.
 
-    PYTHONPATH=. python tests/fewer_bits/measure.py WORK nbs/formats.json"""
+    PYTHONPATH=. python tests/fewer_bits/measure.py WORK nbs/experiments/formats.json"""
 import json, sys
 from collections.abc import Callable
 from functools import partial

@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/fewer_bits/train.py FOLDER            # about ten minutes on two quiet cores
     PYTHONPATH=. python tests/fewer_bits/train.py FOLDER --minutes 4    # a piece of it; the next call goes on
 
-The figures in `nbs/formats.json` are of one run without a break.
+The figures in `nbs/experiments/formats.json` are of one run without a break.
 FOLDER becomes a checkpoint, with `held_out.json`: pieces of the modules that training never saw."""
 import argparse, json, sysconfig, time, zlib
 from pathlib import Path
