@@ -48,7 +48,7 @@ def minutes(path):
     "To read a chapter: words ÷ 180 + shown lines of code ÷ 8, what is folded left out"
     words = lines = 0
     for kind, s in cells(path):
-        if kind == "markdown": words += len(re.findall(r"\w+", re.sub(r"(?s)<details>.*?</details>|```.*?```", "", s)))
+        if kind == "markdown": words += len(re.findall(r"\w+", re.sub(r"(?s)<details>.*?</details>|```.*?```|(?<=\])\([^)\s]*\)", "", s)))
         elif kind == "code" and not HIDDEN.search(s): lines += len(code_lines(s))
     return words / 180 + lines / 8
 
@@ -64,7 +64,7 @@ def line(chapter, nbs):
     path = nbs/f"{chapter.stem}.ipynb"
     title, said = promise(path)
     mark = "" if chapter.kind == "reference" else f" *{chapter.kind}* ·"
-    return f"* {chapter.number} [{title}](../nbs/{chapter.stem}.ipynb) ·{mark} {minutes(path):.0f} min<br>{said}"
+    return f"* {chapter.number} ".rstrip() + f" [{title}](../nbs/{chapter.stem}.ipynb) ·{mark} {minutes(path):.0f} min<br>{said}"
 
 def tree(entries, *options):
     "A hidden toctree of (words, place)"
@@ -74,7 +74,7 @@ def part_page(part, nbs):
     "The page of a part: its chapters, with what each promises"
     total = sum(minutes(nbs/f"{c.stem}.ipynb") for c in part.chapters) / 60
     return "\n\n".join([f"# {part.number} {part.name}".replace("#  ", "# "), f"{len(part.chapters)} chapters, {total:.0f} hours to read them all.",
-                        "\n".join(line(c, nbs) for c in part.chapters), tree([(f"{c.number} {c.words}" + MARKS[c.kind], f"../nbs/{c.stem}") for c in part.chapters])]) + "\n"
+                        "\n".join(line(c, nbs) for c in part.chapters), tree([(f"{c.number} {c.words}".strip() + MARKS[c.kind], f"../nbs/{c.stem}") for c in part.chapters])]) + "\n"
 
 def path_page(book, nbs):
     "The page of the weekend"

@@ -192,5 +192,5 @@ def test_issue_forms_are_as_the_forge_wants_them(path):
 def test_templates_name_what_exists():
     texts = [o.read_text() for o in (root/".github").rglob("*") if o.suffix in (".md", ".yml")]
     for name in {m for o in texts for m in re.findall(r"make ([a-z-]+)", o)}: assert name in targets(), name
-    for name in {m for o in texts for m in re.findall(r"placeholder: (\w\w_[\w.]+)", o)}:
+    for name in {m for o in texts for m in re.findall(r"placeholder: ([\w/]+\d\d_[\w.]+)", o)}:
         assert (root/"nbs"/f"{name}.ipynb").exists(), name

@@ -178,7 +178,7 @@ def test_over_http():
 
 
 def test_a_model_that_was_not_trained_to_rank_says_so_once():
-    "In a process of its own, by a server and then by `LLM`; chapter 51b has models that are called rerankers"
+    "In a process of its own, by a server and then by `LLM`; the chapter on embeddings has models that are called rerankers"
     code = ("import json, urllib.request as u\nfrom minisgl_lit import LLM, serve\nask = json.dumps(dict(query='a', documents=['b'])).encode()\n"
             "with serve(device='cpu', port=0, num_pages=64) as s:\n"
             "    for _ in range(2): u.urlopen(u.Request(s.url + '/v1/rerank', ask, {'content-type': 'application/json'}))\n"

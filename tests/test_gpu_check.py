@@ -258,7 +258,7 @@ def test_chapters_as_programs():
     source = script_of(book)
     assert 'a\n' in source and 'b\n' in source and not {'prose', 'c', 'd'} & set(source.split())
     book = gpu_check.CELL_CHAPTERS + gpu_check.WIDE_CHAPTERS
-    having = [o.stem for o in sorted((gpu_check.ROOT/'nbs').glob('*.ipynb')) if re.search(r'"#\| gpu\\n', o.read_text(encoding='utf-8'))]
+    having = [o.relative_to(gpu_check.ROOT/'nbs').with_suffix('').as_posix() for o in sorted((gpu_check.ROOT/'nbs').rglob('*.ipynb')) if 'weekend' not in o.parts and '.ipynb_checkpoints' not in o.parts and re.search(r'"#\| gpu\\n', o.read_text(encoding='utf-8'))]
     assert sorted(book) == having, 'each chapter with a cell for a GPU, and no other'
     for name in book: compile(script_of(json.loads((gpu_check.ROOT/'nbs'/f'{name}.ipynb').read_text())), name, 'exec')
 

@@ -220,7 +220,7 @@ def test_links_and_the_list_of_guides():
     for page in guides:
         for where in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             if where.startswith("../made/"): continue   # `make docs` makes it, and fails if it does not
-            target = (root/"nbs"/Path(where).name) if where.startswith("../nbs/") else page.parent/where
+            target = (root/where.removeprefix("../")) if where.startswith("../nbs/") else page.parent/where
             assert target.exists(), f"{page.stem}: {where}"
     listed = one("index.md", "{toctree}").split("\n\n")[1].split()
     assert sorted([*listed, "index"]) == [o.stem for o in guides]
