@@ -35,7 +35,7 @@ def cells(path):
 
 def parts(index):
     "The parts of the map"
-    rows = re.findall(r"(?m)^\| \*\*(?:(\d) )?([^*]+)\*\* \| (.*) \|$", "\n".join(s for kind, s in cells(index) if kind == "markdown"))
+    rows = re.findall(r"(?m)^\| \*\*(?:(\d+) )?([^*]+)\*\* \| (.*) \|$", "\n".join(s for kind, s in cells(index) if kind == "markdown"))
     link = re.compile(r"\[([^\]]+)\]\(([\w./]+)\.ipynb\)\s?([★ᶜ]?)")
     return [Part(number, name, tuple(Chapter(stem, words, KINDS[mark] if number or mark else "opening") for words, stem, mark in link.findall(links)))
             for number, name, links in rows]

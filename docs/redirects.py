@@ -25,10 +25,10 @@ moved = {   # before 0.3.0: folders, and the chapters that have moved there, wit
     "core": """00a_core.sampling_params=01_sampling_params 00b_core.request=02_request 00c_core.registry=03_registry 01_config=04_config
         02_device=05_device 05_core.outputs=07_outputs 10_kv_cache.pool=08_kv_cache.pool 11_kv_cache.table=09_kv_cache.table
         11a_kv_cache.eviction=10_kv_cache.eviction 12_kv_cache.radix=11_kv_cache.radix 13_kv_cache.manager=12_kv_cache.manager
-        13b_core.library=13_attention.library 20_scheduler.policy=14_scheduler.policy 21_scheduler.prefill=15_scheduler.prefill
-        22_scheduler.decode=16_scheduler.decode 23_scheduler.lifecycle=17_scheduler.lifecycle 24_scheduler.batch=18_scheduler.batch
-        25_scheduler.scheduler=19_scheduler.scheduler 26_scheduler.control=20_scheduler.control 30_models.layers=21_models.operations
-        31_attention.torch=22_attention.torch 33_attention.flashinfer=23_attention.flashinfer 34_models.decoder=24_models.decoder
+        13b_core.library=22_attention.library 20_scheduler.policy=13_scheduler.policy 21_scheduler.prefill=14_scheduler.prefill
+        22_scheduler.decode=15_scheduler.decode 23_scheduler.lifecycle=16_scheduler.lifecycle 24_scheduler.batch=17_scheduler.batch
+        25_scheduler.scheduler=18_scheduler.scheduler 26_scheduler.control=19_scheduler.control 30_models.layers=20_models.operations
+        31_attention.torch=21_attention.torch 33_attention.flashinfer=23_attention.flashinfer 34_models.decoder=24_models.decoder
         35_models.moe=25_models.moe 36_models.weights=26_models.weights 38_models.checkpoint=27_models.checkpoint
         39_engine.memory=28_engine.memory 40_engine.sampler=29_engine.sampler 40a_engine.pooling=30_engine.pooling
         41_engine.engine=31_engine.engine 42_engine.cuda_graph=32_engine.cuda_graph""",

@@ -406,7 +406,7 @@ def engine(case: Case):
     from minisgl_lit.kernels.gpu_operations import store_kernel
     from minisgl_lit.kernels.page_list import page_lister
     from minisgl_lit.kernels.sampling import can_sample
-    for o in (kernels.find_library, load_library, trials._findings, host.warn_once, page_lister, can_sample, store_kernel): o.cache_clear()
+    for o in (kernels.small_kernels, load_library, trials._findings, host.warn_once, page_lister, can_sample, store_kernel): o.cache_clear()
     found = trials.findings(GPU)
     found.known, found.file, found.run = {}, None, try_uncounted
     for o in (flashinfer.norm.get_norm_module, flashinfer.rope.get_rope_module, flashinfer.prefill.get_batch_prefill_module,

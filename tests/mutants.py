@@ -15,9 +15,9 @@ root = Path(__file__).resolve().parents[1]
 chapters = {'process': 'process', 'core/kv_cache/table': 'core/09_kv_cache.table', 'core/kv_cache/eviction': 'core/10_kv_cache.eviction', 'core/kv_cache/radix': 'core/11_kv_cache.radix', 'distributed/kv_events': 'distributed/kv_events',
             'distributed/page_file': 'distributed/page_file', 'distributed/tier': 'distributed/tier', 'distributed/handoff': 'distributed/handoff',
             'core/kv_cache/manager': 'core/12_kv_cache.manager', 'server/router': 'server/router', 'server/prefill_router': 'server/prefill_router',
-            'rules/fairness': 'rules/fairness', 'core/scheduler/policy': 'core/14_scheduler.policy', 'core/scheduler/prefill': 'core/15_scheduler.prefill',
-            'core/scheduler/decode': 'core/16_scheduler.decode', 'core/scheduler/lifecycle': 'core/17_scheduler.lifecycle', 'core/scheduler/batch': 'core/18_scheduler.batch',
-            'core/scheduler/scheduler': 'core/19_scheduler.scheduler', 'core/scheduler/control': 'core/20_scheduler.control',
+            'rules/fairness': 'rules/fairness', 'core/scheduler/policy': 'core/13_scheduler.policy', 'core/scheduler/prefill': 'core/14_scheduler.prefill',
+            'core/scheduler/decode': 'core/15_scheduler.decode', 'core/scheduler/lifecycle': 'core/16_scheduler.lifecycle', 'core/scheduler/batch': 'core/17_scheduler.batch',
+            'core/scheduler/scheduler': 'core/18_scheduler.scheduler', 'core/scheduler/control': 'core/19_scheduler.control',
             'kernels/fused_heads': 'kernels/fused_heads', 'kernels/sampling': 'kernels/sampling', 'kernels/grouped_matmul': 'kernels/grouped_matmul',
             'kernels/page_list': 'kernels/page_list', 'kernels/trials': 'kernels/trials', 'kernels/kernel_trials': 'kernels/kernel_trials', 'kernels/fp8': 'kernels/fp8', 'kernels/gpu_operations': 'kernels/gpu_operations', 'kernels/experts': 'kernels/experts',
             'kernels/attention_choice': 'kernels/attention_choice'}

@@ -35,7 +35,7 @@ def test_the_map_has_every_chapter_in_its_order():
 
 def test_the_menu_is_the_map():
     "docs/index.md lists the opening chapter and the parts; a part's page is made from the map, and lists its chapters"
-    listed = re.findall(r"(?m)^(nbs/\S+|made/part-\d)$", (root/"docs/index.md").read_text(encoding="utf-8"))
+    listed = re.findall(r"(?m)^(nbs/\S+|made/part-\d+)$", (root/"docs/index.md").read_text(encoding="utf-8"))
     opening, small, *parts = book
     assert listed == [f"nbs/{c.stem}" for c in opening.chapters] + [f"made/part-{p.number}" for p in parts] and [c.stem for c in small.chapters] == [*weekend, "weekend/10a_main"]
     page = contents.path_page(book, nbs)

@@ -22,7 +22,7 @@ from minisgl_lit.llm import LLM
 from minisgl_lit import assembly as worker
 from minisgl_lit.kernels import gpu_operations as gpu_operations_
 from minisgl_lit.kernels.fused_heads import norm_rope_store
-from minisgl_lit.kernels.library import DEFINITIONS
+from minisgl_lit.kernels.library import SMALL_KERNELS
 from minisgl_lit.kernels.gpu_operations import FlashInferOperations, gpu_operations
 from minisgl_lit.core.models.operations import Operations
 from minisgl_lit.core.attention.torch import TorchAttention
@@ -258,10 +258,10 @@ def small_steps(ops, device, dtype=torch.bfloat16, n_q=4, n_kv=2, dim=128, n=37)
 
 @pytest.mark.parametrize('shape', [dict(), dict(n=1), dict(dim=64, n_kv=1), dict(dim=32)])
 def test_small_steps_by_the_stand_in_say_what_torch_says(shape):
-    calls, counted = [], {name: lambda *args, f=getattr(standin, name), name=name: calls.append(name) or f(*args) for name in DEFINITIONS}
+    calls, counted = [], {name: lambda *args, f=getattr(standin, name), name=name: calls.append(name) or f(*args) for name in SMALL_KERNELS}
     ours = small_steps(FlashInferOperations(torch.device('cpu'), torch.bfloat16, replace(standin, **counted)), 'cpu', **shape)
     for a, b in zip(ours, small_steps(Operations(), 'cpu', **shape), strict=True): torch.testing.assert_close(a, b, rtol=.03, atol=.06)
-    assert len(calls) > 5 and set(calls) >= {*DEFINITIONS} - {'apply_rope_with_cos_sin_cache_inplace'}
+    assert len(calls) > 5 and set(calls) >= {*SMALL_KERNELS} - {'apply_rope_with_cos_sin_cache_inplace'}
 
 @needs_gpu
 def test_small_kernels_say_what_torch_says_on_a_gpu():
@@ -278,7 +278,7 @@ def test_what_is_measured_runs_by_its_own_plan(kind):
     loads = [(o - 1, o) for o in lens] if kind == 'decode' else [(o, o + [3, 1, 4]) for o in lens]
     served = choice.Served(torch.device('cpu'), torch.float32, (4, 2, 8), (None,), 4, 3, 64, 64)
     with patch.object(choice.Served, 'loads', lambda self: dict(decode=loads, prefill=loads)), \
-         patch.object(choice, 'unsupported_reason', lambda *_: None), patch.object(choice, 'find_library', lambda *_: standin):
+         patch.object(choice, 'unsupported_reason', lambda *_: None), patch.object(choice, 'load_library', lambda *_: standin):
         bench = choice.Bench(served)
         works, held = choice.works(bench, kind, KERNELS[kind][0]), []
         reference = TorchAttention(bench.pool, bench.table.page_table)

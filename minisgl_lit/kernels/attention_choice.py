@@ -25,7 +25,7 @@ from ..core.attention.torch import AttentionBackend, TorchAttention
 from ..core.request import Batch, ForwardMode
 from ..core.host import warn_once
 from ..core.attention.library import KernelLibrary, load_library
-from .library import find_library, numbers
+from .library import numbers
 from .page_list import page_lister
 from .trials import Outcome, Pairs, Trial, findings
 from ..core.kv_cache.pool import KVPool
@@ -145,7 +145,7 @@ def attention_pairs(
 # %% ../../nbs/kernels/attention_choice.ipynb #b71448d7
 def _pairs_of_library(device: torch.device, *args: object) -> Pairs:
     "`attention_pairs` of FlashInfer's kernels"
-    library = find_library(device)
+    library = load_library(device)
     if isinstance(library, str): raise ValueError(library)
     return attention_pairs(library, device, *args)   # pyright: ignore[reportArgumentType]
 
@@ -212,7 +212,7 @@ def _by_flashinfer(named: Mapping[str, str], pool: KVPool, page_table: torch.Ten
                    windows: Sequence[int | None], num_heads: int,
                    dtype: torch.dtype | None) -> FlashInferAttention:
     "FlashInfer's attention, with the named kernels in place of the usual ones"
-    library = find_library(pool.buffer.device)
+    library = load_library(pool.buffer.device)
     assert not isinstance(library, str)   # that would have been a reason
     kernels = replace(usual_kernels(num_heads // pool.buffer.shape[-2]), **named)
     lister = page_lister(pool.buffer.device)

@@ -72,8 +72,8 @@ def test_a_chapter_goes_on_to_the_next(visit):
     page.until(lambda: "distributed/kv_events" in page.driver.current_url)
 
 @pytest.mark.parametrize("words, chapter", [
-    ("retract", "core/16_scheduler.decode"), ("middleware", "server/middleware"), ("continuous batching", "core/19_scheduler.scheduler"),
-    ("online softmax", "kernels/cpu_attention"), ("causal mask", "core/22_attention.torch"), ("GQA", "core/22_attention.torch"), ("chunked prefill", "core/15_scheduler.prefill"),
+    ("retract", "core/15_scheduler.decode"), ("middleware", "server/middleware"), ("continuous batching", "core/18_scheduler.scheduler"),
+    ("online softmax", "kernels/cpu_attention"), ("causal mask", "core/21_attention.torch"), ("GQA", "core/21_attention.torch"), ("chunked prefill", "core/14_scheduler.prefill"),
     ("block table", "core/09_kv_cache.table"), ("radix cache", "core/11_kv_cache.radix"), ("CUDA graph", "core/32_engine.cuda_graph")])
 def test_search_finds_the_chapter_that_builds_it(visit, words, chapter):
     page = visit(f"search.html?q={quote(words)}")
