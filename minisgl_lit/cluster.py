@@ -21,7 +21,7 @@ from typing import Protocol
 
 from fastapi import FastAPI
 
-from .core.config import ServerConfig
+from .server.config import ServerConfig
 from .server.callers import Callers
 from .server.engine_client import AsyncEngineClient
 from .server.engine_link import EngineAddress, EngineLink

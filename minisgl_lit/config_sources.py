@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from .core.config import (
-    EngineConfig, ServerConfig, accepts, allowed, check_names, names_of, read, renamed)
+    EngineConfig, accepts, allowed, check_names, names_of, read, renamed)
+from .server.config import ServerConfig
 
 # %% ../nbs/config_sources.ipynb #6183c58f
 def _parse(file: Path) -> object:

@@ -9,7 +9,7 @@ import pytest, yaml
 from fnmatch import fnmatch
 
 from minisgl_lit import cli
-from minisgl_lit.core.config import ServerConfig
+from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.config_sources import from_args
 
 root = Path(__file__).resolve().parents[1]

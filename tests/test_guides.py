@@ -13,7 +13,7 @@ from urllib.request import urlopen
 import pytest, yaml
 
 from minisgl_lit import cli, cluster, serve
-from minisgl_lit.core.config import ServerConfig
+from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.config_sources import from_args
 from minisgl_lit.formats.hub import embedded_path
 

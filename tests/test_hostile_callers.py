@@ -15,7 +15,8 @@ from hypothesis import given, settings, strategies as st
 
 from minisgl_lit import serve
 from minisgl_lit.config_sources import from_args
-from minisgl_lit.core.config import EngineConfig, ServerConfig
+from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.core.request import Caller, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull, RequestError, SamplingParams
 from minisgl_lit.core.kv_cache.manager import CacheManager

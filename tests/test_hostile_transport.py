@@ -8,7 +8,7 @@ import pytest
 import uvicorn
 
 from minisgl_lit.cli import serve as serve_command
-from minisgl_lit.core.config import ServerConfig
+from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.log import LogFile
 from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.server import engine_core, middleware

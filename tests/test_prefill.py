@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl_lit import cluster, serve
-from minisgl_lit.core.config import ServerConfig
+from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.core.request import FinishReason, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
 from minisgl_lit.core.device import ManualStream
@@ -544,7 +544,7 @@ def test_whatever_happens_on_the_way(seed, impatient, monkeypatch):
 def test_a_folder_of_the_dead_is_removed_and_one_of_the_living_never(tmp_path):
     "Three servers with one path; one of them is killed, and what it has left goes with the next start"
     config = ServerConfig(replicas=2, prefill_replicas=1, kv_handoff_path=str(tmp_path))
-    code = ('import sys, time; from minisgl_lit.core.config import ServerConfig; from minisgl_lit.server.prefill_router import handoff_folder\n'
+    code = ('import sys, time; from minisgl_lit.server.config import ServerConfig; from minisgl_lit.server.prefill_router import handoff_folder\n'
             'with handoff_folder(ServerConfig(replicas=2, prefill_replicas=1, kv_handoff_path=sys.argv[1])) as path: print(path, flush=True); time.sleep(60)')
     with handoff_folder(config) as mine:
         child = subprocess.Popen([sys.executable, '-c', code, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -20,7 +20,7 @@ from typing import Annotated
 
 import msgspec
 
-from ..core.config import ServerConfig
+from .config import ServerConfig
 from ..core.request import Caller
 from .protocol import ApiError
 

@@ -31,7 +31,7 @@ import msgspec
 import zmq
 from torch.profiler import profile
 
-from ..core.config import ServerConfig
+from .config import ServerConfig
 from ..core.device import resolve_device
 from ..core.engine.memory import MemoryRatio, available_cores
 from ..core.outputs import EngineCoreOutput, EngineCoreOutputs

@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from ..core.config import ServerConfig
+from .config import ServerConfig
 from ..core.outputs import EngineCoreOutputs
 from ..core.sampling_params import RequestError
 from .engine_client import EngineCoreHandle, EngineTransport, read_all

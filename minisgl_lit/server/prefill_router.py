@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import msgspec
 
-from ..core.config import ServerConfig
+from .config import ServerConfig
 from ..core.outputs import EngineCoreOutput
 from ..core.request import FinishReason
 from ..core.sampling_params import QueueFull, RequestError, SamplingParams

@@ -20,7 +20,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 import msgspec
 
-from ..core.config import ServerConfig
+from .config import ServerConfig
 from .engine_client import engine_settings
 from .engine_link import EngineAddress, EngineHost, EngineLink, host_engine
 from .messages import FailMsg, FromScheduler, ReadyMsg

@@ -26,7 +26,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from ..core.config import ServerConfig
+from .config import ServerConfig
 from ..log import LogFile, write_text
 from .api_server import create_app
 from .batches import Batches, BatchRoutes

@@ -13,7 +13,7 @@ import socket
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..core.config import ServerConfig
+from .config import ServerConfig
 from .fields import ApiError
 
 # %% ../../nbs/server/web_pages.ipynb #75f16806

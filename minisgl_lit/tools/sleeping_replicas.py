@@ -19,7 +19,7 @@ from dataclasses import asdict
 import numpy as np
 import uvicorn
 
-from ..core.config import ServerConfig
+from ..server.config import ServerConfig
 from ..runtime import Runtime
 from ..server import engine_core
 from ..server.api_server import create_app
