@@ -32,7 +32,7 @@ from minisgl_lit.core.models.weights import load_weights
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.core.scheduler.scheduler import Scheduler
 
-folder, prompts, max_new = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+folder, prompts, max_new = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 model = read_config(folder)
 pool = KVPool(model.num_layers, 64, 16, model.num_kv_heads, model.head_dim, torch.float32)
 table = TableManager(4, 128, 16, pool.dummy_page)
