@@ -33,7 +33,7 @@ moved = {   # before 0.3.0: folders, and the chapters that have moved there, wit
         39_engine.memory=28_engine.memory 40_engine.sampler=29_engine.sampler 40a_engine.pooling=30_engine.pooling
         41_engine.engine=31_engine.engine 42_engine.cuda_graph=32_engine.cuda_graph""",
     "": """01a_config_sources 02a_process 02b_log 44_engine.worker=assembly 44b_engine.second_tier 51a_runtime 51f_keywords 51g_engine_driver
-        52_llm 52c_async_llm 56a_cluster 62a_cli_arguments 63_cli 64_main 79c_second_tier""",
+        52_llm 52c_async_llm 62a_cli_arguments 63_cli 64_main 79c_second_tier""",
     "testing": """03_testing.toy_engine 05b_testing.weekend_table 14_testing.flashinfer_emulator 14a_testing.triton_emulator 53b_testing.toy_core""",
     "kernels": """04_kernels.compiler 04a_kernels.plan 06_kernels.linear 06a_kernels.vector_math 06b_kernels.quantized 13a_kernels.trials
         13c_kernels.library 14b_kernels.fused_heads 14c_kernels.sampling 14d_kernels.grouped_matmul 14e_kernels.page_list 14f_kernels.fp8
@@ -51,7 +51,7 @@ moved = {   # before 0.3.0: folders, and the chapters that have moved there, wit
         78_replicas 79_evictions 79a_hostile 79b_fewer_bits 79d_prefill_apart""",
     "formats": """34a_models.gguf_text 35a_models.gguf 35b_models.packed_files 36b_models.quantization 36c_models.hub 36d_models.dummy_weights
         38a_models.weight_update""",
-    "server": """47_server.sse 47a_server.fields 48_server.protocol 48a_server.callers 48b_server.web_pages 49_server.middleware 49a_server.metrics
+    "server": """56a_cluster 47_server.sse 47a_server.fields 48_server.protocol 48a_server.callers 48b_server.web_pages 49_server.middleware 49a_server.metrics
         49b_server.connection 50_server.messages 52a_server.weight_updates 52b_server.live_view 53_server.engine_core 53a_server.engine_client
         53c_server.router 53d_server.prefill_router 53f_server.engine_link 53g_server.ray_engine 54_server.openai_protocol
         54a_server.native_protocol 54b_server.tokenizing 54c_server.blocks 54d_server.responses_protocol 54e_server.responses

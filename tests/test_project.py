@@ -255,7 +255,7 @@ ARROWS = {   # as docs/design.md draws them: a room, and those that it may impor
     "rules": "core", "assembly": "core kernels formats distributed process log", "second_tier": "core formats distributed assembly",
     "runtime": "core kernels formats distributed text rules assembly second_tier", "keywords": "core text", "engine_driver": "core text runtime keywords",
     "llm": "core text runtime keywords engine_driver", "async_llm": "core text runtime keywords engine_driver llm",
-    "server": "core text distributed formats runtime process log", "cluster": "core server", "config_sources": "core server", "cli_arguments": "core keywords server",
+    "server": "core text distributed formats runtime process log", "config_sources": "core server", "cli_arguments": "core keywords server",
     "tools": "*", "testing": "*", "cli": "*", "__main__": "cli"}
 
 def test_rooms_know_only_what_they_may():

@@ -130,7 +130,7 @@ def test_two_ingresses(served):
 
 SCALED = dict(autoscaling_config=dict(
     min_replicas=1, max_replicas=2, upscale_delay_s=1, downscale_delay_s=3, metrics_interval_s=1, look_back_period_s=3,
-    policy=dict(policy_function="minisgl_lit.cluster:ByWaitingTokens", policy_kwargs=dict(tokens=1000, requests=128))))
+    policy=dict(policy_function="minisgl_lit.server.cluster:ByWaitingTokens", policy_kwargs=dict(tokens=1000, requests=128))))
 
 def test_engines_are_added_and_taken_away(served):
     "By tokens of prompts that wait, from one to two and back, and each stream is whole"
