@@ -112,7 +112,7 @@ class Terms:
         self._names = {o.lower(): o for o in terms}
         self.built = {}   # {notebook: the terms whose entry says "See" it}
         for names, entry in re.findall(r"(?m)^((?:[\w, ]+\n)+)((?:    .*\n?)+)", "\n".join(blocks)):
-            for nb in re.findall(r"See \[[^\]]*\]\(nbs/([\w.]+\.ipynb)\)", entry): self.built.setdefault(nb, []).extend(names.strip().split("\n"))
+            for nb in re.findall(r"See \[[^\]]*\]\(nbs/([\w./]+\.ipynb)\)", entry): self.built.setdefault(nb, []).extend(names.strip().split("\n"))
         words = set(terms)
         self._word = re.compile(rf"(?<![\w-])(?:{self._any(words - self.two_senses)}|(?<=\*)(?:{self._any(self.two_senses & words)})(?=s?\*))s?(?![\w-])")
 
