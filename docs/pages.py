@@ -40,7 +40,7 @@ def cli(parser):
     "The reference of the command line"
     [commands] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     intro = ("# The command line\n\nMade from the program itself: `minisgl-lit COMMAND --help-all` says the same. A flag of the settings is a field of "
-             "{py:obj}`EngineConfig <minisgl_lit.core.config.EngineConfig>` or {py:obj}`ServerConfig <minisgl_lit.server.config.ServerConfig>` with dashes, so `LLM(page_size=32)`, "
+             "{py:obj}`EngineConfig <minisgl_lit.config.EngineConfig>` or {py:obj}`ServerConfig <minisgl_lit.server.config.ServerConfig>` with dashes, so `LLM(page_size=32)`, "
              "`serve(page_size=32)` and `--page-size 32` are one thing. With no command, the program serves.")
     said = set()
     return "\n\n".join([intro, *(command(name, p, 2, said) for name, p in commands.choices.items())]) + "\n"

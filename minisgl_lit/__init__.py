@@ -33,7 +33,7 @@ def __getattr__(name):
 
 
 _moved_to = {   # until 0.4: rooms, and the old names of their modules, with the new one where that differs
-    "core": "config device",
+    "core": "device",
     "core.kv_cache": "kv_cache.pool kv_cache.table kv_cache.eviction kv_cache.radix kv_cache.manager",
     "core.attention": "core.library attention.torch attention.flashinfer",
     "core.scheduler": "scheduler.policy scheduler.prefill scheduler.decode scheduler.lifecycle scheduler.batch scheduler.scheduler "

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import torch
 
-from .core.config import EngineConfig
+from .config import EngineConfig
 from .core.request import Batch, ForwardMode, LogitEdits, SamplingArrays
 from .core.device import ProcessGroup, make_stream, resolve_device
 from .core.engine.engine import Engine

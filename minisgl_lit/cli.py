@@ -24,7 +24,8 @@ import minisgl_lit
 from .cli_arguments import (
     Parser, add_sampling_arguments, add_settings, engine_settings, interruptible,
     read_sampling_params, sampling_fields)
-from .core.config import EngineConfig, check_names, setting
+from .config import EngineConfig
+from .core.config import check_names, setting
 from .server.config import ServerConfig
 from .config_sources import PREFIX, from_args, sourced_settings
 from .log import LogFile, write_text

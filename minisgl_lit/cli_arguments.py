@@ -16,7 +16,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, NoReturn, cast
 
 import minisgl_lit
-from .core.config import EngineConfig, add_arguments
+from .config import EngineConfig, add_arguments
 from .server.config import ServerConfig
 
 if TYPE_CHECKING:   # only names in annotations: `--help` shall not wait for them

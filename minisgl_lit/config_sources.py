@@ -14,8 +14,8 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import TypeVar, cast
 
-from .core.config import (
-    EngineConfig, accepts, allowed, check_names, names_of, read, renamed)
+from .config import EngineConfig, names_of, read, renamed
+from .core.config import accepts, allowed, check_names
 from .server.config import ServerConfig
 
 # %% ../nbs/config_sources.ipynb #6183c58f

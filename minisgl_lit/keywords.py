@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Literal, TypedDict, TypeVar
 
-from .core.config import (
-    AdmissionName, CacheName, DTypeName, EngineConfig, EvictionName, KVDTypeName, PolicyName,
-    ProductName, QuantizationName, ReasoningParserName, allowed)
+from .config import (
+    EngineConfig, KVDTypeName, PolicyName, ProductName, QuantizationName, ReasoningParserName)
+from .core.config import AdmissionName, CacheName, DTypeName, EvictionName, allowed
 from .core.sampling_params import RequestError, SamplingParams, described, quote
 from .text.chat_template import ChatOptions
 from .text.tool_calling import ToolLike, offer_tools

@@ -17,7 +17,7 @@ from typing import Self, TypeVar, Unpack, cast, overload
 
 import numpy as np
 
-from .core.config import EngineConfig
+from .config import EngineConfig
 from .core.sampling_params import RequestError, SamplingParams, quote
 from .engine_driver import EngineDriver, Prompt, RequestState, input_ids
 from .keywords import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 
-from .core.config import EngineConfig
+from .config import EngineConfig
 from .core.engine.engine import Engine
 from .text.grammar import GrammarCompiler
 from .core.engine.memory import MemoryPlan, set_threads, warn_if_spinning

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from . import __version__
-from .core.config import EngineConfig
+from .config import EngineConfig
 from .core.request import Batch, ForwardMode
 from .core.device import WorkerStream
 from .core.engine.engine import Engine

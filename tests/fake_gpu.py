@@ -397,7 +397,7 @@ CASES = dict(
 @contextlib.contextmanager
 def engine(case: Case):
     "A runtime on the fake device, with what it has said; FlashInfer's modules are built anew"
-    from minisgl_lit.core.config import EngineConfig
+    from minisgl_lit.config import EngineConfig
     from minisgl_lit.core import host
     from minisgl_lit.kernels import library as kernels, trials
     from minisgl_lit.core.attention.library import load_library

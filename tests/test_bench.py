@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from minisgl_lit.tools import bench, roofline as limits
 from minisgl_lit import cli
 from minisgl_lit.tools.bench import TokenTimes, BenchmarkTarget, benchmarks, percentiles
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.tools.roofline import (
     ModelCosts, LowerBound, Roofline, WorkloadShape, Workload, lower_bound, workloads)

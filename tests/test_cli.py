@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 import minisgl_lit
 from minisgl_lit import LLM, SamplingParams, cli
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 
 TINY = ['--device', 'cpu', '--max-seq-len', '64', '--num-pages', '16', '--temperature', '0', '--max-tokens', '3']
 FEW = SamplingParams(max_tokens=3, temperature=0)

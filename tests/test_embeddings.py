@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.llm import LLM
 from minisgl_lit.formats.hub import embedded_path

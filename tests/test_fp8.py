@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.assembly import ResolvedConfig, plan_memory
 from minisgl_lit.kernels import fp8
 from minisgl_lit.kernels.trials import TOLERANCE, largest_error

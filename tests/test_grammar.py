@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings, strategies as st
 
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import PendingReq
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.runtime import build

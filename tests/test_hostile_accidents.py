@@ -10,7 +10,7 @@ import torch
 import zmq
 
 from minisgl_lit import LLM, process, threads_wait
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.core.request import SearchedTokens
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams

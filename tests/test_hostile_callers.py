@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 
 from minisgl_lit import serve
 from minisgl_lit.config_sources import from_args
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.core.request import Caller, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull, RequestError, SamplingParams

@@ -14,7 +14,7 @@ from beside import Beside, hostile_callers, program, until
 from hostile import (
     CHAT, COMPLETIONS, COUNT, GENERATE, MESSAGES, OLLAMA, RESPONSES, SHOW, chat, completion, corpus, generate, messages, read_statuses, responses,
     text)
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.text.grammar import GrammarCompiler
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import RadixCache

@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given, strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams
 from minisgl_lit.core.kv_cache.manager import CacheManager
@@ -354,7 +354,7 @@ MEMORY = """
 import asyncio, sys
 from pathlib import Path
 from fastapi import Request
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.assembly import ResolvedConfig
 from minisgl_lit.server.callers import Account
 from minisgl_lit.server.middleware import trim_memory

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from minisgl_lit import LLM
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.core.device import InlineStream, WorkerStream

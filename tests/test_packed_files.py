@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl_lit import LLM, SamplingParams
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.assembly import ResolvedConfig
 from minisgl_lit.core.host import warn_once
 from minisgl_lit.core.models.checkpoint import read_config

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import Batch, ForwardMode, LogprobRequests
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.core.device import ProcessGroup

@@ -4,7 +4,7 @@ import itertools, random
 import pytest
 import torch
 
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.runtime import build
 from minisgl_lit.llm import LLM

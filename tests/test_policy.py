@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 import numpy as np
 import pytest
 
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import PendingReq
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.core.kv_cache.manager import CacheManager

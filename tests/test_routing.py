@@ -4,7 +4,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.outputs import EngineCoreOutput
 from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import SamplingParams

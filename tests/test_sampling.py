@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from minisgl_lit import serve as serve_http
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import (
     Batch, LogitEdits, ForwardOutput, Logprob, SamplingArrays, LogprobResults)
 from minisgl_lit.core.sampling_params import RequestError, SamplingParams

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import numpy as np
 import pytest
 
-from minisgl_lit.core.config import AdmissionName, EngineConfig, EvictionName, PolicyName
+from minisgl_lit.config import EngineConfig, PolicyName
+from minisgl_lit.core.config import AdmissionName, EvictionName
 from minisgl_lit.core.request import Caller, ForwardMode, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
 from minisgl_lit.core.device import ManualStream

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from minisgl_lit.tools.calibrate import StepTimer, error, fit
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.tools.roofline import ModelCosts
 from minisgl_lit.core.scheduler.control import Control
 from minisgl_lit.tools.simulator import (

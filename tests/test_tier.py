@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minisgl_lit import LLM, serve
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.core.device import CudaStream
 from minisgl_lit.core.kv_cache.manager import CacheManager

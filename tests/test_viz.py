@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 import numpy as np
 import pytest
 
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import FinishReason, ForwardMode
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.core.device import InlineStream, ManualStream

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from minisgl_lit.core.config import EngineConfig
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import Batch, FinishReason, ForwardMode
 from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.core.device import WorkerStream

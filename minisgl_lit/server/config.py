@@ -9,7 +9,8 @@ __all__ = ['ToolFormatName', 'UnknownName', 'ServerConfig']
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.config import EngineConfig, setting
+from ..config import EngineConfig
+from ..core.config import setting
 
 # %% ../../nbs/server/config.ipynb #7f5220d2
 ToolFormatName = Literal['auto', 'gpt_oss', 'deepseek_v3', 'deepseek_v31', 'qwen3_coder',

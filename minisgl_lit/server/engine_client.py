@@ -22,7 +22,7 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
-from ..core.config import EngineConfig
+from ..config import EngineConfig
 from .config import ServerConfig
 from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import FinishReason

@@ -10,7 +10,7 @@ import asyncio
 from time import perf_counter
 
 
-from ..core.config import EngineConfig
+from ..config import EngineConfig
 from ..core.device import InlineStream
 from ..distributed.handoff import Handoffs
 from ..core.kv_cache.manager import CacheManager

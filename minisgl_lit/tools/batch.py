@@ -23,7 +23,8 @@ from typing import cast
 
 from tqdm import tqdm
 
-from ..core.config import EngineConfig, setting
+from ..config import EngineConfig
+from ..core.config import setting
 from ..server.config import ServerConfig, ToolFormatName
 from ..server.batch_file import (
     BatchFile, RecordFile, LineReply, drop_failures, has_failed, run, sort_records)

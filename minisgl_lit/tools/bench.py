@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import zmq
 
-from ..core.config import EngineConfig
+from ..config import EngineConfig
 from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import Batch, ForwardMode
 from ..core.sampling_params import SamplingParams

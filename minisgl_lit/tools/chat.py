@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 import minisgl_lit
 from ..cli_arguments import (
     engine_settings, interruptible, read_sampling_params, sampling_fields)
-from ..core.config import EngineConfig, setting
+from ..config import EngineConfig
+from ..core.config import setting
 from ..config_sources import from_args
 
 if TYPE_CHECKING:   # only names in annotations: `--help` shall not wait for them

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.config import EngineConfig
+from ..config import EngineConfig
 from ..core.engine.memory import (
     MemoryRatio, available_cores, available_memory, free_memory, gib)
 from ..assembly import ResolvedConfig

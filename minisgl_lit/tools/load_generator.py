@@ -31,7 +31,8 @@ from urllib.request import Request, urlopen
 import numpy as np
 from httptools import HttpParserError, HttpResponseParser
 
-from ..core.config import EngineConfig, setting
+from ..config import EngineConfig
+from ..core.config import setting
 
 # %% ../../nbs/tools/load_generator.ipynb #fe723911
 def refuse_settings(

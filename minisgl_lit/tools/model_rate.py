@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..core.config import EngineConfig
+from ..config import EngineConfig
 from ..core.sampling_params import SamplingParams
 from ..llm import LLM
 from ..core.models.decoder import weight_shapes

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 import msgspec
 import numpy as np
 
-from ..core.config import EngineConfig
+from ..config import EngineConfig
 from ..core.outputs import EngineCoreOutputs
 from ..core.request import PendingReq
 from ..core.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..core.config import EngineConfig
+from ..config import EngineConfig
 from ..core.request import FinishReason, PendingReq
 from ..core.sampling_params import SamplingParams
 from ..core.device import WorkerStream

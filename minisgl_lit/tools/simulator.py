@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..core.config import EngineConfig
+from ..config import EngineConfig
 from ..core.outputs import EngineCoreOutputs
 from ..core.request import Batch, FinishReason, ForwardMode, ForwardOutput, PendingReq
 from ..core.sampling_params import QueueFull, SamplingParams
