@@ -203,7 +203,7 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('below: nothing is dropped by whoever leaves the queue', 'core/scheduler/prefill', '        self.cache.drop(pending)\n', ''),
     ('below: emptied pages are still taken', 'distributed/tier', 'for entry in self._host.values(): entry.lost = True', 'pass'),
     ('below: an emptied file keeps its pages', 'distributed/tier', 'if self._file: self._stream.submit(self._file.erase)', 'pass'),
-    ('below: new weights read pages of old ones', 'core/scheduler/control', 's.cache.renew()', 'pass'),
+    ('below: new weights read pages of old ones', 'formats/weight_control', 's.cache.renew()', 'pass'),
     ('below: who waits keeps pages of old weights', 'distributed/tier', 'for pending in [*self._leases]: self.drop(pending)', 'pass'),
     ('below: NaN stays on the disk', 'core/kv_cache/manager', 'for source in self.sources.values(): source.clear()', 'pass'),
     ('below: what came up does not count as borrowed', 'core/kv_cache/manager', 'handle.borrowed, self.table.lengths.cached_len[row] = True, end * self.page_size', 'self.table.lengths.cached_len[row] = end * self.page_size'),

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+import minisgl_lit.formats.ropes   # noqa: F401 (registers those of the variants below)
+
 FAMILIES = ('Qwen3', 'Qwen2', 'Llama')
 MAX_NEW = 12
 NEAR_TIE = 1e-4    # logits this close may be told apart either way (DESIGN: same answer)

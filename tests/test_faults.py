@@ -11,7 +11,7 @@ from minisgl_lit import serve
 from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import QueueFull, RequestError, SamplingParams
 from minisgl_lit.core.outputs import EngineCoreOutputs, EngineCoreOutput
-from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.formats.weight_control import WeightControl
 from minisgl_lit.server.messages import (
     AbortMsg, ControlReply, ReadyMsg, RefusedMsg, StopMsg, UserMsg, decode, encode)
 from minisgl_lit.server.engine_client import AsyncEngineClient
@@ -352,7 +352,7 @@ def test_nobody_reads_the_news():
                 self.taken += 1
                 return EngineCoreOutputs([f'{self.taken}'], [1])
         steps = Steps()
-        loop = threading.Thread(target=run_engine_core, args=(there, ControlHandler(Control(steps), GrammarQueue(steps))), daemon=True)
+        loop = threading.Thread(target=run_engine_core, args=(there, ControlHandler(WeightControl(steps), GrammarQueue(steps))), daemon=True)
         loop.start()
         until(lambda: steps.taken >= 4)
         time.sleep(.2)

@@ -29,7 +29,8 @@ from minisgl_lit.core.attention.torch import TorchAttention
 from minisgl_lit.kernels import attention_choice as choice
 from minisgl_lit.kernels.attention_choice import choose_attention, unsupported_reason
 from minisgl_lit.core.attention.flashinfer import (
-    KERNELS, FlashInferAttention, PairAttention, kind_of, page_indices, plan_arrays)
+    KERNELS, FlashInferAttention, kind_of, page_indices, plan_arrays)
+from minisgl_lit.kernels.pair_attention import PairAttention
 from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts
 
 lacks_package = importlib.util.find_spec('flashinfer') is None

@@ -23,6 +23,7 @@ from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.engine_driver import EngineDriver
 from minisgl_lit.core.scheduler import control
 from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.formats.weight_control import WeightControl
 from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server.engine_core import ControlHandler, GrammarQueue, handle, run_engine_core
 from minisgl_lit.server.messages import ControlMsg, StopMsg, UserMsg, encode
@@ -395,7 +396,7 @@ def test_a_bug_that_one_request_meets_ends_that_request(overlap, where, caplog):
     s = toy(overlap, where)
     def compile(params):
         if where == 'compile' and params.regex: raise Bug
-    handler = ControlHandler(Control(s), GrammarQueue(s, compile))
+    handler = ControlHandler(WeightControl(s), GrammarQueue(s, compile))
     prompts = dict(a=[1, 2, 3, 4, 5], bad=[1, 2, 3, 4, 5, 6], b=[7])
     ends, tokens = {}, {rid: [] for rid in prompts}
     def take(outputs):
@@ -418,14 +419,14 @@ def test_a_refusal_is_still_a_refusal(caplog):
     s = toy()
     def refuse(pending): raise RequestError('regex', 'unclosed group')
     s.make_grammar = refuse
-    answer = handle(UserMsg('a', np.array([1]), SamplingParams(regex='(')), ControlHandler(Control(s), GrammarQueue(s)))
+    answer = handle(UserMsg('a', np.array([1]), SamplingParams(regex='(')), ControlHandler(WeightControl(s), GrammarQueue(s)))
     assert (answer.rid, answer.message) == ('a', 'unclosed group') and not caplog.records
 
 @pytest.mark.parametrize('where', ['queue', 'pages'])
 def test_a_bug_of_the_scheduler_is_not_caught(where):
     "What belongs to all: to go on with half-written tables could show one caller another's text"
     s = toy()
-    handler = ControlHandler(Control(s), GrammarQueue(s))
+    handler = ControlHandler(WeightControl(s), GrammarQueue(s))
     def bug(*_): raise Bug
     if where == 'queue': s.prefill.add = bug
     else: s.cache.allocate = bug
@@ -462,7 +463,7 @@ def test_who_comes_while_the_server_tidies_does_not_wait(monkeypatch, reads_only
     "It is answered after one slice; then tidying begins anew, unless nothing has changed"
     monkeypatch.setattr('minisgl_lit.server.engine_core._IDLE_WAIT', .01)
     s = with_cached(300)
-    handler, events = ControlHandler(Control(s), GrammarQueue(s)), []
+    handler, events = ControlHandler(WeightControl(s), GrammarQueue(s)), []
     come = ControlMsg(1, 'stats') if reads_only else UserMsg('a', np.array([7]), SamplingParams(max_tokens=1))
     with zmq.Context() as context, context.socket(zmq.PAIR) as here, context.socket(zmq.PAIR) as there:
         here.bind('inproc://tidy')

@@ -23,6 +23,7 @@ from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.formats.weight_control import WeightControl
 from minisgl_lit.rules.fairness import FairOrder, VirtualTokenCounters
 from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server.api_server import Api, create_app
@@ -289,7 +290,7 @@ def test_a_request_says_whose_it_is(web):
 def test_the_caller_travels_to_the_scheduler():
     s = server()
     message = decode(encode(UserMsg("a", np.array([1, 2]), SamplingParams(max_tokens=2), Caller("alice", "eve", 2.5))))
-    assert handle(message, ControlHandler(Control(s), GrammarQueue(s))) is None
+    assert handle(message, ControlHandler(WeightControl(s), GrammarQueue(s))) is None
     assert s.alive["a"].caller == Caller("alice", "eve", 2.5)
 
 def test_limits_by_the_minute(web):
@@ -429,6 +430,6 @@ def test_a_caller_who_waited_for_a_grammar_is_still_the_same():
     compiling.set_result(None)
     callers = {}
     for message in queue.ready():
-        handle(message, ControlHandler(Control(s), queue))
+        handle(message, ControlHandler(WeightControl(s), queue))
         callers |= {o.rid: o.caller for o in s.alive.values()}
     assert callers == dict(waits=caller, leaves=caller) and [*s.alive] == ["waits"]

@@ -20,7 +20,7 @@ from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import RadixCache
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.formats.hub import embedded_path
-from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.formats.weight_control import WeightControl
 from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server import middleware
 from minisgl_lit.server.api_server import create_app
@@ -83,7 +83,7 @@ class Engine:
             ToyEngine(table.page_table, table.token_pool, PAGE, 256, VOCAB), CacheManager(256, table, RadixCache(PAGE, 'lru')), VOCAB, lambda: 0.,
             config, frozenset(), None, tokenizers.TextStopChecks(tokenizer), make_grammar=grammars)
         self.queue = GrammarQueue(self.scheduler, grammars.begin)
-        self.handler, self.stopped = ControlHandler(Control(self.scheduler), self.queue), False
+        self.handler, self.stopped = ControlHandler(WeightControl(self.scheduler), self.queue), False
 
     def send(self, data):
         message = decode(data)

@@ -17,7 +17,7 @@ from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.engine_driver import EngineDriver
-from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.formats.weight_control import WeightControl
 from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
 from minisgl_lit.text.tokenizer import TextStopChecks
@@ -40,7 +40,7 @@ def toy_driver(overlap, rows=3, pages=24, queued=4, delay=0.0, driver=EngineDriv
     cache = CacheManager(pages, table, make_prefix_cache("radix", 4))
     scheduler = Scheduler(engine, cache, VOCAB, float, EngineConfig(max_queued_req=queued, overlap=overlap),
                           stop_checks=TextStopChecks(letters := Letters()))
-    runtime = SimpleNamespace(scheduler=scheduler, control=Control(scheduler), engine=engine, close=stream.close, tokenizer=letters,
+    runtime = SimpleNamespace(scheduler=scheduler, control=WeightControl(scheduler), engine=engine, close=stream.close, tokenizer=letters,
                               grammars=SimpleNamespace(validate=lambda params: None))
     return driver(runtime)
 

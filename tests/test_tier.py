@@ -18,7 +18,7 @@ from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.distributed.page_file import PageFile, open_page_file
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
-from minisgl_lit.core.scheduler.control import Control
+from minisgl_lit.formats.weight_control import WeightControl
 from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server.metrics import Metrics
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output, mix
@@ -35,7 +35,7 @@ class Server:
         self.below = SecondTier(config, self.engine, 40, 1)
         self.cache = CacheManager(num_pages, table, make_prefix_cache('radix', 2), dict(tier=self.below.tier))
         self.s = Scheduler(self.engine, self.cache, 99, float, config)
-        self.control = Control(self.s)
+        self.control = WeightControl(self.s)
 
     def add(self, rid, prompt=PROMPT, **params):
         return self.s.add(rid, prompt, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, **params))

@@ -14,7 +14,8 @@ from minisgl_lit.core.sampling_params import SamplingParams
 from minisgl_lit.core.outputs import EngineCoreOutput
 from minisgl_lit.server.sse import OutputQueue
 from minisgl_lit.text.tokenizer import (
-    OutputCollector, TextDecoder, Tokenizer, TextStopChecks)
+    OutputCollector, Tokenizer, TextStopChecks)
+from minisgl_lit.core.tokenizer import TextDecoder
 
 BEGIN, END = 256, 257   # after one token for each byte
 

@@ -135,8 +135,8 @@ class EngineConfig:
     overlap: bool | Literal['auto'] = setting(
         'auto', 'Whether the host plans a step while the device computes another')
     attention: str = setting(
-        'auto', 'What computes attention; auto takes FlashInfer where it is', words="'auto', 'torch' "
-        "or 'flashinfer'", form='auto|torch|flashinfer')
+        'auto', 'What computes attention; auto takes FlashInfer where it is',
+        form='auto|torch|flashinfer', words="'auto', 'torch' or 'flashinfer'")
     cuda_graph_max_bs: int | Literal['auto'] = setting(
         'auto', 'Largest batch whose decode steps are captured; 0 captures none')
     seed: int | None = setting(None, 'Start of all randomness; None draws one')

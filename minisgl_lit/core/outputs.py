@@ -55,10 +55,11 @@ def final_output(
     times = since_arrival('scheduled'), since_arrival('first_token'), now - pending.arrival
     asked = pending.params.prompt_logprobs is not None
     prompt = pending.prompt_logprobs.reported if asked else None
+    pooled = pending.pooled.mean if pending.pooled else None
     return EngineCoreOutput(
         pending.rid, list(token_ids), reason, matched, error, pending.input_len,
         pending.cached_tokens, times, prompt, logprobs, shown, pending.faulty_field,
-        pending.weight_version, pending.pooled.mean)
+        pending.weight_version, pooled)
 
 # %% ../../nbs/core/07_outputs.ipynb #912bc5f6
 @dataclass(slots=True)

@@ -126,11 +126,11 @@ class PooledStates:
     "The sum of a prompt's hidden states that pooling asks for, as far as it is known."
     def __init__(
         self,
-        input_len: int,       # Tokens of the prompt
-        pooling: str | None,  # 'last', 'mean', or `None` for nothing
+        input_len: int,  # Tokens of the prompt
+        pooling: str,    # 'last' or 'mean'
     ):
         self.end = input_len
-        self.start = {'last': input_len - 1, 'mean': 0}.get(pooling or '', input_len)
+        self.start = input_len - 1 if pooling == 'last' else 0
         self.next = self.start       # the first token whose state is still missing
         self.total = np.zeros(())    # of those before it, float64, [hidden_size]
 
@@ -141,8 +141,8 @@ class PooledStates:
 
     @property
     def mean(self) -> np.ndarray | None:
-        "The pooled state, float32, [hidden_size]; `None` if none is wanted, or some are missing"
-        if self.start == self.end or not self.complete: return None
+        "The pooled state, float32, [hidden_size]; `None` while some are missing"
+        if not self.complete: return None
         return (self.total / (self.end - self.start)).astype(np.float32)
 
     def add(
@@ -283,7 +283,8 @@ class PendingReq:
         self.grammar: Grammar | None = None     # what its answer must follow, if anything
         self.forbidden_tokens: tuple[int, ...] = ()   # not chosen before `min_tokens`
         self.prompt_logprobs = PromptLogprobs(self.input_ids, params)
-        self.pooled = PooledStates(self.input_len, params.pooling)
+        pooling = params.pooling
+        self.pooled = PooledStates(self.input_len, pooling) if pooling else None
         self.times: dict[str, float] = {}       # of its first step and first token
 
     # %% ../../nbs/core/02_request.ipynb #d0b64e53
@@ -301,7 +302,8 @@ class PendingReq:
     def matchable_len(self) -> int:
         "How many of its tokens may come from the cache: nothing of the others has to be reported"
         n = self.prompt_logprobs.matchable_len(self.n_tokens)
-        return n if self.pooled.complete else min(n, self.pooled.next)
+        pooled = self.pooled
+        return min(n, pooled.next) if pooled and not pooled.complete else n
 
     @property
     def has_output(self) -> bool:

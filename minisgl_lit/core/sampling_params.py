@@ -184,6 +184,12 @@ class SamplingParams:
         return replace(self, separate_reasoning=True)
 
     # %% ../../nbs/core/01_sampling_params.ipynb #0e9dd378
+    def _with(self, **values: object) -> 'SamplingParams':
+        "The same with other values, of which it is known that they are right"
+        one = copy.copy(self)   # `replace` would check every field again
+        for name, value in values.items(): object.__setattr__(one, name, value)
+        return one
+
     def resolve(
         self,
         defaults: Mapping[str, float],  # What the checkpoint advises, by field name
@@ -193,18 +199,14 @@ class SamplingParams:
         usual = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0,
                      seed=seed)
         missing = [name for name in usual if getattr(self, name) is None]
-        return replace(self, **{name: defaults.get(name, usual[name]) for name in missing})
+        return self._with(**{name: defaults.get(name, usual[name]) for name in missing})
 
     # %% ../../nbs/core/01_sampling_params.ipynb #23e0b885
     def choices(self) -> 'list[SamplingParams]':
         "Parameters for each of the `n` answers; of one seed come `n`, far from each other"
-        def choice(i: int) -> SamplingParams:
-            one = copy.copy(self)   # `replace` would check every field again
-            object.__setattr__(one, 'n', 1)
-            if self.seed is not None:
-                object.__setattr__(one, 'seed', (self.seed + i * 0x9E3779B97F4A7C15) % 2**63)
-            return one
-        return [choice(i) for i in range(self.n)]
+        if self.seed is None: return [self._with(n=1) for _ in range(self.n)]
+        seeds = [(self.seed + i * 0x9E3779B97F4A7C15) % 2**63 for i in range(self.n)]
+        return [self._with(n=1, seed=seed) for seed in seeds]
 
     # %% ../../nbs/core/01_sampling_params.ipynb #0b8970d1
     @property

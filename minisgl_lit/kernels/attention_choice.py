@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['Work', 'MARGIN', 'RUNS', 'REPEATS', 'Tensors', 'Record', 'CONTEXT', 'ALONE', 'MOST_TOKENS', 'Measured',
-           'mean_seconds', 'stopwatch', 'attention_pairs', 'attention_trial', 'unfit_reason', 'unsupported_reason',
-           'choose_attention', 'Served', 'Bench', 'works', 'Candidate', 'left_open', 'candidates_of',
-           'measured_attention']
+           'mean_seconds', 'stopwatch', 'attention_pairs', 'attention_trial', 'unsupported_reason', 'choose_attention',
+           'Served', 'Bench', 'works', 'Candidate', 'left_open', 'candidates_of', 'measured_attention']
 
 # %% ../../nbs/kernels/attention_choice.ipynb #d7cfe5ad
 import math
@@ -20,13 +19,14 @@ import torch
 
 from .cpu_attention import backends
 from ..core.attention.flashinfer import (
-    KERNELS, FlashInferAttention, Kernels, PairAttention, usual_kernels)
+    KERNELS, FlashInferAttention, Kernels, usual_kernels)
 from ..core.attention.torch import AttentionBackend, TorchAttention
 from ..core.request import Batch, ForwardMode
 from ..core.host import warn_once
-from ..core.attention.library import KernelLibrary, load_library
+from ..core.attention.library import KernelLibrary, load_library, unfit_reason
 from .library import numbers
 from .page_list import page_lister
+from .pair_attention import PairAttention
 from .trials import Outcome, Pairs, Trial, findings
 from ..core.kv_cache.pool import KVPool
 from ..core.kv_cache.table import TableManager
@@ -172,24 +172,6 @@ def attention_trial(
     return Trial('minisgl_lit.kernels.attention_choice:_pairs_of_library', args, compiles)
 
 # %% ../../nbs/kernels/attention_choice.ipynb #3d2b17d5
-def unfit_reason(
-    device: torch.device,   # Where
-    dtype: torch.dtype,     # Of queries
-    stored: torch.dtype,    # Of keys and values in the cache
-    head_dim: int,          # Numbers in a query
-) -> str | None:            # A sentence, or `None` if kernels can be tried
-    "Why FlashInfer has no kernels of attention for them, or cannot be had"
-    if device.type != 'cuda':
-        return f'FlashInfer needs an NVIDIA GPU, and this runs on {device.type}'
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f'FlashInfer computes in bfloat16 or float16, not in {str(dtype)[6:]}'
-    if stored not in (dtype, torch.float8_e4m3fn):
-        return f'FlashInfer reads no keys and values in {str(stored)[6:]} for {str(dtype)[6:]}'
-    if head_dim not in (64, 128, 256):
-        return f'FlashInfer has kernels for a head_dim of 64, 128 or 256, not of {head_dim}'
-    found = load_library(device)
-    return found if isinstance(found, str) else None
-
 def unsupported_reason(
     kind: str,       # 'prefill', for mixed batches too, or 'decode'
     pool: KVPool,    # Where keys and values lie

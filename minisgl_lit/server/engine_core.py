@@ -41,7 +41,8 @@ from ..core.kv_cache.radix import RadixCache
 from ..core.sampling_params import RequestError, SamplingParams
 from ..log import unblock_stderr, write_text
 from ..runtime import ModelWeights, Runtime, build
-from ..core.scheduler.control import Control, Watchdog
+from ..formats.weight_control import WeightControl
+from ..process import Watchdog
 from ..core.scheduler.lifecycle import request_failure
 from ..core.scheduler.scheduler import Scheduler
 from .live_view import BatchLog, tree_outline
@@ -192,7 +193,7 @@ class ControlHandler:
 
     def __init__(
         self,
-        control: Control,             # Carries most of them out
+        control: WeightControl,             # Carries most of them out
         grammar_queue: GrammarQueue,  # Requests that are not in the scheduler yet
         weights: ModelWeights | None = None,   # Loads other checkpoints; `None`: there are none
     ):

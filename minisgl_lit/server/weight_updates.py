@@ -16,7 +16,7 @@ from ..core.sampling_params import RequestError
 from .messages import ControlReply
 
 if TYPE_CHECKING:   # only a name in annotations: the web process shall not import torch
-    from minisgl_lit.core.scheduler.control import Control
+    from minisgl_lit.formats.weight_control import WeightControl
 
 # %% ../../nbs/server/weight_updates.ipynb #e7dd6375
 class WeightUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +48,7 @@ class WeightUpdates:
     "Changes the weights, one update at a time: begun when asked for, done when no request minds."
     def __init__(
         self,
-        control: 'Control',             # Holds requests back
+        control: 'WeightControl',             # Holds requests back
         weights: CheckpointLoader | None,   # `None`: there is nothing to load into
     ):
         self.control, self.weights, self.path = control, weights, ''
@@ -103,7 +103,7 @@ class MemoryReleases:
     "Lends an engine's memory to others, between two rounds of requests."
     def __init__(
         self,
-        control: 'Control',             # Lets nothing run
+        control: 'WeightControl',             # Lets nothing run
         weights: CheckpointLoader | None,   # `None`: there is no memory to release
     ):
         self.control, self.weights = control, weights

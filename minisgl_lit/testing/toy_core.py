@@ -16,7 +16,7 @@ from ..distributed.handoff import Handoffs
 from ..core.kv_cache.manager import CacheManager
 from ..core.kv_cache.radix import make_prefix_cache
 from ..core.kv_cache.table import TableManager
-from ..core.scheduler.control import Control
+from ..formats.weight_control import WeightControl
 from ..core.scheduler.scheduler import Scheduler
 from ..server.engine_core import ControlHandler, GrammarQueue, handle
 from ..server.live_view import BatchLog
@@ -48,7 +48,7 @@ class ToyEngineCore:
         cache = CacheManager(config.num_pages, table, prefix, sources)
         self.scheduler = Scheduler(engine, cache, vocab_size, perf_counter, config)
         self.scheduler.observer = BatchLog(self.scheduler)
-        self.handler = ControlHandler(Control(self.scheduler), GrammarQueue(self.scheduler))
+        self.handler = ControlHandler(WeightControl(self.scheduler), GrammarQueue(self.scheduler))
         self.step_seconds, self.trouble, self.killed = step_seconds, '', False
         self._inbox, self._woken = list[bytes](), asyncio.Event()
 

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['RECOMMENDED_WORKSPACE', 'MAX_TILE', 'KERNELS', 'ListPages', 'PLAN_BYTES', 'PlanArrays', 'plan_arrays', 'page_indices',
            'PlanMemory', 'PlanBuffers', 'workspace_bytes', 'Kernels', 'usual_kernels', 'FlashInferMetadata', 'kind_of',
-           'StepBlock', 'GraphMemory', 'StaticMetadata', 'PlanOptions', 'plain_list', 'FlashInferAttention',
-           'PairMetadata', 'PairAttention']
+           'StepBlock', 'GraphMemory', 'StaticMetadata', 'PlanOptions', 'plain_list', 'FlashInferAttention']
 
 # %% ../../../nbs/core/23_attention.flashinfer.ipynb #b23cbb66
 from collections.abc import Callable, Mapping, Sequence
@@ -441,53 +440,3 @@ class FlashInferAttention(AttentionBackend):
 
 # %% ../../../nbs/core/23_attention.flashinfer.ipynb #a5b3c410
 PLAN_BYTES = 1 << 20   # room for the plan of a graph, on the device
-
-# %% ../../../nbs/core/23_attention.flashinfer.ipynb #c74207e8
-@dataclass(frozen=True)
-class PairMetadata:
-    "The metadata of `PairAttention`."
-    backend: AttentionBackend   # That computes the batch
-    metadata: object            # Of that backend
-
-# %% ../../../nbs/core/23_attention.flashinfer.ipynb #46e465f5
-class PairAttention(AttentionBackend):
-    "One backend for batches that decode, another for the rest, over the same pages."
-    def __init__(
-        self,
-        prefill: AttentionBackend,  # For prefill and mixed batches
-        decode: AttentionBackend,   # For batches in which every request computes one token
-    ):
-        self.prefill, self.decode, self.pool = prefill, decode, prefill.pool
-
-    @property
-    def decoding(self) -> AttentionBackend:
-        "What attends in steps that only decode"
-        return self.decode
-
-    def prepare(
-        self,
-        batch: Batch,    # What will be computed
-    ) -> PairMetadata:   # For `forward`, in every layer
-        "Choose a backend, and prepare there"
-        chosen = self.decode if kind_of(batch) == 'decode' else self.prefill
-        return PairMetadata(chosen, chosen.prepare(batch))
-
-    def forward(
-        self,
-        q: torch.Tensor,   # Queries of the new tokens, [n_tokens, num_heads, head_dim]
-        k: torch.Tensor,   # Their keys, [n_tokens, num_kv_heads, head_dim]
-        v: torch.Tensor,   # Their values, same shape
-        layer: int,        # Whose keys and values these are
-        metadata: object,  # From `prepare`
-    ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
-        "Attention by the chosen backend"
-        assert isinstance(metadata, PairMetadata)
-        return metadata.backend.forward(q, k, v, layer, metadata.metadata)
-
-    def attend_batch(
-        self,
-        metadata: object,  # From `prepare`
-    ) -> tuple[Attend, Slots]:
-        "As the chosen backend attends"
-        assert isinstance(metadata, PairMetadata)
-        return metadata.backend.attend_batch(metadata.metadata)

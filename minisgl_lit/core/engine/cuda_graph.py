@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Work', 'Capture', 'recorders', 'bucket_sizes', 'why_not_captured', 'padded', 'CudaCapture', 'CapturedStep',
-           'CudaGraphs', 'DecodeSteps', 'StepRecorder', 'record_graphs', 'GraphEngine']
+           'CudaGraphs', 'DecodeSteps', 'NotRecordable', 'StepRecorder', 'record_graphs', 'GraphEngine']
 
 # %% ../../../nbs/core/32_engine.cuda_graph.ipynb #23b8eac4
 from bisect import bisect_left
@@ -190,6 +190,9 @@ class DecodeSteps(Protocol):
         ...
 
 # %% ../../../nbs/core/32_engine.cuda_graph.ipynb #55c0f2ca
+class NotRecordable(RuntimeError):
+    "A step cannot be recorded; found out while it is tried."
+
 class StepRecorder(Protocol):
     "Makes what records the decode steps of an engine."
     def __call__(

@@ -131,9 +131,9 @@ def read_rope(
     "The position embedding, from any of the three spellings"
     rope = read_optional(raw, 'rope_parameters', dict) or read_field(raw, 'rope_scaling', dict, {})
     kind = read_optional(rope, 'rope_type', str) or read_field(rope, 'type', str, 'default')
-    if kind not in ropes or any(isinstance(o, dict) for o in rope.values()):
+    if kind not in ropes.names or any(isinstance(o, dict) for o in rope.values()):
         raise ValueError(f'rope_type={kind!r:.80} of config.json is not served; known are '
-                         f'{", ".join(ropes)}, one for all layers')
+                         f'{", ".join(ropes.names)}, one for all layers')
     trained = read_count(raw, 'max_position_embeddings', DEFAULT_CONTEXT)
     defaults = dict(original_max_position_embeddings=trained) | dict(raw)
     given = {name: value for name, value in rope.items() if value is not None}
@@ -141,14 +141,15 @@ def read_rope(
     if (part := read_field(known, 'partial_rotary_factor', float, 1.0)) != 1:
         raise ValueError(f'partial_rotary_factor={part} of config.json is not served; '
                          'only 1.0 is')
-    settings, types = {}, get_type_hints(ropes[kind])
-    for f in fields(ropes[kind]):
+    make, settings = ropes.find(kind), {}
+    types = get_type_hints(make)
+    for f in fields(make):
         of = get_args(types[f.name]) or (types[f.name],)   # an optional number is `float | None`
         value = read_optional(known, f.name, of[0], low=0 if f.default is None else 1)
         if value is not None: settings[f.name] = value
         elif f.default is MISSING:
             raise ValueError(f'rope_type={kind!r:.80} of config.json needs {f.name!r} beside it')
-    return ropes[kind](**settings)
+    return make(**settings)
 
 # %% ../../../nbs/core/27_models.checkpoint.ipynb #cd2763ed
 DEFAULT_WINDOW, DEFAULT_WINDOW_LAYERS = 4096, 28   # as in `transformers`

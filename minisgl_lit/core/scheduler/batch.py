@@ -109,8 +109,9 @@ def make_pooling_requests(
 ) -> PoolingRequests | None:  # `None`: none
     "Which hidden states are to be added up"
     start, end = plan.cached_lens, plan.device_lens
-    first = np.maximum(start, [o.pending.pooled.next for o in plan.reqs])
-    owners = np.flatnonzero(first < np.minimum(end, [o.pending.pooled.end for o in plan.reqs]))
+    pooled = [o.pending.pooled for o in plan.reqs]
+    first = np.maximum(start, [o.next if o else 0 for o in pooled])
+    owners = np.flatnonzero(first < np.minimum(end, [o.end if o else 0 for o in pooled]))
     if not len(owners): return None
     offset = (end - start).cumsum() - end   # from a position to the token's place in the batch
     return PoolingRequests(owners, (first + offset)[owners], (end + offset)[owners])

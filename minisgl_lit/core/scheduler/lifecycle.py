@@ -486,6 +486,7 @@ class Lifecycle:
         for i, states in zip(requests.owners.tolist(), sums):
             pending = batch.reqs[i].pending
             if pending.finish_reason or pending.to_finish or pending.kv_invalid: continue
+            assert pending.pooled   # it is in `requests`
             if np.isfinite(states).all(): pending.pooled.add(states, int(batch.device_lens[i]))
             else: self._process_one_token(pending, no_token, finite=False)
 
