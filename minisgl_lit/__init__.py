@@ -12,12 +12,12 @@ if "torch" not in sys.modules and not threads_wait.keys() & os.environ.keys(): o
 
 if TYPE_CHECKING:   # for editors and type checkers, which do not run `__getattr__`
     from minisgl_lit.async_llm import AsyncLLM as AsyncLLM
-    from minisgl_lit.core.sampling_params import SamplingParams as SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams as SamplingParams
     from minisgl_lit.llm import LLM as LLM
     from minisgl_lit.server.serve import serve as serve
     __version__: str
 
-_lazy = {"LLM": "llm", "AsyncLLM": "async_llm", "SamplingParams": "core.sampling_params", "serve": "server.serve"}   # public name -> module
+_lazy = {"LLM": "llm", "AsyncLLM": "async_llm", "SamplingParams": "text.sampling_params", "serve": "server.serve"}   # public name -> module
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "serve", "__version__"]
 
 

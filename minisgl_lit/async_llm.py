@@ -15,7 +15,7 @@ from typing import Self, Unpack, cast, overload
 
 import numpy as np
 
-from .core.sampling_params import SamplingParams
+from .text.sampling_params import SamplingParams
 from .engine_driver import EngineDriver, Prompt, RequestState, progress_bar
 from .keywords import ChatFields, Params, SamplingFields, passes_on
 from .llm import Dialog, LoadedModel, as_dialogs, as_list

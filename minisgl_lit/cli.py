@@ -32,7 +32,7 @@ from .log import LogFile, write_text
 from .tools.chat import ChatConfig, chat
 
 if TYPE_CHECKING:   # only names in annotations: `--help` shall not wait for them
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     from minisgl_lit.llm import LLM, Dialog, Prompt
     from minisgl_lit.tools.load_generator import LoadConfig
     from minisgl_lit.tools.roofline import Report

@@ -20,7 +20,7 @@ from .config import EngineConfig, add_arguments
 from .server.config import ServerConfig
 
 if TYPE_CHECKING:   # only names in annotations: `--help` shall not wait for them
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     from minisgl_lit.keywords import EngineSettings
 
 # %% ../nbs/cli_arguments.ipynb #979e9976

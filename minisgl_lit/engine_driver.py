@@ -24,7 +24,8 @@ from tqdm import tqdm
 
 from .core.outputs import EngineCoreOutput
 from .core.request import Logprob
-from .core.sampling_params import QueueFull, RequestError, SamplingParams
+from .core.sampling_params import QueueFull, RequestError
+from .text.sampling_params import SamplingParams
 from .keywords import Params, params_per_prompt
 from .runtime import Runtime
 from .text.tokenizer import OutputCollector, Piece, RequestOutput, Tokenizer

@@ -16,7 +16,8 @@ from typing import Literal, TypedDict, TypeVar
 from .config import (
     EngineConfig, KVDTypeName, PolicyName, ProductName, QuantizationName, ReasoningParserName)
 from .core.config import AdmissionName, CacheName, DTypeName, EvictionName, allowed
-from .core.sampling_params import RequestError, SamplingParams, described, quote
+from .core.sampling_params import RequestError, quote
+from .text.sampling_params import SamplingParams, described
 from .text.chat_template import ChatOptions
 from .text.tool_calling import ToolLike, offer_tools
 

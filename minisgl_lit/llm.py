@@ -18,7 +18,8 @@ from typing import Self, TypeVar, Unpack, cast, overload
 import numpy as np
 
 from .config import EngineConfig
-from .core.sampling_params import RequestError, SamplingParams, quote
+from .core.sampling_params import RequestError, quote
+from .text.sampling_params import SamplingParams
 from .engine_driver import EngineDriver, Prompt, RequestState, input_ids
 from .keywords import (
     ChatFields, EngineSettings, Params, SamplingFields, check_keywords, params_per_prompt,

@@ -32,6 +32,7 @@ from .rules import fairness
 from .formats.weight_control import WeightControl
 from .core.scheduler.lifecycle import Observer
 from .core.scheduler.scheduler import Scheduler
+from .text.answer_rules import TextRules
 from .text.tokenizer import TextStopChecks, Tokenizer, thinking_maker
 
 # %% ../nbs/runtime.ipynb #aed8c4f1
@@ -194,7 +195,8 @@ def build(
         scheduler = Scheduler(
             leader or engine, cache,
             model.vocab_size, clock, replace(config, overlap=overlap), eos, model.generation,
-            TextStopChecks(tokenizer), None, grammars, thinking_maker(tokenizer), model.headless)
+            TextRules(TextStopChecks(tokenizer), grammars, thinking_maker(tokenizer)),
+            headless=model.headless)
         if on_gpu: count_compilations(scheduler.counts)
         if observe: scheduler.observer = observe(scheduler)
         scheduler.idle_step()

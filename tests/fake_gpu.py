@@ -424,7 +424,7 @@ def engine(case: Case):
 
 def run(case: Case) -> dict:
     "Build, capture, generate; what was counted"
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     rng = np.random.default_rng(0)
     prompts = case.prompts or [rng.integers(0, 1000, rng.integers(1, 100)).tolist() for _ in range(max(4, len(case.params)))]
     with engine(case) as (runtime, said):
@@ -447,7 +447,7 @@ LAYERS = dict(layer=Case(), kv_fp8_layer=Case(settings=dict(kv_dtype='fp8')), ex
 
 def step_counts(temperature: float, steps: int = 16) -> dict:
     "What one decode step of four requests launches outside its graph, on average; how many they are does not matter"
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     with engine(Case()) as (runtime, _):
         s = runtime.scheduler
         for i in range(4): s.add(str(i), list(range(1, 30)), SamplingParams(max_tokens=400, temperature=temperature, ignore_eos=True))

@@ -432,7 +432,7 @@ def recorded(args) -> Figures:
 def decode_ms(runtime, n: int, context: int = 500, steps: int = 40, **params) -> float:
     "Milliseconds of a decode step of `n` requests, in the steady state; greedy, if no parameters say how to sample"
     import torch
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     s = runtime.scheduler
     for i in range(n): s.add(f'd{i}', [i % 1000 + 1] * context, SamplingParams(ignore_eos=True, **params or GREEDY))
     def wait() -> int:
@@ -451,7 +451,7 @@ PROMPTS, PROMPT_TOKENS = (128, 512, 2048, 8192, 32768), 65536   # tokens: of a p
 
 def prompt_seconds(llm, prompts: list[list[int]]) -> float:
     "Until all of these prompts, of which nothing is in the cache, have a token"
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     runtime_of(llm).control.flush_cache()
     began = time.perf_counter()
     outs = llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True, **GREEDY))
@@ -488,7 +488,7 @@ def compilations(runtime) -> int:
 
 def bench_run(llm, counts: dict, work, params: dict) -> dict:
     "A workload, once: tokens a second, what the host does and waits for in a step, and kernels that were compiled meanwhile"
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     compiled = compilations(runtime_of(llm))
     llm.generate(work.prompts[:8], SamplingParams(max_tokens=4, ignore_eos=True, **params))   # warm
     runtime_of(llm).control.flush_cache()
@@ -545,7 +545,7 @@ def longest(spans: Iterable[tuple[float, float, str]], n: int) -> dict:
 
 def profile(args) -> Figures:
     "Steady decode of one request and of 256: how busy the GPU is, and the kernels that take longest"
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     with shape_of_qwen3() as folder:
         with make_llm(folder, True, **SERVED, overlap=True) as llm:
             runtime, n = runtime_of(llm), 30
@@ -573,7 +573,7 @@ def host_parts(step: Callable[[], object], n: int) -> dict:
 def low(args) -> Figures:
     "Few requests, where the host shows: decode steps a second with overlap and without, the recording alone, and the host's parts of a step of one request"
     import torch
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     from minisgl_lit.tools.roofline import best_time
     with shape_of_qwen3() as folder:
         for overlap in (True, False):
@@ -742,7 +742,7 @@ LOAD = .9                                             # of what the engine alone
 
 def own_rate(llm, n: int) -> float:
     "Output tokens a second of such requests without HTTP, all there at once"
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     from minisgl_lit.tools.roofline import WorkloadShape
     asked = WorkloadShape(n, (ASKED['input_len'],) * 2, (ASKED['output_len'],) * 2)
     times = []
@@ -788,7 +788,7 @@ def serve(args) -> Figures:
 def start_once(folder: str) -> dict:
     "Seconds of a start in this process, and of its first answers: greedy, sampled, and sampled once more"
     began = time.perf_counter()
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     import torch
     torch.cuda.init()
     told = dict(imports_s=time.perf_counter() - began)
@@ -827,7 +827,7 @@ def small_checkpoint(folder: str, dtype: str):
 def parity(args) -> Figures:
     "float32 with the reference attention: the tokens of transformers. bfloat16 with FlashInfer and graphs: as near to float32 as transformers is"
     import torch
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     from minisgl_lit.llm import LLM
     from reference import MAX_NEW, Comparison, generate, load, prompts
     told, greedy = {}, SamplingParams(max_tokens=MAX_NEW, temperature=0)
@@ -855,7 +855,7 @@ def parity(args) -> Figures:
 
 def equality(args) -> Figures:
     "Graphs on and off, overlap on and off, bfloat16: the same answers, but for near ties"
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     from reference import prompts
     answers = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -874,7 +874,7 @@ def equality(args) -> Figures:
 TINY = """
 import sys; sys.path[:0] = ['tests', '.']
 import tempfile, gpu_check
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 with tempfile.TemporaryDirectory() as folder:
     gpu_check.small_checkpoint(folder, 'bfloat16')
     with gpu_check.make_llm(folder, True, page_size=16, num_pages=20, max_running_req=2, max_seq_len=64) as llm: print(len(llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))))

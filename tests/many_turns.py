@@ -12,7 +12,7 @@ from time import perf_counter
 import numpy as np
 
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import InlineStream
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.distributed.page_file import PageFile

@@ -341,7 +341,7 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('GPU: a kernel that fails stops the engine', 'kernels/trials', 'except Exception as e:\n', 'except ZeroDivisionError as e:\n'),
     ('GPU: the first replay counts', 'kernels/attention_choice', 'return min(times) / RUNS', 'return times[0] / RUNS'),
     ('GPU: a named kernel is measured', 'kernels/attention_choice', "if part in KERNELS[kind]: first = [part]\n    elif", 'if'),
-    ('GPU: keys of any dtype are read', 'kernels/attention_choice', 'if stored not in (dtype, torch.float8_e4m3fn):', 'if False:'),
+    ('GPU: keys of any dtype are read', 'core/attention/library', 'if stored not in (dtype, torch.float8_e4m3fn):', 'if False:'),
     ('GPU: the next trial is blamed for a crash', 'kernels/trials', 'if accident and left:\n', 'if accident and left[1:]:\n'),
     ('GPU: compiling counts as a hang', 'kernels/trials', 'if has_children(child.pid): compiled += _TICK\n            else: spent', 'spent'),
     ('GPU: who was killed is left out for ever', 'kernels/trials', 'lasts=-code in _FAULTS', 'lasts=True'),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minisgl_lit.async_llm import AsyncEngineDriver, AsyncLLM
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.llm import LLM
 from test_llm import expected, failing, prompt, toy_driver
 

@@ -13,7 +13,7 @@ from minisgl_lit.tools import bench, roofline as limits
 from minisgl_lit import cli
 from minisgl_lit.tools.bench import TokenTimes, BenchmarkTarget, benchmarks, percentiles
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.tools.roofline import (
     ModelCosts, LowerBound, Roofline, WorkloadShape, Workload, lower_bound, workloads)
 from minisgl_lit.kernels.plan import load_kernels, team_c

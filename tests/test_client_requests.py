@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
 from minisgl_lit import serve
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.text.grammar import GrammarCompiler
 from minisgl_lit.text.json_schema import _CHECKED
 from minisgl_lit.core.models.checkpoint import read_config

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core.sampling_params import RequestError, SamplingParams
+from minisgl_lit.core.sampling_params import RequestError
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.llm import LLM
 from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.runtime import build

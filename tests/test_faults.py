@@ -9,7 +9,8 @@ import zmq
 
 from minisgl_lit import serve
 from minisgl_lit.core.request import FinishReason
-from minisgl_lit.core.sampling_params import QueueFull, RequestError, SamplingParams
+from minisgl_lit.core.sampling_params import QueueFull, RequestError
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.outputs import EngineCoreOutputs, EngineCoreOutput
 from minisgl_lit.formats.weight_control import WeightControl
 from minisgl_lit.server.messages import (

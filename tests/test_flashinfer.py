@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.core.request import Batch, ForwardMode
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import HostEvent, ManualStream
 from minisgl_lit.testing.flashinfer_emulator import PagedDecode, standin
 from minisgl_lit.core.kv_cache.pool import KVPool, layouts
@@ -179,7 +179,7 @@ def test_answers_are_those_of_transformers(checkpoint, page_size, halves, monkey
     (path, right), comparison = checkpoint, Comparison()
     if page_size == 1:
         steps = FlashInferOperations(torch.device('cpu'), torch.float32, standin)
-        monkeypatch.setattr(worker, 'find_operations', lambda *_: steps)
+        monkeypatch.setattr('minisgl_lit.core.engine.assembly.find_operations', lambda *_: steps)
         monkeypatch.setattr(gpu_operations_, 'store_kernel', lambda *_: norm_rope_store)
     with LLM(path, device='cpu', attention='torch', page_size=page_size, num_pages=400 * 16 // page_size, max_prefill_tokens=24) as llm:
         runtime = llm._driver.runtime

@@ -10,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import PendingReq
-from minisgl_lit.core.sampling_params import RequestError, SamplingParams
+from minisgl_lit.core.sampling_params import RequestError
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.runtime import build
 from minisgl_lit.text import grammar
 from minisgl_lit.text.grammar import GrammarCompiler, ChoiceGrammar, pack_mask
@@ -197,7 +198,7 @@ def test_what_makes_no_sense_is_refused_in_a_sentence(name, text, why):
 def serve(compiler, params, **config):
     "What the embedded model says to one question, with its text, reason and token counts"
     r = build(EngineConfig(device="cpu", **config))
-    r.scheduler.make_grammar, tok = compiler, embedded()
+    r.scheduler.rules.make_grammar, tok = compiler, embedded()
     said, ends = {str(i): [] for i in range(len(params))}, {}
     for i, p in enumerate(params): r.scheduler.add(str(i), tok.encode("<|im_start|>user\nSay it.<|im_end|>\n<|im_start|>assistant\n").ids, p)
     while r.scheduler.has_work:
@@ -260,7 +261,7 @@ def test_old_grammars_make_room():
 
 def test_the_library_is_not_missed_before_it_is_needed():
     code = ("import sys; sys.modules['llguidance'] = None\n"
-            "from minisgl_lit.text.grammar import *; from minisgl_lit.core.sampling_params import *; import tokenizers\n"
+            "from minisgl_lit.text.grammar import *; from minisgl_lit.text.sampling_params import *; import tokenizers\n"
             "c = GrammarCompiler(tokenizers.Tokenizer(tokenizers.models.BPE()), 5)\n"
             "c.validate(SamplingParams())\n"
             "try: c.validate(SamplingParams(ebnf='x'))\n"

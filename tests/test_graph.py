@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import Batch, ForwardMode
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.runtime import build
 from minisgl_lit.core.engine.engine import Launched
 from minisgl_lit.core.engine.cuda_graph import (

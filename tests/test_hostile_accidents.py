@@ -10,10 +10,12 @@ import torch
 import zmq
 
 from minisgl_lit import LLM, process, threads_wait
+from minisgl_lit.text.answer_rules import TextRules
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.core.request import SearchedTokens
-from minisgl_lit.core.sampling_params import RequestError, SamplingParams
+from minisgl_lit.core.sampling_params import RequestError
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import InlineStream, ManualStream
 from minisgl_lit import assembly as worker
 from minisgl_lit.kernels import compiler
@@ -364,7 +366,7 @@ class Checks:
     def __init__(self, where): self.where = where
     def validate(self, params): pass
     def search(self, checks): pass
-    def make(self, pending):
+    def make(self, pending, thinking, follow):
         if self.where == 'make stop check': raise Bug
         return Check(self.where)
 
@@ -376,7 +378,7 @@ def toy(overlap=False, where=''):
         if where == 'make_grammar': raise Bug
         return Grammar(where)
     s = Scheduler(engine, CacheManager(PAGES, table, RadixCache(4)), 50, itertools.count().__next__, EngineConfig(overlap=overlap),
-                  stop_checks=Checks(where), make_grammar=make_grammar)
+                  rules=TextRules(Checks(where), make_grammar))
     if where == 'validate':
         validate = s.validator.validate
         def check(ids, params):
@@ -418,7 +420,7 @@ def test_a_refusal_is_still_a_refusal(caplog):
     "One sentence for its caller, and nothing in the log"
     s = toy()
     def refuse(pending): raise RequestError('regex', 'unclosed group')
-    s.make_grammar = refuse
+    s.rules.make_grammar = refuse
     answer = handle(UserMsg('a', np.array([1]), SamplingParams(regex='(')), ControlHandler(WeightControl(s), GrammarQueue(s)))
     assert (answer.rid, answer.message) == ('a', 'unclosed group') and not caplog.records
 

@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from minisgl_lit import serve
+from minisgl_lit.text.answer_rules import TextRules
 from minisgl_lit.config_sources import from_args
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.core.request import Caller, PendingReq
-from minisgl_lit.core.sampling_params import QueueFull, RequestError, SamplingParams
+from minisgl_lit.core.sampling_params import QueueFull, RequestError
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
@@ -205,7 +207,7 @@ def test_no_caller_can_fill_the_queue():
 def test_who_cannot_be_served_displaces_nobody():
     def no_grammar(pending): raise RequestError("regex", "no such grammar")
     s = server(max_queued_req=1)
-    s.make_grammar = no_grammar
+    s.rules = TextRules(make_grammar=no_grammar)
     ask(s, "innocent", Caller())
     with pytest.raises(RequestError, match="no such grammar"): ask(s, "wrong", Caller("b"), regex="x", priority=9)
     assert [o.rid for o in s.step() if o.error] == [] and "innocent" in s.alive
@@ -423,7 +425,7 @@ def test_an_account_without_limits_counts_nothing():
 def test_a_caller_who_waited_for_a_grammar_is_still_the_same():
     "Late or aborted, a request that is added at last is its caller's: shares and limits are counted on"
     s, compiling, caller = server(), Future(), Caller("a", weight=2.)
-    s.make_grammar = lambda pending: None
+    s.rules = TextRules(make_grammar=lambda pending: None)
     queue = GrammarQueue(s, lambda params: compiling if params.grammars else None)
     for rid in ("waits", "leaves"): queue.add(UserMsg(rid, np.array([1]), SamplingParams(regex="a"), caller))
     queue.abort("leaves")

@@ -14,6 +14,7 @@ from beside import Beside, hostile_callers, program, until
 from hostile import (
     CHAT, COMPLETIONS, COUNT, GENERATE, MESSAGES, OLLAMA, RESPONSES, SHOW, chat, completion, corpus, generate, messages, read_statuses, responses,
     text)
+from minisgl_lit.text.answer_rules import TextRules
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.text.grammar import GrammarCompiler
 from minisgl_lit.core.kv_cache.manager import CacheManager
@@ -81,7 +82,7 @@ class Engine:
         grammars = GrammarCompiler(tokenizer.backend, VOCAB)
         self.scheduler = Scheduler(
             ToyEngine(table.page_table, table.token_pool, PAGE, 256, VOCAB), CacheManager(256, table, RadixCache(PAGE, 'lru')), VOCAB, lambda: 0.,
-            config, frozenset(), None, tokenizers.TextStopChecks(tokenizer), make_grammar=grammars)
+            config, frozenset(), None, TextRules(tokenizers.TextStopChecks(tokenizer), grammars))
         self.queue = GrammarQueue(self.scheduler, grammars.begin)
         self.handler, self.stopped = ControlHandler(WeightControl(self.scheduler), self.queue), False
 

@@ -7,9 +7,11 @@ import tokenizers
 from hypothesis import given, strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from minisgl_lit.text.answer_rules import TextRules
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import FinishReason
-from minisgl_lit.core.sampling_params import RequestError, SamplingParams
+from minisgl_lit.core.sampling_params import RequestError
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
@@ -75,7 +77,7 @@ class InProcess:
         def grammar(pending):
             if pending.params.regex == "(": raise RequestError("regex", "regex is no pattern")
         config = EngineConfig(max_running_req=8, max_queued_req=QUEUED, overlap=False, **settings)
-        self.scheduler = Scheduler(engine, cache, 256, lambda: self.now, config, stop_checks=TextStopChecks(tokenizer), make_grammar=grammar)
+        self.scheduler = Scheduler(engine, cache, 256, lambda: self.now, config, rules=TextRules(TextStopChecks(tokenizer), grammar))
         self.outputs, self.taken = {}, 0
 
     async def stream(self, requests):

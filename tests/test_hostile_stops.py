@@ -7,9 +7,11 @@ import pytest
 import regex
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from minisgl_lit.text.answer_rules import TextRules
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import PendingReq
-from minisgl_lit.core.sampling_params import RequestError, SamplingParams
+from minisgl_lit.core.sampling_params import RequestError
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.text import grammar
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
@@ -230,7 +232,7 @@ class Late(TextStopChecks):
 def scheduler(stop_checks, overlap, pages=30):
     table = TableManager(3, 48, page_size=4, dummy_page=pages)
     engine = ToyEngine(table.page_table, table.token_pool, 4, pages, VOCAB)
-    return Scheduler(engine, CacheManager(pages, table, make_prefix_cache("radix", 4)), VOCAB, float, EngineConfig(overlap=overlap), frozenset({5}), stop_checks=stop_checks)
+    return Scheduler(engine, CacheManager(pages, table, make_prefix_cache("radix", 4)), VOCAB, float, EngineConfig(overlap=overlap), frozenset({5}), rules=TextRules(stop_checks))
 
 def serve(stop_checks, overlap, asked, abort=()):
     s, out, ends = scheduler(stop_checks, overlap), {}, {}
@@ -298,7 +300,7 @@ def test_a_grammar_is_measured_before_it_is_compiled(compiler, params, what):
 def test_grammars_of_callers_who_have_left_are_not_compiled(compiler):
     "A hundred new forms and their caller hangs up: the next caller's form is begun after the two that were running"
     queue = engine_core.GrammarQueue(scheduler(None, False), compiler.begin)
-    queue.scheduler.make_grammar = compiler
+    queue.scheduler.rules.make_grammar = compiler
     def ask(rid, pattern): queue.add(UserMsg(rid, np.array([1]), SamplingParams(regex=pattern)))
     for i in range(100): ask(f"flood{i}", f"a{i}")
     ask("shared", "a50")
@@ -312,7 +314,7 @@ def test_grammars_of_callers_who_have_left_are_not_compiled(compiler):
 
 def test_grammars_of_requests_that_waited_too_long_are_not_compiled(compiler, monkeypatch):
     queue = engine_core.GrammarQueue(scheduler(None, False), compiler.begin)
-    queue.scheduler.make_grammar = compiler
+    queue.scheduler.rules.make_grammar = compiler
     for i in range(3): queue.add(UserMsg(str(i), np.array([1]), SamplingParams(regex=f"a{i}")))
     monkeypatch.setattr(queue, "_timed_out", lambda arrival: True)
     assert [o.rid for o in queue.ready()] == ["0", "1", "2"]
@@ -322,7 +324,7 @@ def test_grammars_of_requests_that_waited_too_long_are_not_compiled(compiler, mo
 
 def test_a_grammar_of_a_request_that_can_never_be_served_is_not_compiled(compiler):
     queue = engine_core.GrammarQueue(scheduler(None, False), compiler.begin)
-    queue.scheduler.make_grammar = compiler
+    queue.scheduler.rules.make_grammar = compiler
     with pytest.raises(RequestError, match="48"): queue.add(UserMsg("long", np.full(60, 1), SamplingParams(regex="a")))
     assert not compiler.started and not compiler._cache
 

@@ -4,7 +4,7 @@ import torch
 from transformers import DynamicCache
 
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.assembly import ResolvedConfig, plan_memory
 from minisgl_lit.core.kv_cache.pool import round_rows, widen_rows
 from minisgl_lit.llm import LLM

@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from minisgl_lit.core.outputs import EngineCoreOutputs
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.server import engine_link
 from minisgl_lit.server.engine_client import AsyncEngineClient
 from minisgl_lit.server.engine_link import EngineHost, EngineLink, set_options

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from minisgl_lit import LLM
+from minisgl_lit.text.answer_rules import TextRules
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import FinishReason
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import InlineStream, WorkerStream
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
@@ -39,7 +40,7 @@ def toy_driver(overlap, rows=3, pages=24, queued=4, delay=0.0, driver=EngineDriv
     engine = ToyEngine(table.page_table, table.token_pool, 4, pages, VOCAB, stream, delay=delay)
     cache = CacheManager(pages, table, make_prefix_cache("radix", 4))
     scheduler = Scheduler(engine, cache, VOCAB, float, EngineConfig(max_queued_req=queued, overlap=overlap),
-                          stop_checks=TextStopChecks(letters := Letters()))
+                          rules=TextRules(TextStopChecks(letters := Letters())))
     runtime = SimpleNamespace(scheduler=scheduler, control=WeightControl(scheduler), engine=engine, close=stream.close, tokenizer=letters,
                               grammars=SimpleNamespace(validate=lambda params: None))
     return driver(runtime)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from minisgl_lit.core.request import FinishReason
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.outputs import EngineCoreOutputs, EngineCoreOutput
 from minisgl_lit.distributed.kv_events import KVEvents
 from minisgl_lit.server.messages import (

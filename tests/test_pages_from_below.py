@@ -9,7 +9,7 @@ from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import RadixCache
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.core.request import Batch, ForwardMode, PendingReq, Req
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.distributed.page_file import PageFile
 from minisgl_lit.distributed.tier import Tier
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output, segments

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import Batch, ForwardMode, LogprobRequests
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import ProcessGroup
 from minisgl_lit.runtime import build
 from minisgl_lit.distributed.tensor_parallel import BatchMsg, PromptWrite, StepMsg, TableUpdate, decode, encode

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.runtime import build
 from minisgl_lit.llm import LLM
 from reference import FAMILIES, MAX_NEW, VARIANTS, Comparison, generate, generate_stepwise, load, make_checkpoint, prompts

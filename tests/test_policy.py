@@ -7,7 +7,7 @@ import pytest
 
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import PendingReq
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import NaiveCache, RadixCache
 from minisgl_lit.core.kv_cache.table import TableManager

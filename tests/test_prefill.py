@@ -13,7 +13,8 @@ import pytest
 from minisgl_lit import cluster, serve
 from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.core.request import FinishReason, PendingReq
-from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
+from minisgl_lit.core.sampling_params import QueueFull
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import ManualStream
 from minisgl_lit.distributed.handoff import Handoffs
 from minisgl_lit.distributed.page_file import PageFile

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.kernels.quantized import quantize
 from minisgl_lit.llm import LLM
 from minisgl_lit.core.models.checkpoint import read_config

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from minisgl_lit.core.request import PendingReq
-from minisgl_lit.core.sampling_params import RequestError, SamplingParams
+from minisgl_lit.core.sampling_params import RequestError
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.kv_cache import radix as chapter
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.eviction import evictions

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from minisgl_lit.core.attention.torch import TorchAttention
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import ForwardMode
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.kernels import recorded_steps
 from minisgl_lit.core.engine.cuda_graph import GraphEngine
 from minisgl_lit.core.engine.engine import Engine, Launched

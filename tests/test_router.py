@@ -6,7 +6,8 @@ import pytest
 from hypothesis.stateful import invariant, rule
 
 from minisgl_lit.core.request import FinishReason
-from minisgl_lit.core.sampling_params import QueueFull, RequestError, SamplingParams
+from minisgl_lit.core.sampling_params import QueueFull, RequestError
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.distributed.kv_events import BlockIndex, KVEventLog, block_hashes, root_hash
 from minisgl_lit.server.engine_client import AsyncEngineClient
 from minisgl_lit.server.messages import ControlMsg, UserMsg, decode

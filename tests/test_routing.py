@@ -7,7 +7,7 @@ import pytest
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.outputs import EngineCoreOutput
 from minisgl_lit.core.request import FinishReason
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.distributed.kv_events import KVEvents
 from minisgl_lit.server.messages import UserMsg
 from minisgl_lit.server.router import Prompt, Router

@@ -11,7 +11,8 @@ from minisgl_lit import serve as serve_http
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import (
     Batch, LogitEdits, ForwardOutput, Logprob, SamplingArrays, LogprobResults)
-from minisgl_lit.core.sampling_params import RequestError, SamplingParams
+from minisgl_lit.core.sampling_params import RequestError
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import ManualStream
 from minisgl_lit.runtime import build
 from minisgl_lit.core.engine.sampler import (

@@ -11,10 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import numpy as np
 import pytest
 
+from minisgl_lit.text.answer_rules import TextRules
 from minisgl_lit.config import EngineConfig, PolicyName
 from minisgl_lit.core.config import AdmissionName, EvictionName
 from minisgl_lit.core.request import Caller, ForwardMode, PendingReq
-from minisgl_lit.core.sampling_params import QueueFull, SamplingParams
+from minisgl_lit.core.sampling_params import QueueFull
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import ManualStream
 from minisgl_lit.distributed.handoff import Handoffs
 from minisgl_lit.core.kv_cache.manager import CacheManager
@@ -85,7 +87,6 @@ class Thoughts:
         if before: self.active, self.over = token != 2, token == 2
         elif first: self.active, self.over = token == 1, token != 1
         self.n_tokens += before and self.active
-    def then(self, grammar, budget, ends): return AnswerAfterThinking(self, grammar, budget, ends)
 
 def with_thoughts(prompt, params, stop):
     "The answer to a prompt whose thinking is told from it, as the model alone would give it under the same masks"
@@ -96,7 +97,6 @@ def with_thoughts(prompt, params, stop):
         rules.mask(mask)
         token = expected_output(tokens, 1, VOCAB)[0]
         tokens.append(next(t % VOCAB for t in range(token, token + VOCAB) if is_allowed(mask, t % VOCAB)))
-        thoughts.push(tokens[-1])
         if rules.accept(tokens[-1]) or tokens[-1] in stop: break
     return tokens[len(prompt):], thoughts.n_tokens
 
@@ -196,7 +196,7 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             if self.below: sources['tier'] = self.below.tier
             self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']), sources)
             self.notes = Notes(config)
-            self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, make_grammar=InThrees, make_thinking=Thoughts)
+            self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, rules=TextRules(None, InThrees, Thoughts))
             self.s.prefill.policy.min_shared_tokens = at_least   # tokens worth waiting for, if somebody else computes them
             self.right, self.told, self.ends, self.pooled, self.aborted, self.n = {}, {}, {}, {}, set(), 0
             self.timed = config.queue_timeout or config.run_timeout

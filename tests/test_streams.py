@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import (
     HostEvent, InlineStream, ManualStream, BufferPool, WorkerStream, record_event)
 from minisgl_lit.runtime import build

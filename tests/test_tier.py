@@ -12,7 +12,7 @@ import torch
 
 from minisgl_lit import LLM, serve
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import CudaStream
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.distributed.page_file import PageFile, open_page_file

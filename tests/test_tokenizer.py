@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings, strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from minisgl_lit.core.request import FinishReason, PendingReq
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.outputs import EngineCoreOutput
 from minisgl_lit.server.sse import OutputQueue
 from minisgl_lit.text.tokenizer import (

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from minisgl_lit.kernels import gpu_operations
 from minisgl_lit.kernels.experts import SideBySide
 from minisgl_lit.kernels.grouped_matmul import expert_mlps
-from minisgl_lit.core.sampling_params import RequestError, SamplingParams
+from minisgl_lit.core.sampling_params import RequestError
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.llm import LLM
 from minisgl_lit.core.models.checkpoint import families, read_config
 from minisgl_lit.core.models.decoder import Decoder, ModelConfig, weight_shapes

@@ -17,7 +17,7 @@ import torch
 
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import Batch, FinishReason, ForwardMode
-from minisgl_lit.core.sampling_params import SamplingParams
+from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import WorkerStream
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import RadixCache

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['AnswerEnd', 'PendingFinish', 'ForwardResult', 'FinishReason', 'Lengths', 'SamplingArrays', 'Logprob',
-           'PromptLogprobs', 'PooledStates', 'CacheHandle', 'Grammar', 'Thinking', 'SearchedTokens', 'StopCheck',
-           'StopChecks', 'Caller', 'PendingReq', 'Req', 'ForwardMode', 'LogitEdits', 'LogprobRequests',
-           'PoolingRequests', 'Batch', 'Event', 'LogprobResults', 'ForwardOutput', 'EngineProtocol']
+           'PromptLogprobs', 'PooledStates', 'CacheHandle', 'Grammar', 'SearchedTokens', 'StopCheck', 'AnswerRules',
+           'Caller', 'PendingReq', 'Req', 'ForwardMode', 'LogitEdits', 'LogprobRequests', 'PoolingRequests', 'Batch',
+           'Event', 'LogprobResults', 'ForwardOutput', 'EngineProtocol']
 
 # %% ../../nbs/core/02_request.ipynb #a29a3ccb
 from collections.abc import Collection, Sequence
@@ -176,35 +176,6 @@ class Grammar(Protocol):
         "Take in a new token; whether it completes the answer"
         ...
 
-# %% ../../nbs/core/02_request.ipynb #f621d79a
-class Thinking(Protocol):
-    "Where one answer stands: what is asked of an answer begins behind the thinking."
-    n_tokens: int     # Of thinking so far, without the marks around it
-    in_answer: bool   # Text of the answer has come
-    @property
-    def active(self) -> bool:
-        "Whether the model thinks"
-        ...
-    @property
-    def over(self) -> bool:
-        "Whether the answer begins with the next token, or has begun"
-        ...
-    @property
-    def opening(self) -> Sequence[int]:
-        "Tokens with which a model begins to think by itself"
-        ...
-    @property
-    def ending(self) -> Sequence[int]:
-        "Tokens that lead from here to the answer; none if it may as well think first"
-        ...
-    def push(self, token: int) -> None:
-        "Take in a new token"
-        ...
-    def then(self, grammar: Grammar | None, budget: int | None,
-             ends: Collection[int]) -> Grammar:
-        "What such an answer must follow: `budget` tokens of thinking at most, then `grammar`"
-        ...
-
 # %% ../../nbs/core/02_request.ipynb #b4b26709
 AnswerEnd = tuple[FinishReason, str | int | None]   # why an answer ended, and the stop in it
 
@@ -229,13 +200,13 @@ class StopCheck(Protocol):
         "What has become certain, if anything; `RequestError` if the search takes too long"
         ...
 
-class StopChecks(Protocol):
-    "Makes stop checks, and lets them search."
+class AnswerRules(Protocol):
+    "What answers must follow that only their text can tell; a scheduler asks for each request."
     def validate(self, params: SamplingParams) -> None:
-        "`RequestError` if these stops cannot be searched for"
+        "`RequestError` if these could never be followed"
         ...
-    def make(self, pending: 'PendingReq') -> StopCheck:
-        "The stop check of a request"
+    def begin(self, pending: 'PendingReq', ends: Collection[int]) -> None:
+        "Give a new request its grammar and its stop check; `ends`: tokens that end it"
         ...
     def search(self, checks: Sequence[StopCheck]) -> None:
         "Let these search, for a bounded time together"
@@ -279,7 +250,6 @@ class PendingReq:
         self.faulty_field = ''                  # what in it has caused its error, if anything
         self.weight_version = ''                # of the weights that have computed it
         self.stop_check: StopCheck | None = None  # finds its stop strings, if it has any
-        self.thinking: Thinking | None = None   # where its answer begins, if that matters
         self.grammar: Grammar | None = None     # what its answer must follow, if anything
         self.forbidden_tokens: tuple[int, ...] = ()   # not chosen before `min_tokens`
         self.prompt_logprobs = PromptLogprobs(self.input_ids, params)

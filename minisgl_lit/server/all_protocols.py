@@ -12,7 +12,8 @@ from dataclasses import replace
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from ..core.sampling_params import RequestError, SamplingParams
+from ..core.sampling_params import RequestError
+from ..text.sampling_params import SamplingParams
 from .blocks import ChatServer, Route
 from .embedding_protocol import RERANK_PATHS, EmbeddingRoutes
 from .fields import ApiError, explain

@@ -23,7 +23,8 @@ from starlette.routing import Match
 
 from ..core.outputs import EngineCoreOutput
 from ..core.request import FinishReason
-from ..core.sampling_params import RequestError, SamplingParams
+from ..core.sampling_params import RequestError
+from ..text.sampling_params import SamplingParams
 from .all_protocols import (
     as_api_error, clipped, declared, error_shape, protocol_routes)
 from .blocks import Route

@@ -19,7 +19,8 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import Field, SkipValidation, field_validator
 
-from ..core.sampling_params import RequestError, SamplingParams
+from ..core.sampling_params import RequestError
+from ..text.sampling_params import SamplingParams
 from .engine_client import EngineClient
 from .fields import ApiError, ApiObject, Refused, one_value
 from .openai_protocol import check_model, new_id, usage

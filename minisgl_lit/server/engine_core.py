@@ -38,7 +38,8 @@ from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import Batch, FinishReason, PendingReq
 from ..distributed.kv_events import KVEventLog, KVEvents
 from ..core.kv_cache.radix import RadixCache
-from ..core.sampling_params import RequestError, SamplingParams
+from ..core.sampling_params import RequestError
+from ..text.sampling_params import SamplingParams
 from ..log import unblock_stderr, write_text
 from ..runtime import ModelWeights, Runtime, build
 from ..formats.weight_control import WeightControl

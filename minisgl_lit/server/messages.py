@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from ..core.request import Caller
-from ..core.sampling_params import ContextTooLong, QueueFull, RequestError, SamplingParams
+from ..core.sampling_params import ContextTooLong, QueueFull, RequestError
+from ..text.sampling_params import SamplingParams
 from ..core.outputs import EngineCoreOutputs
 from ..distributed.kv_events import KVEvents
 

@@ -20,7 +20,8 @@ import msgspec
 from .config import ServerConfig
 from ..core.outputs import EngineCoreOutput
 from ..core.request import FinishReason
-from ..core.sampling_params import QueueFull, RequestError, SamplingParams
+from ..core.sampling_params import QueueFull, RequestError
+from ..text.sampling_params import SamplingParams
 from ..process import own_folder
 from .messages import UserMsg
 from .router import Prompt, Replica, Router

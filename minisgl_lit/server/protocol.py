@@ -18,7 +18,8 @@ from typing import Annotated
 
 from pydantic import Field, SkipValidation, ValidationInfo, field_validator
 
-from ..core.sampling_params import RequestError, SamplingParams, quote
+from ..core.sampling_params import RequestError, quote
+from ..text.sampling_params import SamplingParams
 from .fields import ApiError, ApiObject, Refused, one_value
 
 # %% ../../nbs/server/protocol.ipynb #e63bbe38

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['nan_hash', 'mix', 'powers', 'prefix_hashes', 'choose', 'toy_next', 'expected_output', 'segments', 'running_sums',
-           'ToyKV', 'ToyError', 'ToyLaunch', 'ToyEngine', 'toy_states']
+           'ToyKV', 'ToyError', 'ToyLaunch', 'ToyEngine', 'toy_states', 'ToyRules']
 
 # %% ../../nbs/testing/toy_engine.ipynb #abd593cc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
@@ -16,7 +16,9 @@ from itertools import product
 import numpy as np
 import torch
 
-from ..core.request import Batch, Event, ForwardOutput, PoolingRequests
+from ..core.request import (
+    Batch, Event, ForwardOutput, Grammar, PendingReq, PoolingRequests, StopCheck)
+from ..core.sampling_params import SamplingParams
 from ..core.device import InlineStream, Stream
 
 # %% ../../nbs/testing/toy_engine.ipynb #aeab9693
@@ -452,3 +454,22 @@ def toy_states(
 ) -> np.ndarray:         # float32, [n]
     "What stands for the hidden state of each one's last token; NaN where its numbers are lost"
     return np.where(hashes == nan_hash, np.nan, hashes >> np.uint64(52)).astype(np.float32)
+
+# %% ../../nbs/testing/toy_engine.ipynb #2f40a446
+class ToyRules:
+    "The `AnswerRules` of a toy: a function gives each request its grammar, or none."
+    def __init__(
+        self,
+        make_grammar: Callable[[PendingReq], Grammar | None],  # Of each new request
+    ):
+        self.make_grammar = make_grammar
+
+    def validate(self, params: SamplingParams) -> None:
+        "All parameters will do"
+
+    def begin(self, pending: PendingReq, ends: Collection[int]) -> None:
+        "Ask for its grammar"
+        pending.grammar = self.make_grammar(pending)
+
+    def search(self, checks: Sequence[StopCheck]) -> None:
+        "No check was given, so none is searched"

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core.sampling_params import RequestError, SamplingParams
+from ..core.sampling_params import RequestError
+from .sampling_params import SamplingParams
 from ..log import LogFile
 from .tokenizer import RequestOutput, Tokenizer
 

@@ -23,8 +23,9 @@ import numpy as np
 import tokenizers
 
 from ..core.request import Grammar, PendingReq
-from ..core.sampling_params import RequestError, SamplingParams
+from ..core.sampling_params import RequestError
 from .json_schema import close_objects, without_idle
+from .sampling_params import SamplingParams, text_params
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -212,7 +213,8 @@ class GrammarCompiler:
         pending: PendingReq,   # It asks for a grammar
     ) -> Grammar:              # Its own, at its beginning
         "The grammar of a request; `RequestError` if it is refused"
-        params, name = pending.params, pending.params.grammars[0]
+        params = text_params(pending.params)
+        name = params.grammars[0]
         spec = GrammarSpec(name, getattr(params, name))
         ends = {*(o for o in params.stop_token_ids if o < self._vocab_size)}
         if not params.ignore_eos: ends.update(self._eos)

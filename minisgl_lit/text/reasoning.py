@@ -7,14 +7,12 @@ __all__ = ['AnswerPart', 'FORMATS', 'ReasoningDelta', 'ReasoningFormat', 'Reason
            'ThinkingTracker']
 
 # %% ../../nbs/text/reasoning.ipynb #d69ba8e8
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import regex
 
-from ..core.request import Grammar
 from .stop import StopChecker
-from .thinking import AnswerAfterThinking
 from .tool_calls import ParsedPart, in_pieces
 
 # %% ../../nbs/text/reasoning.ipynb #dbea4187
@@ -192,11 +190,6 @@ class ThinkingTracker:
             if not self.over: self.push(token)
 
     # %% ../../nbs/text/reasoning.ipynb #2bf417b8
-    def then(self, grammar: Grammar | None, budget: int | None,
-             ends: Collection[int]) -> Grammar:
-        "What the answer must follow: `budget` tokens of thinking at most, then `grammar`"
-        return AnswerAfterThinking(self, grammar, budget, ends)
-
     @property
     def opening(self) -> list[int]:
         "Tokens with which a model begins to think by itself"

@@ -21,8 +21,8 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
 from ..core.request import (
-    AnswerEnd, FinishReason, Logprob, PendingReq, SearchedTokens, StopCheck, Thinking)
-from ..core.sampling_params import ContextTooLong, RequestError, SamplingParams
+    AnswerEnd, FinishReason, Logprob, PendingReq, SearchedTokens, StopCheck)
+from ..core.sampling_params import ContextTooLong, RequestError
 from ..core.tokenizer import TextDecoder, Vocabulary
 from ..core.outputs import EngineCoreOutput
 from .chat_template import RENDER_S, ChatOptions, ChatTemplate
@@ -30,9 +30,11 @@ from .control_tokens import (
     ControlTokens, Marker, PlainTexts, control_texts)
 from .reasoning import (
     ReasoningDelta, ReasoningFormat, ReasoningParser, ThinkingTracker, find_format, place_of)
+from .sampling_params import SamplingParams, text_params
 from .stop import SearchBudget, StopChecker, compile_stop, search_together
 from .tokenizer_files import (
     ids_of, load_backend, read_settings, special_tokens, template_sources)
+from .thinking import Thinking
 
 # %% ../../nbs/text/tokenizer.ipynb #20029c15
 _KEEPING = {'NFC', 'NFKC', 'NFD', 'NFKD', 'Lowercase', 'Prepend', 'Replace', 'ByteLevel', 'Digits',
@@ -265,9 +267,11 @@ class TextStopCheck:
         tokenizer: Tokenizer,    # Whose tokens
         params: SamplingParams,  # Stop strings, `min_tokens`, special tokens
         budget: SearchBudget,    # Of the request
-        thinking: Thinking | None = None,   # Is told of each token first
+        thinking: Thinking | None = None,   # Stops are searched for behind it
+        follow: bool = True,     # Whether to tell it of each token; another may do so
     ):
         self._decoder, self._thinking = make_decoder(tokenizer, params), thinking
+        self._follow = follow
         self.checker = StopChecker(params.stop, params.stop_regex, params.no_stop_trim, budget)
         self.error = ''   # what to say, once the budget is used up
         self._trim, self._unchecked = not params.no_stop_trim, params.min_tokens
@@ -283,11 +287,13 @@ class TextStopCheck:
 
     def push(self, token: int, logprob: Logprob | None, end: AnswerEnd | None) -> None:
         "Take in a new token; `end`: why it is the last, stop strings apart"
+        thinking = self._thinking
+        if thinking and self._follow and not thinking.in_answer: thinking.push(token)
         left_out = end is not None and isinstance(end[1], int) and self._trim
         text = '' if left_out else self._decoder.push([token])
         if end: text += self._decoder.finish()
         self._unchecked, self._end = self._unchecked - 1, end
-        thinks = self._thinking is not None and not self._thinking.in_answer
+        thinks = thinking is not None and not thinking.in_answer
         if thinks or self._unchecked >= 0: self._bypassed += len(text)
         else:
             self._n_chars += len(text)
@@ -317,7 +323,7 @@ class TextStopCheck:
 
 # %% ../../nbs/text/tokenizer.ipynb #9a083ed1
 class TextStopChecks:
-    "The `StopChecks` of a scheduler."
+    "Makes the stop checks of a scheduler, and lets them search."
     def __init__(
         self,
         tokenizer: Tokenizer,  # Whose tokens
@@ -329,12 +335,13 @@ class TextStopChecks:
         "`RequestError` if the pattern is invalid, or may be too large to compile"
         if params.stop_regex is not None: compile_stop(params.stop_regex)
 
-    def make(self, pending: PendingReq) -> TextStopCheck:
-        "The stop check of a request"
-        params, prompt = pending.params, pending.input_ids.tobytes()
+    def make(self, pending: PendingReq, thinking: Thinking | None = None,
+             follow: bool = True) -> TextStopCheck:
+        "The stop check of a request; the rest as in `TextStopCheck`"
+        params, prompt = text_params(pending.params), pending.input_ids.tobytes()
         key = hash((pending.caller, params.stop_regex, params.extra_key, prompt))
         budget = self._budgets.setdefault(key, SearchBudget())
-        return TextStopCheck(self._tokenizer, params, budget, pending.thinking)
+        return TextStopCheck(self._tokenizer, params, budget, thinking, follow)
 
     def search(self, checks: Sequence[StopCheck]) -> None:
         "Let these search: for strings at once, for patterns together for a millisecond"
@@ -347,7 +354,7 @@ def thinking_maker(
 ) -> Callable[[PendingReq], ThinkingTracker | None] | None:   # `None`: the model does not think
     "What makes the tracker of a request, for a scheduler"
     def make(pending: PendingReq) -> ThinkingTracker | None:
-        return make_tracker(tokenizer, pending.params, pending.input_ids)
+        return make_tracker(tokenizer, text_params(pending.params), pending.input_ids)
     return make if tokenizer.reasoning else None
 
 # %% ../../nbs/text/tokenizer.ipynb #c5df2c08

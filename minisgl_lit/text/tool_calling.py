@@ -17,7 +17,8 @@ from typing import cast
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 
-from ..core.sampling_params import RequestError, SamplingParams, quote
+from ..core.sampling_params import RequestError, quote
+from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 from .tool_calls import Schema, ToolParser
 from .tool_formats import LLAMA, choose_formats, markers

@@ -25,7 +25,7 @@ import zmq
 from ..config import EngineConfig
 from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import Batch, ForwardMode
-from ..core.sampling_params import SamplingParams
+from ..text.sampling_params import SamplingParams
 from ..core.device import resolve_device
 from ..core.engine.cuda_graph import GraphEngine
 from ..core.engine.engine import Engine

@@ -28,7 +28,7 @@ from ..core.config import setting
 from ..config_sources import from_args
 
 if TYPE_CHECKING:   # only names in annotations: `--help` shall not wait for them
-    from minisgl_lit.core.sampling_params import SamplingParams
+    from minisgl_lit.text.sampling_params import SamplingParams
     from minisgl_lit.llm import LLM
 
 # %% ../../nbs/tools/chat.ipynb #4a50fdae

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..config import EngineConfig
-from ..core.sampling_params import SamplingParams
+from ..text.sampling_params import SamplingParams
 from ..llm import LLM
 from ..core.models.decoder import weight_shapes
 from .roofline import Measurement, Report

@@ -21,7 +21,7 @@ import numpy as np
 from ..config import EngineConfig
 from ..core.outputs import EngineCoreOutputs
 from ..core.request import PendingReq
-from ..core.sampling_params import SamplingParams
+from ..text.sampling_params import SamplingParams
 from ..distributed.kv_events import KVEventLog, KVEvents, block_hashes
 from ..distributed.kv_events import prefix_len, root_hash
 from ..core.kv_cache.radix import RadixCache

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..core.request import FinishReason, PendingReq
-from ..core.sampling_params import SamplingParams
+from ..text.sampling_params import SamplingParams
 from ..core.device import WorkerStream
 from ..core.kv_cache.manager import CacheManager
 from ..core.kv_cache.radix import make_prefix_cache

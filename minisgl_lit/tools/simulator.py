@@ -23,7 +23,8 @@ import numpy as np
 from ..config import EngineConfig
 from ..core.outputs import EngineCoreOutputs
 from ..core.request import Batch, FinishReason, ForwardMode, ForwardOutput, PendingReq
-from ..core.sampling_params import QueueFull, SamplingParams
+from ..core.sampling_params import QueueFull
+from ..text.sampling_params import SamplingParams
 from ..core.kv_cache.manager import CacheManager
 from ..core.kv_cache.radix import make_prefix_cache
 from ..core.kv_cache.table import TableManager

@@ -24,7 +24,8 @@ import numpy as np
 
 from ..core.outputs import EngineCoreOutputs
 from ..core.request import Batch, EngineProtocol, Event, ForwardOutput, PendingReq
-from ..core.sampling_params import RequestError, SamplingParams
+from ..core.sampling_params import RequestError
+from ..text.sampling_params import SamplingParams
 from ..core.kv_cache.radix import Node, RadixCache
 from ..llm import LoadedModel, LLM
 from ..core.scheduler.lifecycle import Observer

@@ -190,7 +190,7 @@ def assemble(
     spec: EngineSpec,  # What has to be made
     overlap: bool,     # Whether the host goes on while the device computes
 ) -> tuple[Engine, TableManager, MemoryPlan]:
-    "An engine, the table that it reads, and what memory is used for; `ValueError` if it does not fit"
+    "An engine, the table it reads, and what memory is used for; `ValueError` if it does not fit"
     size = spec.needed().check(spec.free(), spec.ratio)
     decoder = Decoder(spec.model, spec.weights(), operations=spec.operations)
     memory = plan_memory(spec, spec.free(), size)

@@ -16,9 +16,8 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..request import (
-    AnswerEnd, Batch, Caller, FinishReason, ForwardOutput, Grammar, Lengths, Logprob,
-    LogprobRequests, LogprobResults, PendingReq, PoolingRequests)
-from ..request import StopCheck, StopChecks, Thinking
+    AnswerEnd, AnswerRules, Batch, Caller, FinishReason, ForwardOutput, Lengths, Logprob,
+    LogprobRequests, LogprobResults, PendingReq, PoolingRequests, StopCheck)
 from ..sampling_params import QueueFull, RequestError, SamplingParams
 from ..kv_cache.manager import CacheManager, ReleaseList
 from ..outputs import EngineCoreOutputs, EngineCoreOutput, final_output
@@ -119,17 +118,14 @@ class Lifecycle:
         config: EngineConfig,        # Limits and choices
         eos_token_ids: Set[int] = frozenset(),        # End-of-sequence tokens of the model
         defaults: Mapping[str, float] | None = None,  # Sampling as the checkpoint advises
-        stop_checks: StopChecks | None = None,   # Finds stop strings
+        rules: AnswerRules | None = None,   # What else answers must follow; `None`: nothing
         observer: Observer | None = None,   # Sees what happens
-        make_grammar: Callable[[PendingReq], Grammar] | None = None,  # For structured output
-        make_thinking: Callable[[PendingReq], Thinking | None] | None = None,  # If the model thinks
         headless: bool = False,   # Whether the model makes hidden states only
     ):
         self.cache, self.table, self.clock, self.config = cache, cache.table, clock, config
         self.observer = observer or Observer()
         self.eos_token_ids, self.defaults = eos_token_ids, defaults or {}
-        self.stop_checks, self.make_grammar = stop_checks, make_grammar
-        self.make_thinking, self.headless = make_thinking, headless
+        self.rules, self.headless = rules, headless
         self._is_eos = np.isin(np.arange(vocab_size), list(eos_token_ids))
         self.validator = RequestValidator(cache, vocab_size)
         self.ratio = NewTokenRatio(config.admission, config.schedule_conservativeness)
@@ -177,26 +173,13 @@ class Lifecycle:
         if self.config.schedule_low_priority_values_first:
             params = replace(params, priority=-params.priority)
         pending = PendingReq(rid, ids, params, max_len, self.clock(), caller)
-        if params.tells_thinking and self.make_thinking:
-            pending.thinking = self.make_thinking(pending)
-        has_stops = params.stop or params.stop_regex
-        if has_stops and self.stop_checks: pending.stop_check = self.stop_checks.make(pending)
-        if params.grammars and self.make_grammar: pending.grammar = self.make_grammar(pending)
-        if pending.thinking: self._let_think(pending, pending.thinking)
+        if self.rules: self.rules.begin(pending, self._end_token_ids(params))
         if params.min_tokens: pending.forbidden_tokens = self._end_token_ids(params)
         self._make_room(pending)
         self.alive[rid] = pending
         self.prefill.add(pending)
         self._queue_timeout.add(pending, pending.arrival)
         return pending
-
-    # %% ../../../nbs/core/16_scheduler.lifecycle.ipynb #6354ee4f
-    def _let_think(self, pending: PendingReq, thinking: Thinking) -> None:
-        "Let grammar and stops of a request begin behind its thinking, and its budget end that"
-        grammar, budget = pending.grammar, pending.params.max_thinking_tokens
-        if grammar or budget is not None:
-            pending.grammar = thinking.then(grammar, budget, self._end_token_ids(pending.params))
-        elif not pending.stop_check: pending.thinking = None
 
     # %% ../../../nbs/core/16_scheduler.lifecycle.ipynb #98458fa0
     def validate(
@@ -208,15 +191,10 @@ class Lifecycle:
         if self.headless and (params.max_tokens != 0 or params.prompt_logprobs is not None):
             raise RequestError('model', 'this checkpoint has no lm_head: it makes embeddings '
                                '(LLM.embed, /v1/embeddings), and neither text nor logprobs')
-        makers = dict.fromkeys(params.grammars, self.make_grammar)
-        makers |= {'stop': self.stop_checks, 'stop_regex': self.stop_checks}
-        for name, maker in makers.items():
-            if getattr(params, name) and not maker:
+        if self.rules: self.rules.validate(params)
+        else:
+            for name in params.need_rules:
                 raise RequestError(name, f'{name} needs a tokenizer, and there is none here')
-        if params.max_thinking_tokens is not None and not self.make_thinking: raise RequestError(
-            'max_thinking_tokens', 'max_thinking_tokens needs a model that thinks, and the chat '
-            'template of this one shows no thinking (see reasoning_parser)')
-        if self.stop_checks: self.stop_checks.validate(params)
         if params.n > 1:
             raise RequestError('n', f'n={params.n} answers are as many requests, see choices()')
         if params.min_tokens and len(self._end_token_ids(params)) == self.validator.vocab_size:
@@ -388,7 +366,6 @@ class Lifecycle:
             return self.finish(pending, FinishReason.ERROR, error=error)
         pending.append(token)
         try:
-            if pending.thinking and not pending.thinking.in_answer: pending.thinking.push(token)
             found = check_finish(pending, self.eos_token_ids)
             if pending.stop_check:
                 pending.stop_check.push(token, logprobs[0] if logprobs else None, found)

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..outputs import EngineCoreOutput, EngineCoreOutputs
-from ..request import Batch, EngineProtocol, FinishReason, ForwardMode
-from ..request import ForwardOutput, Grammar, PendingReq, Req, StopChecks, Thinking
+from ..request import (
+    AnswerRules, Batch, EngineProtocol, FinishReason, ForwardMode, ForwardOutput, PendingReq, Req)
 from ..kv_cache.manager import CacheManager
 from ..kv_cache.table import dummy_batch
 from .batch import BatchPlan, make_batch
@@ -37,14 +37,12 @@ class Scheduler(Lifecycle):
         config: EngineConfig,        # Limits and choices; `overlap` is decided by now
         eos_token_ids: Set[int] = frozenset(),        # End-of-sequence tokens of the model
         defaults: Mapping[str, float] | None = None,  # Sampling as the checkpoint advises
-        stop_checks: StopChecks | None = None,   # Finds stop strings
+        rules: AnswerRules | None = None,   # What else answers must follow; `None`: nothing
         observer: Observer | None = None,   # Sees every batch
-        make_grammar: Callable[[PendingReq], Grammar] | None = None,  # For structured output
-        make_thinking: Callable[[PendingReq], Thinking | None] | None = None,  # If the model thinks
         headless: bool = False,   # Whether the model makes hidden states only
     ):
         super().__init__(cache, vocab_size, clock, config, eos_token_ids, defaults,
-                         stop_checks, observer, make_grammar, make_thinking, headless)
+                         rules, observer, headless)
         self.engine = engine
         self.paused, self.n_steps = False, 0
         self._prefill_streak = 0   # prefill steps in a row while other requests wait to decode
@@ -199,7 +197,7 @@ class Scheduler(Lifecycle):
     def _search_stops(self) -> None:
         "Output tokens whose text has been searched for stops, and end requests that have one"
         waiting = {o: check for o, check in self._unsearched.items() if not o.finish_reason}
-        if waiting and self.stop_checks: self.stop_checks.search([*waiting.values()])
+        if waiting and self.rules: self.rules.search([*waiting.values()])
         for pending, check in waiting.items():
             try: new = check.take()
             except Exception as e:
