@@ -36,7 +36,8 @@ from .log import unblock_stderr
 from .process import start_module
 from .core.engine.memory import (
     MemoryPlan, WeightsNeed, free_memory, gib, set_threads)
-from .core.kv_cache.pool import FP8, KVPool
+from .core.kv_cache.pool import KVPool
+from .kernels.kv_formats import FP8
 from .core.kv_cache.table import TableManager
 from .core.attention.torch import AttentionBackend
 from .kernels.attention_choice import Served, choose_attention
@@ -54,7 +55,8 @@ from .formats.quantization import (
     Compression, Fp8Projections, Quantization, pack_parts, stored_bytes, weight_bytes)
 from .formats.weight_update import Put, WeightUpdater
 from .formats.dummy_weights import dummy_weights
-from .core.models.weights import load_weights, open_checkpoint
+from .formats.coded_rows import CodedAssembly
+from .core.models.weights import Assembly, load_weights, open_checkpoint
 
 
 # %% ../nbs/assembly.ipynb #584ad095
@@ -189,8 +191,9 @@ class ResolvedConfig(EngineSpec):
         "This rank's share of the weights, packed where our kernel reads them"
         config, group = self.config, ProcessGroup(self.rank, self.config.tp)
         rounds_input, on_cpu = config.quantization_compute == 'int8', self.device.type == 'cpu'
-        join = partial(pack_parts, dtype=self.dtype, rounds_input=rounds_input) if on_cpu else None
-        make = partial(load_weights, path or self.path, join=join)
+        join = partial(pack_parts, dtype=self.dtype, rounds_input=rounds_input)
+        assembly = partial(CodedAssembly, join=join) if on_cpu else Assembly
+        make = partial(load_weights, path or self.path, assembly=assembly)
         if config.dummy_weights and not path: make = dummy_weights
         to = put or self.operations.place([*weight_shapes(self.model)])
         compressed = self.quantization

@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from typing import TextIO, cast
 
-
 # %% ../nbs/log.ipynb #559273d6
 def write_text(
     file: TextIO | None,  # Where to; `None`, as `sys.stderr` may be, is nowhere

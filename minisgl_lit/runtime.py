@@ -6,6 +6,7 @@
 __all__ = ['RINGS', 'ModelWeights', 'Runtime', 'short_work_seconds', 'warn_if_spinning', 'count_compilations', 'build']
 
 # %% ../nbs/runtime.ipynb #004783c7
+import mmap
 import os
 import sys
 import time
@@ -22,7 +23,7 @@ from .core.engine.memory import MemoryPlan, set_threads
 from .distributed.tensor_parallel import LeaderEngine, LeaderTable, RankProcesses
 from .second_tier import check_tier, make_handoffs, make_tier
 from .assembly import ResolvedConfig, make_engine, start_ranks
-from .core.host import release_pages, warn_once
+from .core.host import advise_pages, warn_once
 from .kernels.library import on_compilation
 from .core.kv_cache.manager import CacheManager, PageSource
 from .core.kv_cache.radix import make_prefix_cache
@@ -92,7 +93,7 @@ class ModelWeights:
         tensors = [*self.updater.tensors] if 'weights' in parts else []
         if 'kv_cache' in parts: tensors.append(self.engine.attention.pool.buffer)
         self.engine.stream.synchronize()
-        for tensor in tensors: release_pages(tensor)
+        for tensor in tensors: advise_pages(tensor, mmap.PAGESIZE, mmap.MADV_DONTNEED)
 
 # %% ../nbs/runtime.ipynb #09da840e
 @dataclass

@@ -202,7 +202,7 @@ def all_trials() -> dict:
     from minisgl_lit.kernels.attention_choice import attention_trial
     from minisgl_lit.core.attention.flashinfer import KERNELS
     from minisgl_lit.kernels.library import small_trials
-    from minisgl_lit.core.kv_cache.pool import FP8
+    from minisgl_lit.kernels.kv_formats import FP8
     def attention(kind: str, kernel: str, stored: torch.dtype = torch.bfloat16): return attention_trial(kind, kernel, torch.bfloat16, SHAPES[0], (None,), stored)
     told, methods = small_trials(), [o for o in KERNELS['prefill'] if o != 'fa3' or arch() == '90']
     for prefill in methods: told[f'prefill_{prefill}'] = attention('prefill', prefill)
@@ -714,7 +714,8 @@ def experts(args) -> Figures:
 
 def fp8_part(kernel: str) -> Figures:
     "A layer of decoding 256 requests of 1,024 tokens over a cache of 8 bits, and over one of 16"
-    from minisgl_lit.core.kv_cache.pool import FP8, KVPool
+    from minisgl_lit.core.kv_cache.pool import KVPool
+    from minisgl_lit.kernels.kv_formats import FP8
     n, length = 256, 1024
     pool, table, batch = decoding_setup(16, n, length)
     narrow = KVPool(1, pool.num_pages, 16, 8, 128, FP8, 'cuda')

@@ -91,6 +91,7 @@ def find_patches(tree, lines):
 def without_import(text):
     "The text without the import of `patch`, if nothing uses it any more"
     if re.search(r"@patch\b", text): return text
+    text = text.replace("\n\nfrom fastcore.basics import patch\n\n", "\n\n")   # alone between two groups
     text = re.sub(r"^from fastcore\.basics import patch\n", "", text, flags=re.M)
     return re.sub(r"^(from fastcore\.basics import .*?)(?:, patch\b|\bpatch, )", r"\1", text, flags=re.M)
 

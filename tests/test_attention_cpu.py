@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.core.request import Batch, ForwardMode
-from minisgl_lit.core.kv_cache.pool import KVPool, round_rows, widen_rows
+from minisgl_lit.core.kv_cache.pool import KVPool
+from minisgl_lit.kernels.kv_formats import round_rows, widen_rows
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.core.attention.torch import TorchAttention
 from minisgl_lit.kernels.cpu_attention import CpuAttention, cpu_attention

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from minisgl_lit.core.request import Batch, ForwardMode
 from minisgl_lit.text.sampling_params import SamplingParams
-from minisgl_lit.core.device import HostEvent, ManualStream
+from minisgl_lit.core.device import HostEvent
+from minisgl_lit.testing.manual_stream import ManualStream
 from minisgl_lit.testing.flashinfer_emulator import PagedDecode, standin
 from minisgl_lit.core.kv_cache.pool import KVPool, layouts
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.llm import LLM
-from minisgl_lit import assembly as worker
 from minisgl_lit.kernels import gpu_operations as gpu_operations_
 from minisgl_lit.kernels.fused_heads import norm_rope_store
 from minisgl_lit.kernels.library import SMALL_KERNELS

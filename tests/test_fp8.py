@@ -9,7 +9,7 @@ from minisgl_lit.assembly import ResolvedConfig, plan_memory
 from minisgl_lit.kernels import fp8
 from minisgl_lit.kernels.trials import TOLERANCE, largest_error
 from minisgl_lit.kernels.fp8 import Fp8Weight
-from minisgl_lit.core.kv_cache.pool import FP8, round_to_fp8
+from minisgl_lit.kernels.kv_formats import FP8, round_to_fp8
 from minisgl_lit.formats.quantization import Fp8Projections, weight_bytes
 from minisgl_lit.core.models.weights import list_files
 from minisgl_lit.runtime import build

@@ -1,6 +1,7 @@
 """GGUF files, written by llama.cpp's own quantizer (`tests/data/make_gguf.py`): the same weights as the format's own package makes of them, the
 same tokens as `transformers`, whoever shares the batch; and files that are damaged, cut off or of another kind."""
 import json, shutil, unicodedata
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -18,7 +19,8 @@ from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.kernels.compiler import cache_folder
 from minisgl_lit.formats.gguf import block_formats, gguf_folder, read_blocks, read_index, read_tensor
 from minisgl_lit.formats.quantization import pack_parts
-from minisgl_lit.core.models.weights import load_weights, open_checkpoint
+from minisgl_lit.core.models.weights import Assembly, load_weights, open_checkpoint
+from minisgl_lit.formats.coded_rows import CodedAssembly
 from minisgl_lit.text.tokenizer import Tokenizer
 from reference import MAX_NEW, prompts
 from test_products import needs_compiler
@@ -95,7 +97,7 @@ def test_shards_are_parts_of_the_whole(file, folder):
     def join(parts): return pack_parts(parts, torch.float32, False)
     for rank in range(2):
         group = ProcessGroup(rank, 2)
-        packed = load_weights(folder(file), config, torch.float32, group=group, join=join)
+        packed = load_weights(folder(file), config, torch.float32, group=group, assembly=partial(CodedAssembly, join=join) if join else Assembly)
         widened = load_weights(folder(file), config, torch.float32, group=group)
         assert {k: tuple(v.shape) for k, v in packed.items()} == weight_shapes(shard_config(config, 2))
         assert all(torch.equal(plain(packed[k]), widened[k]) for k in packed)
@@ -176,7 +178,7 @@ def test_a_type_without_a_kernel_is_widened(tmp_path, capfd):
     tensor = read_index(folder)[name]
     assert tensor.kind == 'IQ4_NL'
     def join(parts): return pack_parts(parts, torch.float32, False)
-    weights = load_weights(folder, read_config(folder), torch.float32, join=join)
+    weights = load_weights(folder, read_config(folder), torch.float32, assembly=partial(CodedAssembly, join=join))
     assert torch.equal(weights[name], read_tensor(tensor)) and 'IQ4_NL: widened to float32' in capfd.readouterr().err
 
 

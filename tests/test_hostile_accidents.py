@@ -16,7 +16,8 @@ from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.core.request import SearchedTokens
 from minisgl_lit.core.sampling_params import RequestError
 from minisgl_lit.text.sampling_params import SamplingParams
-from minisgl_lit.core.device import InlineStream, ManualStream
+from minisgl_lit.core.device import InlineStream
+from minisgl_lit.testing.manual_stream import ManualStream
 from minisgl_lit import assembly as worker
 from minisgl_lit.kernels import compiler
 from minisgl_lit.core.kv_cache.manager import CacheManager

@@ -6,7 +6,7 @@ from transformers import DynamicCache
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.assembly import ResolvedConfig, plan_memory
-from minisgl_lit.core.kv_cache.pool import round_rows, widen_rows
+from minisgl_lit.kernels.kv_formats import round_rows, widen_rows
 from minisgl_lit.llm import LLM
 from minisgl_lit.runtime import build
 from reference import FAMILIES, MAX_NEW, VARIANTS, load, make_checkpoint, prompts

@@ -4,7 +4,7 @@ from unittest.mock import Mock
 import numpy as np
 from fastcore.test import test_eq
 
-from minisgl_lit.core.device import ManualStream
+from minisgl_lit.testing.manual_stream import ManualStream
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import RadixCache
 from minisgl_lit.core.kv_cache.table import TableManager

@@ -15,7 +15,7 @@ from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.core.request import FinishReason, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull
 from minisgl_lit.text.sampling_params import SamplingParams
-from minisgl_lit.core.device import ManualStream
+from minisgl_lit.testing.manual_stream import ManualStream
 from minisgl_lit.distributed.handoff import Handoffs
 from minisgl_lit.distributed.page_file import PageFile
 from minisgl_lit.process import own_folder

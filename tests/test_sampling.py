@@ -13,7 +13,7 @@ from minisgl_lit.core.request import (
     Batch, LogitEdits, ForwardOutput, Logprob, SamplingArrays, LogprobResults)
 from minisgl_lit.core.sampling_params import RequestError
 from minisgl_lit.text.sampling_params import SamplingParams
-from minisgl_lit.core.device import ManualStream
+from minisgl_lit.testing.manual_stream import ManualStream
 from minisgl_lit.runtime import build
 from minisgl_lit.core.engine.sampler import (
     apply_mask, apply_logit_edits, logprobs, plan_sampling, sample, top_k_threshold, top_p_threshold)

@@ -17,7 +17,7 @@ from minisgl_lit.core.config import AdmissionName, EvictionName
 from minisgl_lit.core.request import Caller, ForwardMode, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull
 from minisgl_lit.text.sampling_params import SamplingParams
-from minisgl_lit.core.device import ManualStream
+from minisgl_lit.testing.manual_stream import ManualStream
 from minisgl_lit.distributed.handoff import Handoffs
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.distributed.page_file import PageFile

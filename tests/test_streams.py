@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.text.sampling_params import SamplingParams
-from minisgl_lit.core.device import (
-    HostEvent, InlineStream, ManualStream, BufferPool, WorkerStream, record_event)
+from minisgl_lit.core.device import BufferPool, HostEvent, InlineStream, WorkerStream, record_event
+from minisgl_lit.testing.manual_stream import ManualStream
 from minisgl_lit.runtime import build
 
 POISON = -1

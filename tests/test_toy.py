@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 from minisgl_lit.core.request import Batch, ForwardMode, Lengths, PendingReq, Req
 from minisgl_lit.text.sampling_params import SamplingParams
-from minisgl_lit.core.device import ManualStream, WorkerStream
+from minisgl_lit.core.device import WorkerStream
+from minisgl_lit.testing.manual_stream import ManualStream
 from minisgl_lit.testing.toy_engine import ToyEngine, ToyError, expected_output, segments
 
 VOCAB, MAX_LEN = 20, 16

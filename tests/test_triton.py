@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from minisgl_lit.core.engine.sampler import sample_random
 from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
 from minisgl_lit.testing.triton_emulator import BlockPointer, Language, TritonKernel
-from minisgl_lit.core.kv_cache.pool import FP8, KVPool, layouts
+from minisgl_lit.core.kv_cache.pool import KVPool, layouts
+from minisgl_lit.kernels.kv_formats import FP8
 from minisgl_lit.kernels.gpu_operations import store_trial
 from minisgl_lit.core.models.operations import Operations, rotate
 from minisgl_lit.kernels.trials import TOLERANCE, largest_error

@@ -10,7 +10,8 @@ import pytest
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import FinishReason, ForwardMode
 from minisgl_lit.text.sampling_params import SamplingParams
-from minisgl_lit.core.device import InlineStream, ManualStream
+from minisgl_lit.core.device import InlineStream
+from minisgl_lit.testing.manual_stream import ManualStream
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager

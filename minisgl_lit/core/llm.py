@@ -142,7 +142,7 @@ class LLM:
                 if piece.finish_reason: return
         finally:
             del self._open[request.rid]
-            self.control.abort(request.rid)   # if it is still alive
+            if request.rid in self.scheduler.alive: self.control.abort(request.rid)
             while not self._open and self.scheduler.has_work: self.scheduler.step()
 
     def _ids(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:

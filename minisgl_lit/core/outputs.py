@@ -53,8 +53,7 @@ def final_output(
     "The terminal output of a request, with its usage"
     def since_arrival(moment: str) -> float: return pending.times.get(moment, now) - pending.arrival
     times = since_arrival('scheduled'), since_arrival('first_token'), now - pending.arrival
-    asked = pending.params.prompt_logprobs is not None
-    prompt = pending.prompt_logprobs.reported if asked else None
+    prompt = pending.prompt_logprobs.reported if pending.prompt_logprobs else None
     pooled = pending.pooled.mean if pending.pooled else None
     return EngineCoreOutput(
         pending.rid, list(token_ids), reason, matched, error, pending.input_len,

@@ -105,21 +105,21 @@ class PromptLogprobs:
     "The logprobs of a prompt's tokens, as far as they are known."
     def __init__(
         self,
-        input_ids: np.ndarray,   # The prompt, [input_len]
-        params: SamplingParams,  # Whether to report, and from which token on
+        input_ids: np.ndarray,  # The prompt, [input_len]
+        start: int,             # Its first token that is reported
     ):
-        self.end = self.start = len(input_ids)
-        if params.prompt_logprobs is not None: self.start = params.logprob_start_len or 0
-        self.reported = [Logprob(int(o), None, []) for o in input_ids[self.start:1]]
+        self.start, self.end = start, len(input_ids)
+        self.reported = [Logprob(int(o), None, []) for o in input_ids[start:1]]
 
     @property
     def next(self) -> int:
         "The first token of the prompt that is still to be reported"
         return self.start + len(self.reported)
 
-    def matchable_len(self, n_tokens: int) -> int:
-        "How many of `n_tokens` may be cached: the last is computed, and all from `next - 1` on"
-        return max((n_tokens if self.next >= self.end else self.next) - 1, 0)
+    @property
+    def complete(self) -> bool:
+        "Whether none is missing"
+        return self.next >= self.end
 
 # %% ../../nbs/core/02_request.ipynb #ae8a11e0
 class PooledStates:
@@ -252,7 +252,10 @@ class PendingReq:
         self.stop_check: StopCheck | None = None  # finds its stop strings, if it has any
         self.grammar: Grammar | None = None     # what its answer must follow, if anything
         self.forbidden_tokens: tuple[int, ...] = ()   # not chosen before `min_tokens`
-        self.prompt_logprobs = PromptLogprobs(self.input_ids, params)
+        # what is known of its prompt, if that is asked for
+        self.prompt_logprobs: PromptLogprobs | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = PromptLogprobs(self.input_ids, params.logprob_start_len or 0)
         pooling = params.pooling
         self.pooled = PooledStates(self.input_len, pooling) if pooling else None
         self.times: dict[str, float] = {}       # of its first step and first token
@@ -271,9 +274,10 @@ class PendingReq:
     @property
     def matchable_len(self) -> int:
         "How many of its tokens may come from the cache: nothing of the others has to be reported"
-        n = self.prompt_logprobs.matchable_len(self.n_tokens)
-        pooled = self.pooled
-        return min(n, pooled.next) if pooled and not pooled.complete else n
+        n, logprobs, pooled = self.n_tokens, self.prompt_logprobs, self.pooled
+        if logprobs and not logprobs.complete: n = logprobs.next   # the one before it tells of it
+        if pooled and not pooled.complete: n = min(n, pooled.next + 1)
+        return max(n - 1, 0)   # the last is always computed
 
     @property
     def has_output(self) -> bool:

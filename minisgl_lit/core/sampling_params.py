@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Self
 
-
 # %% ../../nbs/core/01_sampling_params.ipynb #7b87bcce
 class RequestError(ValueError):
     "A request that cannot be served as asked; refused at once; no other request is affected."

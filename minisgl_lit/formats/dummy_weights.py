@@ -22,7 +22,7 @@ def dummy_weights(
     finish: Finish = keep,             # What becomes of a weight that is whole
 ) -> dict[str, Weight]:  # As `weight_shapes` names them
     "Random weights of the right shapes, the same at each call; the model generates nonsense"
-    made = Assembly(config, dtype, device, group, finish, None)
+    made = Assembly(config, dtype, device, group, finish)
     wanted = made.places
     by_row, by_tensor = 7, 3   # offsets in `noise`
     n = max(by_row*o.shape[0] + o.shape[-1] for o in wanted.values()) + by_tensor*len(wanted)

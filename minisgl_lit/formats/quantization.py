@@ -20,7 +20,8 @@ from ..core.models.operations import Weight
 from ..kernels.quantized import (
     PackedGroups, QuantizedWeight, join_rows, pack_groups, quantize)
 from ..core.models.decoder import ModelConfig, weight_shapes
-from ..core.models.weights import CodedRows, TensorInfo
+from ..core.models.weights import TensorInfo
+from .coded_rows import PartRows
 
 # %% ../../nbs/formats/quantization.ipynb #4590351b
 ROWS_AT_ONCE = 1024   # outputs: whole panels
@@ -142,7 +143,7 @@ def weight_bytes(
 
 # %% ../../nbs/formats/quantization.ipynb #0b2c771d
 def pack_parts(
-    parts: Sequence[CodedRows],  # One below the other, for the same inputs
+    parts: Sequence[PartRows],   # One below the other, for the same inputs
     dtype: torch.dtype,    # Of the inputs
     rounds_input: bool,    # See `PackedGroups`
 ) -> Weight:

@@ -8,7 +8,6 @@ __all__ = ['WeightControl']
 # %% ../../nbs/formats/weight_control.ipynb #a33a0774
 from collections.abc import Callable
 
-
 from ..core.request import PooledStates, PromptLogprobs
 from ..core.sampling_params import RequestError
 from ..core.scheduler.control import Control
@@ -59,9 +58,9 @@ class WeightControl(Control):
         load()
         s.cache.renew()
         for pending in s.alive.values():   # what is known of a part of a prompt is of the old weights
-            pending.prompt_logprobs = PromptLogprobs(pending.input_ids, pending.params)
-            pooling = pending.params.pooling
-            pending.pooled = PooledStates(pending.input_len, pooling) if pooling else None
+            logprobs, pooling = pending.prompt_logprobs, pending.params.pooling
+            if logprobs: pending.prompt_logprobs = PromptLogprobs(pending.input_ids, logprobs.start)
+            if pooling: pending.pooled = PooledStates(pending.input_len, pooling)
         s.paused, s.prefill.held, self.broken = self._paused_before, False, ''
         if version is not None: s.weight_version = version
 

@@ -20,7 +20,8 @@ from .fused_heads import norm_rope_store
 from .library import SMALL_KERNELS, numbers, serves, small_kernels
 from .sampling import can_sample, sample_tokens
 from .trials import Pairs, Trial
-from ..core.kv_cache.pool import FP8, KVPool, KVSlots
+from ..core.kv_cache.pool import KVPool, KVSlots
+from .kv_formats import FP8
 from ..core.models.operations import Norms, Operations, Place, QKVHeads
 from ..core.models.operations import RotaryAngles, Weight
 from ..core.models.operations import cos_and_sin, linear, operations, split_heads

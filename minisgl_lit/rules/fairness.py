@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
 
-
 from ..core.request import Caller, PendingReq
 from ..core.scheduler.policy import Fcfs, Key, least_important, policies
 

@@ -14,7 +14,6 @@ from contextlib import aclosing, suppress
 from itertools import count
 from typing import NamedTuple, Protocol
 
-
 from ..core.outputs import EngineCoreOutput
 from ..core.request import FinishReason
 from ..core.sampling_params import QueueFull, RequestError

@@ -9,7 +9,6 @@ __all__ = ['ToyEngineCore']
 import asyncio
 from time import perf_counter
 
-
 from ..config import EngineConfig
 from ..core.device import InlineStream
 from ..distributed.handoff import Handoffs

@@ -76,10 +76,11 @@ def text_params(
 # %% ../../nbs/text/sampling_params.ipynb #a29ae686
 def described(
     parameters: Iterable[inspect.Parameter],   # Of functions or classes
-    *sources: Callable[..., object],           # These: a comment stands behind each parameter
+    *sources: Callable[..., object],   # These: a comment stands behind each parameter
 ) -> str:
     "A line for each parameter: its name, its default, its comment"
-    try: source = '\n'.join(map(inspect.getsource, sources))
+    parts = [part for o in sources for part in (o.__mro__[:-1] if isinstance(o, type) else [o])]
+    try: source = '\n'.join(map(inspect.getsource, parts))
     except (OSError, TypeError): source = ''   # a program without its sources; a notebook
     comments = dict(re.findall(r'(?m)^    (\w+): .*?# (.+)', source))
     return '\n'.join(f'    {p.name} = {p.default!r}: {comments.get(p.name, "")}'.rstrip(': ')
@@ -87,4 +88,4 @@ def described(
 
 # %% ../../nbs/text/sampling_params.ipynb #cec1bd3a
 _parameters = inspect.signature(SamplingParams).parameters.values()
-SamplingParams.__doc__ = f'{SamplingParams.__doc__}\n\n{described(_parameters, CoreParams, SamplingParams)}'
+SamplingParams.__doc__ = f'{SamplingParams.__doc__}\n\n{described(_parameters, SamplingParams)}'

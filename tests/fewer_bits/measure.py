@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 from minisgl_lit import LLM, SamplingParams
 from minisgl_lit.kernels.linear import pack_weight
 from minisgl_lit.core.models.operations import Weight, find_operations
-from minisgl_lit.core.kv_cache.pool import round_rows, widen_rows
+from minisgl_lit.kernels.kv_formats import round_rows, widen_rows
 from minisgl_lit.core.models.checkpoint import read_config
 from minisgl_lit.core.models.decoder import Decoder, weight_shapes
 from minisgl_lit.tools.embedded import is_right, question
 from minisgl_lit.tools.embedded_tasks import exam
 from minisgl_lit.formats.gguf import gguf_folder
+from minisgl_lit.formats.coded_rows import CodedAssembly
 from minisgl_lit.formats.quantization import Quantization, pack_parts, quantize_and_pack, stored_bytes, weight_bytes
 from minisgl_lit.core.models.weights import load_weights, open_checkpoint
 
@@ -62,7 +63,7 @@ class Model:
     @torch.inference_mode()
     def log_probs(self, folder: Path, pack: Pack, rounds: bool = False, kv: bool = False) -> torch.Tensor:
         "Of the next token, after each token of all texts"
-        weights = load_weights(folder, self.config, torch.float32, finish=pack, join=partial(pack_parts, dtype=torch.float32, rounds_input=rounds))
+        weights = load_weights(folder, self.config, torch.float32, finish=pack, assembly=partial(CodedAssembly, join=partial(pack_parts, dtype=torch.float32, rounds_input=rounds)))
         model = Decoder(self.config, weights, operations=find_operations(torch.device('cpu'), torch.float32))
         def of(ids: list[int]) -> torch.Tensor:
             at = torch.arange(len(ids))

@@ -214,7 +214,7 @@ class TorchAttention(AttentionBackend):
         keys, values, out = self.pool.k(layer), self.pool.v(layer), torch.empty_like(q)
         window = self.windows.get(layer)
         for g in metadata.groups:
-            k, v = (self.pool.read(o[g.slots], q.dtype) for o in (keys, values))
+            k, v = (self.pool.format.read(o[g.slots], q.dtype) for o in (keys, values))
             out[g.tokens] = attend(q[g.tokens], k, v, g.masks[window])
         return out
 

@@ -86,12 +86,11 @@ def make_logprob_requests(
     pendings = [o.pending for o in plan.reqs]
     start, end = plan.cached_lens, plan.device_lens
     chosen = [i for i, j in enumerate(sampled) if pendings[j].params.logprobs is not None]
-    asking = [i for i, o in enumerate(pendings) if o.prompt_logprobs.next < o.input_len]
-    if not (chosen or asking): return None
     # of each request that asks, the tokens of its prompt whose successor is not reported yet
-    first = np.array([pendings[i].prompt_logprobs.next - 1 for i in asking], dtype=np.int64)
-    past = np.array([pendings[i].input_len - 1 for i in asking], dtype=np.int64)
-    asking = np.array(asking, dtype=np.int64)
+    open = [(i, o.prompt_logprobs.next - 1, o.input_len - 1) for i, o in enumerate(pendings)
+            if o.prompt_logprobs and not o.prompt_logprobs.complete]
+    if not (chosen or open): return None
+    asking, first, past = np.array(open, dtype=np.int64).reshape(-1, 3).T
     first = np.maximum(first, start[asking])
     which, positions = flatten(first, np.maximum(np.minimum(past, end[asking]), first))
     owners = asking[which]

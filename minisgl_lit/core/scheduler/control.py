@@ -10,7 +10,6 @@ import gc
 from collections.abc import Iterator
 from itertools import islice
 
-
 from ..request import FinishReason
 from ..sampling_params import RequestError
 from .scheduler import Scheduler

@@ -451,8 +451,9 @@ class Lifecycle:
             own = np.flatnonzero(requests.owners == i).tolist()
             if pending.finish_reason or pending.to_finish or pending.kv_invalid: continue
             if np.isfinite(results.logprobs[[first + k for k in own]]).all():
-                params = pending.params
-                pending.prompt_logprobs.reported += [
+                params, known = pending.params, pending.prompt_logprobs
+                assert known   # it is in `requests`
+                known.reported += [
                     _logprob(results, first + k, targets[k], params.prompt_logprobs or 0, params)
                     for k in own]
             else: self._process_one_token(pending, no_token, finite=False)
