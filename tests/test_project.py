@@ -255,7 +255,7 @@ ARROWS = {   # as docs/design.md draws them: a room, and those that it may impor
     "rules": "core", "assembly": "core config kernels formats distributed process log", "second_tier": "core config formats distributed assembly",
     "runtime": "core config kernels formats distributed text rules assembly second_tier", "keywords": "core config text", "engine_driver": "core text runtime keywords",
     "llm": "core config text runtime keywords engine_driver", "async_llm": "core config text runtime keywords engine_driver llm",
-    "server": "core config text distributed formats runtime process log", "config_sources": "core config server", "cli_arguments": "core config keywords server",
+    "server": "core config text distributed formats runtime process log", "config_sources": "core config server", "cli_arguments": "core config text keywords server",
     "tools": "*", "testing": "*", "cli": "*", "__main__": "cli"}
 
 def test_rooms_know_only_what_they_may():

@@ -150,7 +150,8 @@ class SamplingParams:
     def contradictions(self) -> Iterator[tuple[str, str]]:
         "Fields that do not go with others, and what is wrong with them"
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            yield 'min_tokens', f'={self.min_tokens} must not be more than max_tokens={self.max_tokens}'
+            most = self.max_tokens
+            yield 'min_tokens', f'={self.min_tokens} must not be more than max_tokens={most}'
         if self.logprob_start_len is not None and self.prompt_logprobs is None:
             yield 'logprob_start_len', ' must come with prompt_logprobs, which is not given'
         if self.token_ids_logprob and self.logprobs is self.prompt_logprobs is None: yield (

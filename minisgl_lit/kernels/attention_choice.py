@@ -25,6 +25,7 @@ from ..core.request import Batch, ForwardMode
 from ..core.host import warn_once
 from ..core.attention.library import KernelLibrary, load_library, unfit_reason
 from .library import numbers
+from .kv_formats import FP8
 from .page_list import page_lister
 from .pair_attention import PairAttention
 from .trials import Outcome, Pairs, Trial, findings
@@ -163,7 +164,7 @@ def attention_trial(
     if kernel: kernels = replace(kernels, **{kind: kernel})
     chosen = kernels.of(kind)
     module = 'decode' if chosen == 'cuda_cores' else 'prefill'
-    names = {torch.bfloat16: 'bf16', torch.float16: 'f16', torch.float8_e4m3fn: 'e4m3'}
+    names = {torch.bfloat16: 'bf16', torch.float16: 'f16', FP8: 'e4m3'}
     compiles = (f'batch_{module}_*dtype_q_{names[dtype]}_dtype_kv_{names[stored]}_'
                 f'*head_dim_qk_{head_dim}_*')
     compiles += '_sm90' if chosen == 'fa3' else 'e'   # its name ends in an option, True or False

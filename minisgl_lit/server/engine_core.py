@@ -24,7 +24,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from time import monotonic
 from typing import TextIO
 
 import msgspec
@@ -320,9 +319,9 @@ def receive_messages(
 ) -> Iterator[ToScheduler]:
     "Messages that have come, in order"
     if wait: socket.poll(int(wait * 1000))
-    started = monotonic()
+    started = time.monotonic()
     for _ in range(limit):
-        if monotonic() - started > _RECV_SECONDS: return
+        if time.monotonic() - started > _RECV_SECONDS: return
         if not int(socket.get(zmq.EVENTS)) & zmq.POLLIN: return
         message = decode(socket.recv())
         if not isinstance(message, ToScheduler):

@@ -15,7 +15,7 @@ from ..registry import Registry
 # %% ../../../nbs/core/08_kv_cache.pool.ipynb #4f6a0a92
 @dataclass(frozen=True)
 class KVSlots:
-    "Where the keys and values of new tokens go, in one layer, and how they are stored: as they are."
+    "Where keys and values of new tokens go, in one layer, and how they are stored: as they are."
     keys: torch.Tensor      # Of the layer, [slots, num_kv_heads, width]; is written
     values: torch.Tensor    # The same
     out_loc: torch.Tensor   # Slot of each token, int64, [n_tokens]
