@@ -1,9 +1,9 @@
 """The core stands alone: it imports nothing of the rest, it fits a head, its chapters need no ring, and copied into an empty folder it answers as `transformers` does."""
 import ast, json, os, re, shutil, statistics, subprocess, sys
 
-import pytest
+import nbformat, pytest
 
-from nbrun import cfg, notebooks, root
+from nbrun import cfg, directives, notebooks, root
 from reference import MAX_NEW, generate, make_checkpoint, prompts
 
 core = root/cfg["lib_path"]/"core"
@@ -57,17 +57,40 @@ def test_its_chapters_need_no_ring():
         bad |= {f"{nb.stem}: {m}" for m in re.findall(rf"minisgl_lit\.((?:{OTHERS})\b(?:\.\w+)?)", code) if m not in BESIDE}
     assert not bad, sorted(bad)
 
+def run_alone(house, program, *args, beside=(), given=""):
+    "What a program prints that finds the core in this folder, and nothing else of the package but these modules"
+    shutil.copytree(core, house/"minisgl_lit"/"core", ignore=shutil.ignore_patterns("__pycache__"))
+    (house/"minisgl_lit"/"__init__.py").touch()
+    for name in beside:
+        file = house/"minisgl_lit"/f"{name.replace('.', '/')}.py"
+        file.parent.mkdir(exist_ok=True)
+        shutil.copy(core.parent/file.relative_to(house/"minisgl_lit"), file)
+    here = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"MPLBACKEND": "agg"}
+    run = subprocess.run([sys.executable, "-c", program, *args], cwd=house, env=here, input=given, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return run.stdout
+
 @pytest.mark.parametrize("family", ["Qwen3", "Llama"])
 def test_it_answers_alone(tmp_path, family):
     "Copied into an empty folder, beside nothing of the package"
-    house, model, asked = tmp_path/"house", tmp_path/"model", prompts()
-    shutil.copytree(core, house/"minisgl_lit"/"core", ignore=shutil.ignore_patterns("__pycache__"))
-    (house/"minisgl_lit"/"__init__.py").touch()
-    make_checkpoint(family, model)
-    here = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    run = subprocess.run([sys.executable, "-c", ALONE, str(model), json.dumps(asked), str(MAX_NEW)], cwd=house, env=here, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    told = json.loads(run.stdout)
+    make_checkpoint(family, model := tmp_path/"model")
+    told = json.loads(run_alone(tmp_path/"house", ALONE, str(model), json.dumps(asked := prompts()), str(MAX_NEW)))
     right = [generate(model, o) for o in asked]
     assert told["told"] == [right, right] and told["others"] == []
     assert 100 < told["functions"] <= MOST_FUNCTIONS, told["functions"]
+
+CHAPTER = """
+import json, sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for cell in json.loads(sys.stdin.read()): assert shell.run_cell(cell).success, cell
+import minisgl_lit.core
+assert minisgl_lit.core.__path__[0].startswith(sys.argv[1]), minisgl_lit.core.__path__
+"""
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", [o for o in notebooks() if o.parent.name == "core"], ids=lambda o: o.stem)
+def test_its_chapters_run_alone(tmp_path, path):
+    "The same folder, and beside it what draws and what stands in for an engine"
+    cells = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code" and not {"gpu", "slow", "eval"} & directives(c).keys()]
+    run_alone(tmp_path/"house", CHAPTER, str(tmp_path), beside=BESIDE, given=json.dumps(cells))

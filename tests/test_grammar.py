@@ -261,7 +261,7 @@ def test_old_grammars_make_room():
 
 def test_the_library_is_not_missed_before_it_is_needed():
     code = ("import sys; sys.modules['llguidance'] = None\n"
-            "from minisgl_lit.text.grammar import *; from minisgl_lit.text.sampling_params import *; import tokenizers\n"
+            "from minisgl_lit.text.grammar import *; from minisgl_lit.text.sampling_params import *; from minisgl_lit.core.sampling_params import RequestError; import tokenizers\n"
             "c = GrammarCompiler(tokenizers.Tokenizer(tokenizers.models.BPE()), 5)\n"
             "c.validate(SamplingParams())\n"
             "try: c.validate(SamplingParams(ebnf='x'))\n"

@@ -17,13 +17,13 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from time import monotonic
 from typing import TextIO
 
 import msgspec
@@ -67,13 +67,13 @@ class Profiler:
         try: self.file = self.file or Path(tempfile.mkdtemp(prefix='profile-'), 'trace.json')
         except OSError: raise RequestError(
             'command', 'no folder can be made for the profile; is the disk full?') from None
-        self._running, self._end = profile(), time.monotonic() + self.seconds
+        self._running, self._end = profile(), monotonic() + self.seconds
         self._running.start()
         return {'file': str(self.file), 'seconds': self.seconds}
 
     def keep_bound(self) -> None:
         "Stop it if its time is over"
-        if self._running and time.monotonic() >= self._end: self._write(self._running)
+        if self._running and monotonic() >= self._end: self._write(self._running)
 
     def stop(self) -> dict[str, object]:
         "Write the file, if that is not done; `RequestError` if there was no `start`"
@@ -319,9 +319,9 @@ def receive_messages(
 ) -> Iterator[ToScheduler]:
     "Messages that have come, in order"
     if wait: socket.poll(int(wait * 1000))
-    started = time.monotonic()
+    started = monotonic()
     for _ in range(limit):
-        if time.monotonic() - started > _RECV_SECONDS: return
+        if monotonic() - started > _RECV_SECONDS: return
         if not int(socket.get(zmq.EVENTS)) & zmq.POLLIN: return
         message = decode(socket.recv())
         if not isinstance(message, ToScheduler):
