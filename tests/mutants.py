@@ -20,7 +20,7 @@ chapters = {'process': 'process', 'core/kv_cache/table': 'core/09_kv_cache.table
             'core/scheduler/scheduler': 'core/18_scheduler.scheduler', 'core/scheduler/control': 'core/19_scheduler.control',
             'kernels/fused_heads': 'kernels/fused_heads', 'kernels/sampling': 'kernels/sampling', 'kernels/grouped_matmul': 'kernels/grouped_matmul',
             'kernels/page_list': 'kernels/page_list', 'kernels/trials': 'kernels/trials', 'kernels/kernel_trials': 'kernels/kernel_trials', 'kernels/fp8': 'kernels/fp8', 'kernels/gpu_operations': 'kernels/gpu_operations', 'kernels/experts': 'kernels/experts',
-            'kernels/attention_choice': 'kernels/attention_choice'}
+            'kernels/attention_choice': 'kernels/attention_choice', 'core/attention/library': 'core/22_attention.library', 'formats/weight_control': 'formats/weight_control'}
 gpu = 'kernels/', 'kernels/attention_choice'   # their other tests are those of kernels
 
 mutants = [   # what breaks, module, the line, what becomes of it
