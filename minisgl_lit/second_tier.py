@@ -23,6 +23,7 @@ from .core.engine.engine import Engine
 from .core.engine.memory import MemoryPlan
 from .assembly import ResolvedConfig
 from .core.host import warn_once
+from .distributed.engine_pages import EnginePages
 from .distributed.handoff import Handoffs
 from .distributed.page_file import KEY_BYTES, bytes_for, open_page_file
 from .core.kv_cache.table import TableManager
@@ -108,10 +109,11 @@ def least_pages(
 ) -> int | None:           # `None`: none are
     "From how many pages on a copy is cheaper than computing, as measured here and now"
     page, probe = int(table.pages[table.dummy_row, 0]), None
+    pages = EnginePages(engine.attention.pool, engine.stream)
     if config.kv_disk_path:
         room = bytes_for(_PROBED_PAGES, page_bytes)
         probe = open_page_file(config.kv_disk_path, page_bytes, room, 'probe')
-    try: one, many = (min(seconds_to_copy(engine, page, n, probe) for _ in range(_PROBES))
+    try: one, many = (min(seconds_to_copy(pages, page, n, probe) for _ in range(_PROBES))
                       for n in (1, _PROBED_PAGES))
     finally:
         if probe: probe.remove()
@@ -135,7 +137,8 @@ def make_handoffs(
     c = resolved.config
     if not c.kv_handoff_path: return None
     most = max(min(_MOVING_BYTES // memory.page_bytes, memory.num_pages), 1)
-    return Handoffs(engine, c.page_size, lambda: fingerprint(resolved, updater.tensors),
+    pages = EnginePages(engine.attention.pool, engine.stream)
+    return Handoffs(pages, c.page_size, lambda: fingerprint(resolved, updater.tensors),
                     WorkerStream(), c.kv_handoff_path, most, partial(time.sleep, _IDLE))
 
 def make_tier(
@@ -155,5 +158,6 @@ def make_tier(
         file = open_page_file(c.kv_disk_path, page_bytes, int(c.kv_disk_gib * 2**30))
     moving = min(_MOVING_BYTES // page_bytes, memory.num_pages)
     host = int(c.kv_host_gib * 2**30) // page_bytes if c.kv_host_gib else 0
-    return Tier(engine, c.page_size, lambda: fingerprint(resolved, updater.tensors),
+    pages = EnginePages(engine.attention.pool, engine.stream)
+    return Tier(pages, c.page_size, lambda: fingerprint(resolved, updater.tensors),
                 WorkerStream(), file, host, max(moving, 1), least, partial(time.sleep, _IDLE))

@@ -202,7 +202,7 @@ class CudaStream(InlineStream):
         with torch.cuda.stream(self.stream): super()._do(item)
 
     def record(self) -> Event:
-        "An event that comes when the device has done all work submitted so far"
+        "An event that comes when the device has done all work so far, copies of `fetch` apart"
         return CudaEvent(self.stream, self._error)
 
     def fetch(

@@ -43,5 +43,6 @@ def large_pages(
 
 def trim_heap() -> None:
     "Give the system back what was freed; the C library keeps it otherwise, between what is in use"
+    if not sys.platform.startswith('linux'): return
     library = ctypes.CDLL(None)
-    if hasattr(library, 'malloc_trim'): library.malloc_trim(0)
+    if hasattr(library, 'malloc_trim'): library.malloc_trim(0)   # musl has none

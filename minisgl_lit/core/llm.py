@@ -26,7 +26,7 @@ from .request import FinishReason, Logprob
 from .sampling_params import QueueFull, RequestError, SamplingParams
 from .scheduler.control import Control
 from .scheduler.scheduler import Scheduler
-from .tokenizer import TextDecoder, Vocabulary, load_vocabulary
+from .tokenizer import TextDecoder, load_vocabulary
 
 # %% ../../nbs/core/35_llm.ipynb #c0c78776
 @dataclass
@@ -39,42 +39,38 @@ class Completion:
     prompt_tokens: int = 0         # Length of its prompt
     cached_tokens: int = 0         # Of these, found in the cache
     logprobs: list[Logprob] = field(default_factory=list)   # Of each token, if asked for
+    prompt_logprobs: list[Logprob] | None = None   # Of the prompt, if asked for
+    embedding: np.ndarray | None = field(default=None, compare=False)   # Its pooled hidden state
 
     def append(
         self,
         piece: 'Completion',  # The next one
     ) -> None:
         "Take a piece in"
-        self.text += piece.text
-        self.token_ids += piece.token_ids
-        self.logprobs += piece.logprobs
-        self.finish_reason, self.error = piece.finish_reason, piece.error
-        self.prompt_tokens, self.cached_tokens = piece.prompt_tokens, piece.cached_tokens
+        vars(self).update(vars(piece) | dict(
+            text=self.text + piece.text, token_ids=self.token_ids + piece.token_ids,
+            logprobs=self.logprobs + piece.logprobs))
 
 # %% ../../nbs/core/35_llm.ipynb #4b57abf2
+@dataclass(eq=False)
 class OpenRequest:
     "A request that a caller waits for, with what has come for it."
-    def __init__(
-        self,
-        rid: str,                # Its name in the scheduler
-        vocabulary: Vocabulary,  # Makes text of its tokens
-        params: SamplingParams,  # The caller's
-    ):
-        self.rid, self._trim = rid, not params.no_stop_trim
-        self._decoder = TextDecoder(vocabulary, params.skip_special_tokens)
-        self.pieces: deque[Completion] = deque()   # not read yet
+    rid: str               # Its name in the scheduler
+    decoder: TextDecoder   # Makes text of its tokens
+    trim: bool             # Whether a stop token is left out of its text
+    pieces: deque[Completion] = field(default_factory=deque)   # not read yet
 
     def take(
         self,
         out: EngineCoreOutput,  # The next one of this request
     ) -> None:
         "Keep it as a piece"
-        stopped = self._trim and isinstance(out.matched, int)
-        text = self._decoder.push(out.token_ids[:-1] if stopped else out.token_ids)
-        if out.finish_reason: text += self._decoder.finish()
+        stopped = self.trim and isinstance(out.matched, int)
+        text = self.decoder.push(out.token_ids[:-1] if stopped else out.token_ids)
+        if out.finish_reason: text += self.decoder.finish()
         self.pieces.append(Completion(
             text, out.token_ids, out.finish_reason, out.error, out.prompt_tokens,
-            out.cached_tokens, out.logprobs or []))
+            out.cached_tokens, out.logprobs or [], out.prompt_logprobs, out.embedding))
 
 # %% ../../nbs/core/35_llm.ipynb #d218f176
 Prompt = str | Sequence[int] | np.ndarray   # text, or token ids
@@ -112,9 +108,9 @@ class LLM:
     def __exit__(self, *error: object) -> None: self.close()
 
     def close(self) -> None:
-        "Abort all requests, and end the engine"
+        "Abort all requests, which ends their streams, and end the engine"
         self.control.abort_all()
-        while self.scheduler.has_work: self.scheduler.step()
+        while self.scheduler.has_work: self._step()
         self.engine.stream.close()
 
     def _step(self) -> None:
@@ -124,7 +120,8 @@ class LLM:
 
     def _add(self, ids: np.ndarray, params: SamplingParams) -> OpenRequest:
         "Open a request, as soon as the scheduler has room for it"
-        request = OpenRequest(next(self._rids), self.vocabulary, params)
+        decoder = TextDecoder(self.vocabulary, params.skip_special_tokens)
+        request = OpenRequest(next(self._rids), decoder, not params.no_stop_trim)
         while True:
             try: self.scheduler.add(request.rid, ids, params)
             except QueueFull: self._step()
@@ -133,17 +130,16 @@ class LLM:
         return request
 
     # %% ../../nbs/core/35_llm.ipynb #56b77326
-    def _read(self, request: OpenRequest) -> Generator[Completion]:
-        "The pieces of an answer as they come; to close it aborts the request"
-        try:
-            while True:
-                while not request.pieces: self._step()
-                yield (piece := request.pieces.popleft())
-                if piece.finish_reason: return
-        finally:
-            del self._open[request.rid]
-            if request.rid in self.scheduler.alive: self.control.abort(request.rid)
-            while not self._open and self.scheduler.has_work: self.scheduler.step()
+    def _next(self, request: OpenRequest) -> Completion:
+        "The next piece of an answer; runs steps until there is one"
+        while not request.pieces: self._step()
+        return request.pieces.popleft()
+
+    def _end(self, request: OpenRequest) -> None:
+        "Nothing more of it will be read: abort it, unless it has ended"
+        self._open.pop(request.rid, None)
+        if request.rid in self.scheduler.alive: self.control.abort(request.rid)
+        while not self._open and self.scheduler.has_work: self.scheduler.step()
 
     def _ids(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
         "The tokens of a prompt; `RequestError` if it could never be served"
@@ -158,17 +154,19 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # For all, or one each
     ) -> list[Completion]:          # One for each prompt
         "Complete prompts, in one batch; `RequestError`, and nothing is done, if one is wrong"
+        if isinstance(prompts, str):
+            raise RequestError('prompts', 'prompts must be a list; of one, write [prompt]')
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else [*params]
         if len(each) != len(prompts): raise RequestError(
             'params', f'there are {len(prompts)} prompts, but {len(each)} SamplingParams')
-        ids = [self._ids(*o) for o in zip(prompts, each)]
-        readers = [self._read(self._add(*o)) for o in zip(ids, each)]
-        completions = [Completion() for _ in prompts]
+        asked = [(self._ids(*o), o[1]) for o in zip(prompts, each)]
+        completions, requests = [Completion() for _ in prompts], list[OpenRequest]()
         try:
-            for completion, pieces in zip(completions, readers):
-                for piece in pieces: completion.append(piece)
+            for ids, own in asked: requests.append(self._add(ids, own))
+            for completion, request in zip(completions, requests):
+                while not completion.finish_reason: completion.append(self._next(request))
         finally:
-            for pieces in readers: pieces.close()
+            for request in requests: self._end(request)
         return completions
 
     def stream(
@@ -177,4 +175,7 @@ class LLM:
         params: SamplingParams = SamplingParams(),
     ) -> Generator[Completion]:   # To leave the loop ends the request
         "Complete a prompt, piece by piece"
-        yield from self._read(self._add(self._ids(prompt, params), params))
+        request, piece = self._add(self._ids(prompt, params), params), Completion()
+        try:
+            while not piece.finish_reason: yield (piece := self._next(request))
+        finally: self._end(request)

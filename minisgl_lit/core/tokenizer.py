@@ -26,7 +26,7 @@ class Vocabulary:
         self._special_ids = {i for i, token in added.items() if token.special}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
-        "Token ids, int64, [n]; `ValueError` if there are none"
+        "Token ids, int64, [n]; `ValueError` for a text if the checkpoint has no tokenizer"
         if text and not self.backend.get_vocab_size():
             raise ValueError('this checkpoint has no tokenizer; give a list of token ids')
         ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -14,6 +14,9 @@ from ..core.scheduler.control import Control
 from ..core.scheduler.scheduler import Scheduler
 
 # %% ../../nbs/formats/weight_control.ipynb #72f74b15
+_BROKEN = 'the weights could not be replaced as a whole; update them once more'
+_ASLEEP = 'memory has been released; resume it, or update the weights'
+
 class WeightControl(Control):
     "Control of a scheduler whose weights may change."
     def __init__(
@@ -83,8 +86,3 @@ class WeightControl(Control):
     def asleep(self) -> bool:
         "Whether memory has been given back"
         return self.broken == _ASLEEP
-
-# %% ../../nbs/formats/weight_control.ipynb #d3b6c938
-
-_BROKEN = 'the weights could not be replaced as a whole; update them once more'
-_ASLEEP = 'memory has been released; resume it, or update the weights'

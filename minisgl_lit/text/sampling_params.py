@@ -79,12 +79,15 @@ def described(
     *sources: Callable[..., object],   # These: a comment stands behind each parameter
 ) -> str:
     "A line for each parameter: its name, its default, its comment"
-    parts = [part for o in sources for part in (o.__mro__[:-1] if isinstance(o, type) else [o])]
+    parts = [part for o in sources   # what a class inherits first, so that its own lines count
+             for part in (reversed(o.__mro__[:-1]) if isinstance(o, type) else [o])]
     try: source = '\n'.join(map(inspect.getsource, parts))
     except (OSError, TypeError): source = ''   # a program without its sources; a notebook
     comments = dict(re.findall(r'(?m)^    (\w+): .*?# (.+)', source))
-    return '\n'.join(f'    {p.name} = {p.default!r}: {comments.get(p.name, "")}'.rstrip(': ')
-                     for p in parameters)
+    def line(p: inspect.Parameter) -> str:
+        default = '' if p.default is p.empty else f' = {p.default!r}'
+        return f'    {p.name}{default}: {comments.get(p.name, "")}'.rstrip(': ')
+    return '\n'.join(map(line, parameters))
 
 # %% ../../nbs/text/sampling_params.ipynb #cec1bd3a
 _parameters = inspect.signature(SamplingParams).parameters.values()

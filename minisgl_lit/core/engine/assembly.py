@@ -191,11 +191,12 @@ def assemble(
     overlap: bool,     # Whether the host goes on while the device computes
 ) -> tuple[Engine, TableManager, MemoryPlan]:
     "An engine, the table it reads, and what memory is used for; `ValueError` if it does not fit"
-    size = spec.needed().check(spec.free(), spec.ratio)
+    size, device = spec.needed().check(spec.free(), spec.ratio), spec.device
+    if device.type == 'cuda' and device.index is not None: torch.cuda.set_device(device)
     decoder = Decoder(spec.model, spec.weights(), operations=spec.operations)
     memory = plan_memory(spec, spec.free(), size)
     table, attention = make_tables(spec, memory.num_pages)
     sizes = spec.graph_sizes() if attention.decoding.recorder == 'graphs' else []
-    stream = make_stream(spec.device, overlap)
+    stream = make_stream(device, overlap)
     engine = join_engine(decoder, attention, table, stream, sizes, spec.config.cuda_graph_max_bs)
     return engine, table, memory

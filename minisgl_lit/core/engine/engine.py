@@ -7,7 +7,6 @@ __all__ = ['Launched', 'Engine']
 
 # %% ../../../nbs/core/31_engine.engine.ipynb #0d9d012c
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -186,38 +185,6 @@ class Engine:
         if self._host_pool is not None: self._host_pool[*places] = tokens.numpy()   # torch is slow
         elif there is not None: self.token_pool[*there] = tokens.int()
         else: self.token_pool[*to_device(places, self.device)] = tokens.int()
-
-    # %% ../../../nbs/core/31_engine.engine.ipynb #60da8a48
-    def empty_pages(
-        self,
-        n: int,   # How many
-    ) -> list[np.ndarray]:   # In pinned memory for a GPU
-        "Room for pages in host memory"
-        arrays = [np.empty(self.attention.pool.page(0).shape, np.uint8) for _ in range(n)]
-        return arrays if self._on_cpu else [torch.from_numpy(o).pin_memory().numpy() for o in arrays]
-
-    def read_pages(
-        self,
-        pages: np.ndarray,          # Of the pool, [n]
-        out: Sequence[np.ndarray],  # From `empty_pages`
-    ) -> Event:                     # When they are there
-        "Enqueue to copy pages into host memory"
-        def pairs() -> Iterator[tuple[np.ndarray, torch.Tensor]]:
-            for page, there in zip(pages.tolist(), out):
-                here = self.attention.pool.page(page)
-                yield there, here if self._on_cpu else here.clone()
-        return self.stream.fetch(pairs)
-
-    def write_pages(
-        self,
-        pages: np.ndarray,           # Of the pool, [n]
-        data: Sequence[np.ndarray],  # What was read from pages of this shape
-    ) -> None:
-        "Enqueue to copy host memory into pages"
-        def copy() -> None:
-            for page, each in zip(pages.tolist(), data):
-                self.attention.pool.page(page).copy_(to_device(each, self.device))
-        self.stream.submit(copy)
 
     # %% ../../../nbs/core/31_engine.engine.ipynb #d03efe24
     def follow(

@@ -92,11 +92,11 @@ class KVPool:
         # padding reads it, so it must be finite; untouched pages cost no physical memory yet
         self.buffer[:, :, -page_size:] = 0
 
-    def k(self, layer: int) -> torch.Tensor:  # [slots, num_kv_heads, head_dim]
+    def k(self, layer: int) -> torch.Tensor:  # [slots, num_kv_heads, width]
         "The keys of one layer: a view, by slot"
         return self.buffer[layer, 0]
 
-    def v(self, layer: int) -> torch.Tensor:  # [slots, num_kv_heads, head_dim]
+    def v(self, layer: int) -> torch.Tensor:  # [slots, num_kv_heads, width]
         "The values of one layer: a view, by slot"
         return self.buffer[layer, 1]
 

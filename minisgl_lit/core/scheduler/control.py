@@ -86,7 +86,7 @@ class Control:
         self.scheduler.paused = False
 
     def flush_cache(self) -> None:
-        "Empty the prefix cache in all tiers; `RequestError` while any request has a part of it"
+        "Empty the prefix cache and other places of pages; `RequestError` while a request has any"
         self.scheduler.quiesce()
         self.scheduler.cache.reset()
         self.scheduler.cache.flush()
