@@ -14,8 +14,8 @@ from dataclasses import fields, replace
 from typing import Literal, TypedDict, TypeVar
 
 from .config import (
-    EngineConfig, KVDTypeName, PolicyName, ProductName, QuantizationName, ReasoningParserName)
-from .core.config import AdmissionName, CacheName, DTypeName, EvictionName, allowed
+    EngineConfig, KVDTypeName, ProductName, QuantizationName)
+from .core.config import CacheName, DTypeName, allowed
 from .core.sampling_params import RequestError, quote
 from .text.sampling_params import SamplingParams, described
 from .text.chat_template import ChatOptions
@@ -39,12 +39,12 @@ class EngineSettings(TypedDict, total=False):
     chunked_prefill_size: int | None
     max_recv_per_step: int
     cache: CacheName
-    eviction: EvictionName
-    policy: PolicyName
+    eviction: str
+    policy: str
     priority_aging: int | None
     schedule_low_priority_values_first: bool
     preempt_threshold: int
-    admission: AdmissionName
+    admission: str
     schedule_conservativeness: float
     mixed_chunk: bool
     max_prefill_streak: int | None
@@ -54,7 +54,7 @@ class EngineSettings(TypedDict, total=False):
     attention: str
     cuda_graph_max_bs: int | Literal['auto']
     seed: int | None
-    reasoning_parser: ReasoningParserName
+    reasoning_parser: str
     control_tokens_in_messages: bool
     max_queued_req: int
     additional_properties: bool

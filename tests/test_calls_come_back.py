@@ -13,7 +13,7 @@ from minisgl_lit.server.openai_protocol import ChatRequest, ChatWriter
 from minisgl_lit.server.responses_protocol import ResponsesRequest, ResponsesWriter, messages_of
 from minisgl_lit.text.json_object import parse_json
 from minisgl_lit.text.tokenizer import RequestOutput, Tokenizer
-from minisgl_lit.text.tool_formats import FORMATS, markers
+from minisgl_lit.text.tool_formats import tool_formats, markers
 from test_serve import SMALL, web
 
 TEMPLATE = Tokenizer(embedded_path()).tool_template
@@ -60,24 +60,24 @@ def sent_back(form, text, reason, thought):
         for one in arguments: assert isinstance(parse_json(one), dict), one
         assert render(kind, body).count("Hi") >= 2
 
-WORDS = {name: [o for call in form.calls for o in call.replace("NAME", "time").split("ARGUMENTS")] for name, form in FORMATS.items()}
+WORDS = {name: [o for call in form.calls for o in call.replace("NAME", "time").split("ARGUMENTS")] for name, form in tool_formats.items()}
 COMMON = ['{"at": 5}', '{"at": "no', "{}", "null", r'"{\"at\": 5}"', r'{"a": "\ud83d', '"', "}", "\n", "so", "<parameter=at>\n", "<parameter=days>\n[1", "\n</parameter>\n", 'at="no', "at=[1, ", ")"]
 
 def answers(name):
     words = st.lists(st.sampled_from([*WORDS[name], *COMMON]), max_size=7).map("".join)
-    call = st.tuples(st.sampled_from(FORMATS[name].calls), st.lists(st.sampled_from(COMMON), max_size=3).map("".join)).map(lambda o: o[0].replace("NAME", "time").replace("ARGUMENTS", o[1]))
-    return st.tuples(st.just(FORMATS[name]), st.tuples(call, words).map("".join) | words, st.integers(0, 300)).map(lambda o: (o[0], o[1][:300 - o[2]] if o[2] % 2 else o[1]))
+    call = st.tuples(st.sampled_from(tool_formats[name].calls), st.lists(st.sampled_from(COMMON), max_size=3).map("".join)).map(lambda o: o[0].replace("NAME", "time").replace("ARGUMENTS", o[1]))
+    return st.tuples(st.just(tool_formats[name]), st.tuples(call, words).map("".join) | words, st.integers(0, 300)).map(lambda o: (o[0], o[1][:300 - o[2]] if o[2] % 2 else o[1]))
 
 @pytest.mark.parametrize("n", [60, pytest.param(4000, marks=pytest.mark.long)])
 def test_any_answer_of_ours_is_a_history(n):
     @settings(max_examples=n, deadline=None)
-    @given(st.sampled_from([*FORMATS]).flatmap(answers), st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]), st.sampled_from(["", "Well"]))
+    @given(st.sampled_from([*tool_formats]).flatmap(answers), st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]), st.sampled_from(["", "Well"]))
     def check(answer, reason, thought): sent_back(*answer, reason, thought)
     check()
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", tool_formats)
 def test_a_call_cut_anywhere_is_a_history(name):
-    form = FORMATS[name]
+    form = tool_formats[name]
     inside = {"pythonic": 'at="noon", to=[1, 2])', "qwen3_coder": "<parameter=at>\nnoon\n</parameter>\n<parameter=days>\n[1, 2]\n</parameter>\n"}.get(name, '{"at": "noon", "days": [1, 2]}')
     text = form.before + form.calls[0].replace("NAME", "time").replace("ARGUMENTS", inside)
     for end in range(0, len(text) + 1, 3): sent_back(form, text[:end], FinishReason.LENGTH, "")

@@ -17,7 +17,7 @@ from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import HostEvent
 from minisgl_lit.testing.manual_stream import ManualStream
 from minisgl_lit.testing.flashinfer_emulator import PagedDecode, standin
-from minisgl_lit.core.kv_cache.pool import KVPool, layouts
+from minisgl_lit.core.kv_cache.pool import KVPool
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.llm import LLM
 from minisgl_lit.kernels import gpu_operations as gpu_operations_
@@ -46,15 +46,15 @@ def worlds(draw, most=6):
     return dict(cached=[0 if fresh else draw(st.integers(0, 70)) for _ in range(n)], extend=extend, padding=draw(st.integers(0, 3)) * decode,
                 page_size=draw(st.sampled_from([1, 3, 16, 32, 64])), num_kv_heads=draw(st.integers(1, 3)), family=draw(st.integers(1, 8)),
                 dim=draw(st.sampled_from([8, 64])), window=draw(st.one_of(st.none(), st.integers(1, 100))), seed=draw(st.integers(0, 99)),
-                dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])), layout=draw(st.sampled_from(list(layouts))))
+                dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])))
 
-def make(cached, extend, padding, page_size, num_kv_heads, family, dim, window, seed, dtype, layout):
+def make(cached, extend, padding, page_size, num_kv_heads, family, dim, window, seed, dtype):
     "Pages shuffled, NaN in every slot that is nobody's cached token; batch and queries"
     g = torch.Generator().manual_seed(seed)
     def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
     n, lens = len(cached), np.add(cached, extend)
     max_pages = 1 - (-lens.max() // page_size)
-    pool = KVPool(2, n * max_pages, page_size, num_kv_heads, dim, dtype, layout=layout)
+    pool = KVPool(2, n * max_pages, page_size, num_kv_heads, dim, dtype)
     pool.buffer.fill_(torch.nan)
     table = TableManager(n + padding, max_pages * page_size, page_size, pool.dummy_page)
     table.write(*np.indices((n, max_pages)).reshape(2, -1), torch.randperm(n * max_pages, generator=g).numpy())
@@ -143,7 +143,7 @@ def late_answers(waits: bool, n: int = 6) -> list[bool]:
     "Plan `n` steps ahead of a device that does nothing until told or waited for; whether each step then reads its own plan"
     CopiesLate.line = line = ManualStream()
     library = type(standin)(**vars(standin) | dict(BatchDecodeWithPagedKVCacheWrapper=CopiesLate))
-    pool, table, batch, qkv, windows = make([9, 3, 5], [1, 1, 1], 0, 4, 2, 2, 8, None, 0, torch.float32, 'layer_first')
+    pool, table, batch, qkv, windows = make([9, 3, 5], [1, 1, 1], 0, 4, 2, 2, 8, None, 0, torch.float32)
     ours = FlashInferAttention(pool, table.page_table, windows, num_heads=4, library=library)
     ours.record_event = line.record if waits else lambda: HostEvent(lambda event: None)
     right = []
@@ -192,7 +192,7 @@ def test_answers_are_those_of_transformers(checkpoint, page_size, halves, monkey
     comparison.done()
 
 def test_what_may_be_captured():
-    pool, table, *_ = make([3], [1], 0, 4, 1, 1, 8, None, 0, torch.float32, 'layer_first')
+    pool, table, *_ = make([3], [1], 0, 4, 1, 1, 8, None, 0, torch.float32)
     ours, torch_ = standing_in(pool, table.page_table, (), False), TorchAttention(pool, table.page_table)
     assert [o.recorder for o in (ours, torch_)] == ['graphs', ''] and ours.decoding is ours
     assert PairAttention(torch_, ours).decoding is ours and PairAttention(ours, torch_).decoding is torch_

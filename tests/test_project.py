@@ -251,7 +251,7 @@ def rooms():
     return {k: v for k, v in found.items() if k != pkg}
 
 ARROWS = {   # as docs/design.md draws them: a room, and those that it may import
-    "core": "", "config": "core", "weekend": "", "process": "", "log": "", "kernels": "core process", "formats": "core kernels", "distributed": "core", "text": "core log",
+    "core": "", "config": "core text", "weekend": "", "process": "", "log": "", "kernels": "core process", "formats": "core kernels", "distributed": "core", "text": "core log",
     "rules": "core", "assembly": "core config kernels formats distributed process log", "second_tier": "core config formats distributed assembly",
     "runtime": "core config kernels formats distributed text rules assembly second_tier", "keywords": "core config text", "engine_driver": "core text runtime keywords",
     "llm": "core config text runtime keywords engine_driver", "async_llm": "core config text runtime keywords engine_driver llm",

@@ -3,7 +3,6 @@ import os, shutil, tempfile
 from collections import Counter
 from dataclasses import fields
 from statistics import median
-from typing import get_args
 from unittest.mock import patch
 
 from hypothesis import HealthCheck, Phase, seed, settings, strategies as st
@@ -12,8 +11,8 @@ import numpy as np
 import pytest
 
 from minisgl_lit.text.answer_rules import TextRules
-from minisgl_lit.config import EngineConfig, PolicyName
-from minisgl_lit.core.config import AdmissionName, EvictionName
+from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.config import admissions, evictions, policies
 from minisgl_lit.core.request import Caller, ForwardMode, PendingReq
 from minisgl_lit.core.sampling_params import QueueFull
 from minisgl_lit.text.sampling_params import SamplingParams
@@ -41,8 +40,8 @@ SETTINGS = dict(    # drawn anew for each life, by the names of the config
     chunked_prefill_size=st.integers(1, 6) | st.integers(1, 30), cache=st.sampled_from(['radix', 'radix', 'none']), overlap=st.booleans(),
     kv_disk_path=st.sampled_from([None, 'disk']), kv_disk_gib=st.sampled_from([5e-6, 2e-5]), kv_host_gib=st.sampled_from([None, None, 2e-7, 1e-6]),   # a few pages
     kv_handoff_path=st.sampled_from([None, 'handoffs']),
-    eviction=st.sampled_from(get_args(EvictionName)), policy=st.sampled_from(get_args(PolicyName)), max_queued_req=st.integers(4, 20),
-    admission=st.sampled_from(get_args(AdmissionName)), schedule_conservativeness=st.sampled_from([.05, 1.]), mixed_chunk=st.booleans(),
+    eviction=st.sampled_from(evictions.names), policy=st.sampled_from(policies.names), max_queued_req=st.integers(4, 20),
+    admission=st.sampled_from(admissions.names), schedule_conservativeness=st.sampled_from([.05, 1.]), mixed_chunk=st.booleans(),
     schedule_low_priority_values_first=st.booleans(),
     max_prefill_streak=st.none() | st.integers(1, 3), preempt_threshold=st.integers(0, 3), priority_aging=st.none() | st.integers(1, 9),
     queue_timeout=st.sampled_from([None, None, 40.]), run_timeout=st.sampled_from([None, None, 60.]), seed=st.just(0))

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from minisgl_lit.text import tool_formats
 from minisgl_lit.text.json_object import JsonReader, as_json, parse_json
 from minisgl_lit.text.tool_calls import ToolCall, ToolParser, join_calls
-from minisgl_lit.text.tool_formats import FORMATS, PYTHONIC, PythonReader, XmlReader
+from minisgl_lit.text.tool_formats import tool_formats, PYTHONIC, PythonReader, XmlReader
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
@@ -103,24 +103,24 @@ def parsed(text, sizes, form, **options):
     return join_calls([part for o in cut(text, sizes) for part in parser.push(o)] + parser.finish())
 
 SPACES = ["\n" * 150, " " * 99, "\t"]
-ODD = [o for form in FORMATS.values() for call in form.calls for o in call.replace("NAME", "time").split("ARGUMENTS")]
+ODD = [o for form in tool_formats.values() for call in form.calls for o in call.replace("NAME", "time").split("ARGUMENTS")]
 
 @settings(max_examples=1000, deadline=None)
 @given(st.lists(st.sampled_from([*ODD, *ODD, *SPACES, *WORDS, "{}", '{"a": 5}', "<parameter=a>", "</parameter>", "so"]), max_size=9).map("".join), SIZES,
-       st.sampled_from([(o,) for o in FORMATS.values()] + [tuple(FORMATS.values())]))
+       st.sampled_from([(o,) for o in tool_formats.values()] + [tuple(tool_formats.values())]))
 def test_any_text_of_any_format_is_read_alike_in_any_pieces(text, sizes, form):
     whole = parsed(text, [10**9], form)
     assert parsed(text, sizes, form) == parsed(text, [1], form) == whole
     assert_whole(whole)
     if not any(isinstance(o, ToolCall) for o in whole): assert "".join(whole) == text
 
-JSON_FORMS = [(name, call.replace("NAME", "time").replace("]ID[", "]a1[")) for name, form in FORMATS.items() if form.reader is JsonReader for call in form.calls]
+JSON_FORMS = [(name, call.replace("NAME", "time").replace("]ID[", "]a1[")) for name, form in tool_formats.items() if form.reader is JsonReader for call in form.calls]
 
 @pytest.mark.parametrize("name, form", JSON_FORMS)
 def test_arguments_that_are_a_text_null_or_nothing(name, form):
     "In every form whose arguments are JSON"
     head, tail = form.split("ARGUMENTS")
-    def calls(text): return [(o.name, json.loads(o.arguments)) for o in parsed(text, [7], (FORMATS[name],)) if isinstance(o, ToolCall)]
+    def calls(text): return [(o.name, json.loads(o.arguments)) for o in parsed(text, [7], (tool_formats[name],)) if isinstance(o, ToolCall)]
     if not head.endswith("time"):   # where the arguments would follow the name itself
         for given, want in {r'"{\"at\": 5}"': {"at": 5}, "null": {}, '""': {}}.items(): assert calls(head + given + tail) == [("time", want)], given
     if not head.endswith((": ", "time")): assert calls(head + tail) == [("time", {})]
@@ -139,11 +139,11 @@ TWICE = {   # the first call has lost what closes its value
 def test_an_end_that_is_missing_takes_no_later_call_with_it(name):
     "In each format that has marks: a quote, or only a brace, or the tag of a value"
     for end in ["\n", ""] if name == "qwen3_coder" else ["\n", '"', '"\n', '"]']:
-        for size in (1, 10**9): assert parsed(TWICE[name] % end, [size], (FORMATS[name],)) == [ToolCall("time", '{"at": "noon"}')] * 2, end
+        for size in (1, 10**9): assert parsed(TWICE[name] % end, [size], (tool_formats[name],)) == [ToolCall("time", '{"at": "noon"}')] * 2, end
 
 def test_a_model_that_writes_line_feeds_for_ever_costs_nothing(monkeypatch):
     "Each piece is looked at with a hundred characters before it, not with all"
-    parser, most = ToolParser(("time",), formats=tuple(FORMATS.values())), 0
+    parser, most = ToolParser(("time",), formats=tuple(tool_formats.values())), 0
     for _ in range(3000):
         parser.push("\n\n" if parser._fresh is False else "a")
         most = max(most, len(parser._held))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from minisgl_lit.core.engine.sampler import sample_random
 from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
 from minisgl_lit.testing.triton_emulator import BlockPointer, Language, TritonKernel
-from minisgl_lit.core.kv_cache.pool import KVPool, layouts
+from minisgl_lit.core.kv_cache.pool import KVPool
 from minisgl_lit.kernels.kv_formats import FP8
 from minisgl_lit.kernels.gpu_operations import store_trial
 from minisgl_lit.core.models.operations import Operations, rotate
@@ -29,13 +29,13 @@ examples, few = settings(max_examples=n_examples), settings(max_examples=min(n_e
 def heads(draw):
     "Sizes of a step: heads that lie in something wider, a cache that is one layer of several"
     return dict(n=draw(st.integers(0, 5)), n_q=draw(st.integers(1, 5)), n_kv=draw(st.integers(1, 3)), half=draw(st.sampled_from([1, 2, 3, 8, 24, 40, 64])),
-                more=draw(st.integers(0, 7)), page_size=draw(st.sampled_from([1, 3, 16])), layout=draw(st.sampled_from(list(layouts))),
+                more=draw(st.integers(0, 7)), page_size=draw(st.sampled_from([1, 3, 16])),
                 dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])), normed=draw(st.booleans()), seed=draw(st.integers(0, 99)))
 
-def step(n, n_q, n_kv, half, more, page_size, layout, dtype, normed, seed, stored=None):
+def step(n, n_q, n_kv, half, more, page_size, dtype, normed, seed, stored=None):
     g, dim = torch.Generator().manual_seed(seed), 2 * half
     def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
-    pool = KVPool(3, 4 + n, page_size, n_kv, dim, stored or dtype, layout=layout)
+    pool = KVPool(3, 4 + n, page_size, n_kv, dim, stored or dtype)
     pool.buffer.copy_(some(*pool.buffer.shape))
     wide = some(n, (n_q + 2 * n_kv) * dim + more)
     qkv = wide[:, :(n_q + 2 * n_kv) * dim].view(n, n_q + 2 * n_kv, dim)

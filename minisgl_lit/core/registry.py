@@ -7,24 +7,38 @@ __all__ = ['Thing', 'Registry']
 
 # %% ../../nbs/core/03_registry.ipynb #0d4e94dd
 from collections.abc import Mapping
-from typing import Generic, TypeVar
+from importlib import import_module
+from typing import TypeVar
 
 # %% ../../nbs/core/03_registry.ipynb #4317a330
 Thing = TypeVar('Thing')
 
-class Registry(Generic[Thing]):
-    "Things of one kind, by the names under which they are asked for."
+class Registry(dict[str, Thing]):
+    """Things of one kind, by the names under which they are asked for.
+
+    A name as `module:thing` needs no entry: it says where the thing is.
+    """
     def __init__(
         self,
-        kind: str,                     # What they are, as a setting is called
-        things: Mapping[str, Thing],   # Those that are always there
+        kind: str,   # What they are, as a setting is called
+        things: Mapping[str, Thing] | None = None,   # Those that are always there
     ):
-        self.kind, self._things = kind, dict(things)
+        super().__init__(things or {})
+        self.kind = kind
+        self._announced: dict[str, str] = {}   # by name: the module that registers it
 
     @property
     def names(self) -> list[str]:
-        "All names that are known by now"
-        return list(self._things)
+        "All names that are known by now, those first that were announced"
+        return [*dict.fromkeys([*self._announced, *self])]
+
+    def announce(
+        self,
+        module: str,   # Whose import registers them
+        *names: str,   # How they are asked for
+    ) -> None:
+        "Name things that need not be there before they are asked for"
+        self._announced.update(dict.fromkeys(names, module))
 
     def register(
         self,
@@ -32,10 +46,35 @@ class Registry(Generic[Thing]):
         thing: Thing,   # A later one of this name takes its place
     ) -> None:
         "Add one"
-        self._things[name] = thing
+        self[name] = thing
 
-    def find(self, name: str) -> Thing:
+    # %% ../../nbs/core/03_registry.ipynb #2ceddfe6
+    def knows(
+        self,
+        name: str,   # That somebody has written
+    ) -> bool:
+        "Whether it is a name, or says where a thing is"
+        if name in self.names or ':' in name: return True
+        self._load()
+        return name in self
+
+    def find(
+        self,
+        name: str,   # As it is registered, or as `module:thing`
+    ) -> Thing:
         "The one of this name; `ValueError` if there is none"
-        if name in self._things: return self._things[name]
-        raise ValueError(f'{self.kind}={name!r} is not known here; there are '
-                         f'{", ".join(self.names)}')
+        if ':' in name and name not in self: return self._at(name)
+        if name not in self: self._load()
+        if name in self: return self[name]
+        raise ValueError(f'{self.kind}={name!r} is not known here; there are {", ".join(self.names)}')
+
+    def _load(self) -> None:
+        "Import what was announced"
+        for module in dict.fromkeys(self._announced.values()): import_module(module)
+
+    def _at(self, place: str) -> Thing:
+        "The thing at `module:thing`"
+        module, _, thing = place.partition(':')
+        try: return getattr(import_module(module), thing)
+        except (ImportError, AttributeError, TypeError, ValueError) as e:
+            raise ValueError(f'{self.kind}={place!r} cannot be loaded: {e}') from None

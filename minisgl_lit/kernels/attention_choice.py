@@ -216,7 +216,7 @@ def choose_attention(
     device, kernels = pool.buffer.device, usual_kernels(num_heads // pool.buffer.shape[-2])
     def resolve(part: str, kind: str) -> str:
         if part == 'auto' and device.type != 'cuda': return 'native'
-        if part in backends.names: return part
+        if backends.knows(part): return part
         kernel = part if part in KERNELS[kind] else kernels.of(kind)
         reason = unsupported_reason(kind, pool, windows, num_heads, kernel, dtype)
         if not reason: return kernel
@@ -224,13 +224,13 @@ def choose_attention(
         warn_once(f'Attention in plain torch: {reason}')
         return 'torch'
     def make(part: str) -> AttentionBackend:
-        if part in backends.names: return backends.find(part)(pool, page_table, windows)
-        named = {kind: o for kind, o in chosen.items() if o not in backends.names}
+        if backends.knows(part): return backends.find(part)(pool, page_table, windows)
+        named = {kind: o for kind, o in chosen.items() if not backends.knows(o)}
         return _by_flashinfer(named, pool, page_table, windows, num_heads, dtype)
     parts = name.split(',')
     chosen = dict(prefill=resolve(parts[0], 'prefill'), decode=resolve(parts[-1], 'decode'))
     prefill, decode = chosen.values()
-    one = prefill == decode or not {prefill, decode} & {*backends.names}
+    one = prefill == decode or not any(map(backends.knows, (prefill, decode)))
     return make(prefill) if one else PairAttention(make(prefill), make(decode))
 
 # %% ../../nbs/kernels/attention_choice.ipynb #4fb659e0

@@ -16,7 +16,8 @@ import torch
 from ..core.request import Batch
 from ..core.kv_cache.pool import KVPool
 from ..core.kv_cache.table import to_device
-from ..core.attention.torch import AttentionBackend, TorchAttention, backends
+from ..core.attention.torch import AttentionBackend, TorchAttention
+from ..core.config import backends
 from .attention_c import BLOCK, attention_c
 from .plan import load_kernels, team_size
 

@@ -93,6 +93,7 @@ class ToolFormat:
     after: str = ''          # and behind the last
     reader: type[ArgumentsReader] = JsonReader   # Reads the arguments
     ignored: str = ''        # What may stand behind a call, too, and means nothing
+    template: str = '(?!)'   # A pattern: what a chat template has in it that shows this format
 
     def _heads(self, begins: Callable[[str], str]) -> tuple[regex.Pattern, regex.Pattern]:
         "Patterns that find a call where text has come before, and where a call is expected"
@@ -139,7 +140,7 @@ CALL_OBJECTS = ('{"name": "NAME", "arguments": ARGUMENTS}',
                 '{"name": "NAME", "parameters": ARGUMENTS}',
                 '{"type": "function", "name": "NAME", "parameters": ARGUMENTS}')
 HERMES = ToolFormat('hermes', tuple(f'<tool_call>\n{o}\n</tool_call>' for o in CALL_OBJECTS),
-                    between='\n')
+                    between='\n', template='<tool_call>')
 
 # %% ../../nbs/text/tool_calls.ipynb #910e3938
 def read_call(

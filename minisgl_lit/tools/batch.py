@@ -25,9 +25,10 @@ from tqdm import tqdm
 
 from ..config import EngineConfig
 from ..core.config import setting
-from ..server.config import ServerConfig, ToolFormatName
+from ..server.config import ServerConfig
 from ..server.batch_file import (
     BatchFile, RecordFile, LineReply, drop_failures, has_failed, run, sort_records)
+from ..text.tool_formats import tool_formats
 from .load_generator import (
     base, first_model, refuse_settings, run_interruptible, send_post)
 
@@ -78,8 +79,9 @@ class BatchConfig(EngineConfig):
         None, 'What that server wants as a bearer token; None takes the variable OPENAI_API_KEY')
     served_model_name: str | None = setting(
         None, "What lines call the model; None is the last part of model's name")
-    tool_call_parser: ToolFormatName = setting(
-        'auto', 'Format in which the model calls tools; auto is that of its chat template')
+    tool_call_parser: str = setting(
+        'auto', 'Format in which the model calls tools; auto is that of its chat template',
+        form='auto', words="'auto'", choices=tool_formats)
 
 @contextmanager
 def answering_server(

@@ -16,7 +16,7 @@ import torch
 from ..attention.flashinfer import FlashInferAttention
 from ..attention.library import load_library, unfit_reason
 from ..attention.torch import AttentionBackend, TorchAttention
-from ..config import EngineConfig
+from ..config import EngineConfig, backends
 from ..device import Stream, make_stream, resolve_device
 from .cuda_graph import (
     DecodeSteps, GraphEngine, NotRecordable, bucket_sizes, recorders, why_not_captured)
@@ -99,8 +99,9 @@ class EngineSpec:
     ) -> AttentionBackend:
         "What attends; `ValueError` if it was named and cannot be had"
         asked, shard = self.config.attention, self.shard
+        if backends.knows(asked): return backends.find(asked)(pool, page_table, shard.windows)
         plain = TorchAttention(pool, page_table, shard.windows)
-        if asked == 'torch' or asked == 'auto' and self.device.type == 'cpu': return plain
+        if asked == 'auto' and self.device.type == 'cpu': return plain
         why = unfit_reason(self.device, self.dtype, self.kv_dtype, shard.head_dim)
         if why and asked != 'auto': raise ValueError(f'attention cannot be {asked!r} here: {why}')
         if why:

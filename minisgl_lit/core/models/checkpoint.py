@@ -15,6 +15,7 @@ from typing import TypeVar, get_args, get_type_hints
 
 import torch
 
+from ..registry import Registry
 from ..sampling_params import RequestError, SamplingParams
 from .decoder import DenseMlp, Mlp, ModelConfig, Rope, dtypes, ropes
 from .moe import MoeMlp
@@ -32,7 +33,7 @@ class Family:
     moe: bool = False              # Its MLPs are mixtures of experts
     shared_expert: bool = False    # with a shared one
 
-families: dict[str, Family] = dict(
+families = Registry('architecture', dict(
     LlamaForCausalLM=Family(),
     MistralForCausalLM=Family(qkv_bias=False, o_bias=False,
                               has_window=lambda i, n: True, window_switch=False),
@@ -40,7 +41,7 @@ families: dict[str, Family] = dict(
     Qwen3ForCausalLM=Family(qk_norm=True, has_window=lambda i, n: i >= n),
     Qwen3MoeForCausalLM=Family(qk_norm=True, has_window=lambda i, n: True, moe=True),
     Qwen2MoeForCausalLM=Family(qkv_bias=True, o_bias=False, moe=True, shared_expert=True,
-                               has_window=lambda i, n: i % 2 == 0 and i < n))
+                               has_window=lambda i, n: i % 2 == 0 and i < n)))
 
 # %% ../../../nbs/core/27_models.checkpoint.ipynb #07811c4d
 _kinds = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'a text',

@@ -14,14 +14,14 @@ from itertools import compress
 
 import numpy as np
 
-from ..config import EngineConfig
+from ..config import EngineConfig, admissions
 from ..request import (
     AnswerEnd, AnswerRules, Batch, Caller, FinishReason, ForwardOutput, Lengths, Logprob,
     LogprobRequests, LogprobResults, PendingReq, PoolingRequests, StopCheck)
 from ..sampling_params import QueueFull, RequestError, SamplingParams
 from ..kv_cache.manager import CacheManager, ReleaseList
 from ..outputs import EngineCoreOutputs, EngineCoreOutput, final_output
-from .decode import DecodeManager, NewTokenRatio
+from .decode import DecodeManager
 from .policy import make_policy
 from .prefill import ChunkedReq, RequestValidator, PrefillManager
 
@@ -128,7 +128,7 @@ class Lifecycle:
         self.rules, self.headless = rules, headless
         self._is_eos = np.isin(np.arange(vocab_size), list(eos_token_ids))
         self.validator = RequestValidator(cache, vocab_size)
-        self.ratio = NewTokenRatio(config.admission, config.schedule_conservativeness)
+        self.ratio = admissions.find(config.admission)(config.schedule_conservativeness)
         policy = make_policy(config.policy, cache, config.seed, config.priority_aging)
         budget = config.max_prefill_tokens
         chunk = config.chunked_prefill_size or budget
