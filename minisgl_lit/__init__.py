@@ -36,12 +36,12 @@ _moved_to = {   # until 0.4: rooms, and the old names of their modules, with the
     "core": "device",
     "core.kv_cache": "kv_cache.pool kv_cache.table kv_cache.eviction kv_cache.radix kv_cache.manager",
     "core.attention": "core.library attention.torch attention.flashinfer",
-    "core.scheduler": "scheduler.policy scheduler.prefill scheduler.decode scheduler.lifecycle scheduler.batch scheduler.scheduler "
-                      "scheduler.control",
+    "core.scheduler": "scheduler.policy scheduler.prefill scheduler.decode scheduler.batch scheduler.scheduler scheduler.lifecycle=scheduler "
+                      "scheduler.control=scheduler core.scheduler.lifecycle=scheduler core.scheduler.control=scheduler",
     "core.models": "models.operations models.decoder models.moe models.weights models.checkpoint models.layers=operations",
-    "core.engine": "engine.memory engine.sampler engine.pooling engine.engine engine.cuda_graph",
+    "core.engine": "engine.memory engine.sampler engine.pooling=engine engine.engine engine.cuda_graph core.engine.pooling=engine",
     "kernels": "attention.cpu=cpu_attention attention.cpu_kernels=attention_c attention.choice=attention_choice engine.recorded_steps "
-               "engine.kernel_trials",
+               "engine.kernel_trials kernels.vector_math=compiler",
     "formats": "models.gguf models.gguf_text models.hub models.packed_files models.quantization models.dummy_weights "
                "models.weight_update models.embedded=hub",
     "distributed": "engine.tensor_parallel kv_cache.events=kv_events kv_cache.page_file kv_cache.tier kv_cache.handoff",
@@ -62,7 +62,7 @@ class _Moved(MetaPathFinder, Loader):
     def find_spec(self, name, path=None, target=None):
         old = name.removeprefix(f"{__name__}.")
         if old in _moved: return ModuleSpec(name, self)
-        gone = old in _rooms and not os.path.isdir(os.path.join(os.path.dirname(__file__), old))
+        gone = old in _rooms and not os.path.isdir(os.path.join(os.path.dirname(__file__), *old.split(".")))
         return ModuleSpec(name, self, is_package=True) if gone else None
 
     def create_module(self, spec): return None

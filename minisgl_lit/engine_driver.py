@@ -178,7 +178,7 @@ class EngineDriver:
             self._backlog.append(request := self._submitted.popleft())
             self._open[request.rid] = request
         for _ in range(n_released):
-            self.runtime.control.abort(rid := self._released.popleft())
+            self.runtime.scheduler.abort(rid := self._released.popleft())
             request = self._open.pop(rid, None)
             if request in self._backlog: self._backlog.remove(request)
         while self._backlog:
@@ -234,11 +234,11 @@ class EngineDriver:
         control, weights = self.runtime.control, self.runtime.weights
         with self.exclusive():
             weights.check(path)
-            control.hold()
+            self.scheduler.hold()
             try:
-                while control.unfinished(): self._step()
+                while self.scheduler.unfinished(): self._step()
                 control.swap(partial(weights.load, path), version)
-            finally: self.scheduler.prefill.held = False
+            finally: self.scheduler.let_start()
 
     def close(self) -> None:
         "Abort all requests, and end the engine; a second time does nothing"
@@ -246,7 +246,7 @@ class EngineDriver:
             if self.closed: return
             self.closed = True
             try:
-                self.runtime.control.abort_all()
+                self.runtime.scheduler.abort_all()
                 while self.scheduler.has_work: self.scheduler.step()
             finally: self._end_engine()
 

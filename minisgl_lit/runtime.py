@@ -30,7 +30,7 @@ from .core.kv_cache.radix import make_prefix_cache
 from .core.models.decoder import ModelConfig, shard_config
 from .formats.weight_update import WeightUpdater
 from .formats.weight_control import WeightControl
-from .core.scheduler.lifecycle import Observer
+from .core.scheduler.scheduler import Observer
 from .core.scheduler.scheduler import Scheduler
 from .text.answer_rules import TextRules
 from .text.tokenizer import TextStopChecks, Tokenizer, thinking_maker

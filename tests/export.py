@@ -4,19 +4,53 @@
     python tests/export.py FOLDER             a copy of it
     python tests/export.py . nbs/11_*.ipynb   some chapters
 """
-import subprocess, sys
+import json, re, subprocess, sys
 from pathlib import Path
 from tangle import TangleError, tangle_file
+
+# the cells of several chapters go into one module, one chapter after the other; it begins as that begins which has its name
+JOIN = """
+import sys
+from pathlib import Path
+from textwrap import fill
+from nbdev.doclinks import _build_modidx
+from nbdev.export import nb_export
+from nbdev.maker import ModuleMaker
+module, named, first, *others = sys.argv[1:]
+module = Path(module)
+def parts(): return module.read_text(encoding="utf-8").partition("\\n\\n# %% auto")
+nb_export(named)
+head = parts()[0]
+nb_export(first)
+for o in others: nb_export(o, mod_maker=lambda **how: ModuleMaker(**how | dict(is_new=False)))
+text = head + "".join(parts()[1:])
+names = next(o for o in text.splitlines() if o.startswith("__all__"))
+module.write_text(text.replace(names, fill(names, 120, subsequent_indent=" " * 11, break_long_words=False)), encoding="utf-8")
+_build_modidx()
+"""
 
 def run(program, *args, cwd):
     "A program of the environment that runs this"
     subprocess.run([Path(sys.executable).parent/program, *map(str, args)], cwd=cwd, check=True)
 
+def families(root):
+    "{module: the notebooks that export into it, in order}, of those with several"
+    homes = {}
+    for nb in sorted((root/"nbs").rglob("*.ipynb")):
+        code = "\n".join("".join(c["source"]) for c in json.loads(nb.read_text(encoding="utf-8"))["cells"][:3])
+        if m := re.search(r"^#\|\s*default_exp\s+(\S+)", code, re.M): homes.setdefault(m[1], []).append(nb)
+    return {module: o for module, o in homes.items() if len(o) > 1}
+
 def export(root, notebooks=()):
     "Write the modules of these notebooks, or of all"
+    joined = {module: o for module, o in families(root).items() if not notebooks or {*o} & {*notebooks}}
     for nb in notebooks or [None]:
         run("nbdev-clean", *(["--fname", nb] if nb else []), cwd=root)
         run("nbdev-export", *(["--path", nb] if nb else []), cwd=root)
+    for module, chapters in joined.items():
+        named = next(o for o in chapters if module.endswith(o.stem.lstrip("0123456789_")))
+        file = root/"minisgl_lit"/(module.replace(".", "/") + ".py")
+        subprocess.run([sys.executable, "-c", JOIN, *map(str, (file, named, *chapters))], cwd=root, check=True)
     failed = []
     for path in sorted((root/"minisgl_lit").rglob("*.py")):
         try: tangle_file(path)

@@ -435,7 +435,7 @@ def run(case: Case) -> dict:
             for o in s.step():
                 if o.error: raise RuntimeError(o.error)
                 told[o.rid] += len(o.token_ids)
-        runtime.control.self_check()
+        runtime.scheduler.self_check()
         said = [o for o in said if 'has to compile' not in o and not o.startswith('Attention, measured')]
         assert said == [o for o in said if o.startswith(tuple(case.says))] and len(said) == len(case.says), said
         return dict(requests=len(told), tokens=sum(told.values()), captured=len(getattr(runtime.engine, 'steps', SimpleNamespace(sizes=[])).sizes),

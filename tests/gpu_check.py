@@ -443,7 +443,7 @@ def decode_ms(runtime, n: int, context: int = 500, steps: int = 40, **params) ->
     before, began = wait(), time.perf_counter()
     for _ in range(steps): s.step()
     done, seconds = wait() - before, time.perf_counter() - began
-    runtime.control.abort_all('d')
+    runtime.scheduler.abort_all('d')
     while s.has_work: s.step()
     return 1e3 * seconds / done
 
@@ -452,7 +452,7 @@ PROMPTS, PROMPT_TOKENS = (128, 512, 2048, 8192, 32768), 65536   # tokens: of a p
 def prompt_seconds(llm, prompts: list[list[int]]) -> float:
     "Until all of these prompts, of which nothing is in the cache, have a token"
     from minisgl_lit.text.sampling_params import SamplingParams
-    runtime_of(llm).control.flush_cache()
+    runtime_of(llm).scheduler.flush_cache()
     began = time.perf_counter()
     outs = llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True, **GREEDY))
     if errors := [o.error for o in outs if o.error]: raise AssertionError(errors[0])
@@ -491,7 +491,7 @@ def bench_run(llm, counts: dict, work, params: dict) -> dict:
     from minisgl_lit.text.sampling_params import SamplingParams
     compiled = compilations(runtime_of(llm))
     llm.generate(work.prompts[:8], SamplingParams(max_tokens=4, ignore_eos=True, **params))   # warm
-    runtime_of(llm).control.flush_cache()
+    runtime_of(llm).scheduler.flush_cache()
     before, began = dict(counts), time.perf_counter()
     outs = llm.generate(work.prompts, [SamplingParams(max_tokens=n, ignore_eos=True, **params) for n in work.output_lens])
     seconds = time.perf_counter() - began
@@ -559,7 +559,7 @@ def profile(args) -> Figures:
                 span = max(o[1] for o in spans) - min(o[0] for o in spans)
                 yield {f'n{requests}': dict(busy_share=busy(o[:2] for o in spans) / span, step_ms=span / n / 1e3, kernels_per_step=len(spans) / n)}
                 yield {f'n{requests}_longest_us': longest(spans, n)}
-                runtime.control.abort_all('p')
+                runtime.scheduler.abort_all('p')
                 while s.has_work: s.step()
 
 def host_parts(step: Callable[[], object], n: int) -> dict:

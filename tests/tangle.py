@@ -1,9 +1,10 @@
 """Fold each `@patch` function of an exported module into the body of its class.
 
-A chapter builds a class method by method, one question a cell; the package shows whole classes. `export.py` uses this on
-what `nbdev-export` has written; a module without patches stays as it is.
+A chapter builds a class method by method, one question a cell, and several chapters may build one class; the package shows
+whole classes, and imports at the top. `export.py` uses this on what `nbdev-export` has written; a module without patches
+stays as it is.
 """
-import ast, io, re, tokenize
+import ast, io, re, sys, tokenize
 from typing import NamedTuple
 
 functions = ast.FunctionDef, ast.AsyncFunctionDef
@@ -120,6 +121,38 @@ def tangle(text):
             cell = p.cell
     return without_import("".join(without_bare_markers(out)).rstrip("\n") + "\n")
 
+def is_import(node): return isinstance(node, (ast.Import, ast.ImportFrom))
+
+def import_line(node, names):
+    "An import statement of these names, in lines of at most 100 letters"
+    if isinstance(node, ast.Import): return "".join(f"import {o}\n" for o in names)
+    start = f"from {'.' * node.level}{node.module or ''} import "
+    if len(start + ", ".join(names)) <= 100: return start + ", ".join(names) + "\n"
+    lines = ["    "]
+    for name in names:
+        if len(lines[-1] + name) > 98: lines.append("    ")
+        lines[-1] += name + ", "
+    return start + "(\n" + "\n".join(o.rstrip() for o in lines).rstrip(",") + ")\n"
+
+def with_imports_first(text):
+    "The text with the imports of all chapters where those of the first are: of Python, of others, of ours"
+    nodes, lines, said = [n for n in ast.parse(text).body if is_import(n)], text.splitlines(keepends=True), {}
+    for n in nodes:
+        key = (n.level, n.module) if isinstance(n, ast.ImportFrom) else (0, "import " + ast.unparse(n))
+        names = said.setdefault(key, (n, []))[1]
+        names += [o for o in map(ast.unparse, n.names) if o not in names]
+    groups = {"python": "", "others": "", "ours": ""}
+    for n, names in sorted(said.values(), key=lambda o: isinstance(o[0], ast.ImportFrom)):
+        module = n.names[0].name if isinstance(n, ast.Import) else n.module or ""
+        whose = "ours" if getattr(n, "level", 0) else "python" if module.split(".")[0] in sys.stdlib_module_names else "others"
+        same = [ast.unparse(o) for o in n.names] == names
+        groups[whose] += "".join(lines[n.lineno - 1:n.end_lineno]) if same else import_line(n, names)
+    cut = {i for n in nodes for i in range(n.lineno - 1, n.end_lineno)}
+    last = max(i for i in cut if i < next((k for k, o in enumerate(lines) if k > min(cut) and marker.match(o)), len(lines)))
+    cut |= {i for i in range(min(cut), last) if not lines[i].strip()}   # between two groups
+    block = "\n".join(filter(None, groups.values()))
+    return "".join(without_bare_markers([o for i, o in enumerate([*lines[:last], block, *lines[last + 1:]]) if i == last or i not in cut]))
+
 def without_bare_markers(lines):
     "Leave out the markers of cells of which nothing is left at module level"
     bare = False
@@ -131,4 +164,6 @@ def without_bare_markers(lines):
 
 def tangle_file(path):
     text = path.read_text(encoding="utf-8")
-    if "@patch" in text: path.write_text(tangle(text), encoding="utf-8")
+    chapters = {o.split()[2] for o in text.splitlines() if marker.match(o)} - {"auto"}
+    if len(chapters) > 1: text = with_imports_first(text)
+    if len(chapters) > 1 or "@patch" in text: path.write_text(tangle(text), encoding="utf-8")

@@ -19,7 +19,7 @@ async def idle(driver):
     "Wait until the thread has ended; every page is free or cached then"
     async with asyncio.timeout(20):
         while driver._runs or driver._released: await asyncio.sleep(.001)
-    driver.runtime.control.self_check()
+    driver.runtime.scheduler.self_check()
     assert (driver._open, driver._waiting, *driver._backlog, *driver._submitted) == ({}, {})
 
 async def read(driver, ids, n, most=None):
@@ -101,7 +101,7 @@ def test_an_engine_that_fails_while_it_is_closed():
         reached, gate, has_work = threading.Event(), threading.Event(), driver._has_work
         driver._has_work = lambda: reached.set() or gate.wait(5) and has_work()   # the thread is between two steps then
         while not reached.is_set(): await asyncio.sleep(.001)
-        driver.runtime.control.abort_all = failing
+        driver.runtime.scheduler.abort_all = failing
         with pytest.raises(ZeroDivisionError): await asyncio.to_thread(driver.close)
         gate.set()
         for e in await asyncio.gather(*tasks, return_exceptions=True): assert isinstance(e, RuntimeError) and "has been closed" in str(e)

@@ -70,7 +70,7 @@ def test_all_at_once(checkpoint, settings):
         answers.append({k: v for k, v in tokens.items() if k.startswith('text')})
     assert answers[0] == answers[1] and all(len(o) == 9 for o in answers[0].values())
     if runtime.config.cache == 'radix': assert any(o.cached_tokens for o in ends.values())
-    runtime.control.self_check()
+    runtime.scheduler.self_check()
     runtime.close()
 
 def test_public_face_beside_a_stream(checkpoint):

@@ -349,6 +349,7 @@ def test_nobody_reads_the_news():
         class Steps:
             "As much of a scheduler as the loop needs"
             has_work, taken = True, 0
+            def tidy(self): return iter(())
             def step(self):
                 self.taken += 1
                 return EngineCoreOutputs([f'{self.taken}'], [1])

@@ -79,7 +79,7 @@ def serve(runtime, **params):
         for o in runtime.scheduler.step():
             assert o.error is None, o.error
             told.setdefault(int(o.rid), []).extend(o.token_ids)
-    runtime.control.self_check()
+    runtime.scheduler.self_check()
     return [told[i] for i in range(len(told))]
 
 @pytest.mark.parametrize('sizes, apart', [([1, 2, 3, 4, 5, 6], False), ([2, 4], True), ([], True)])

@@ -25,7 +25,6 @@ from minisgl_lit.core.kv_cache.radix import RadixCache
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.engine_driver import EngineDriver
 from minisgl_lit.core.scheduler import control
-from minisgl_lit.core.scheduler.control import Control
 from minisgl_lit.formats.weight_control import WeightControl
 from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server.engine_core import ControlHandler, GrammarQueue, handle, run_engine_core
@@ -414,7 +413,7 @@ def test_a_bug_that_one_request_meets_ends_that_request(overlap, where, caplog):
     assert ends['bad'].error == 'this request has failed because of a bug in the server: Bug'
     assert all(tokens[rid] == expected_output(prompts[rid], 6, 50) for rid in 'ab')
     assert len(caplog.records) == 1 and 'Bug' in caplog.text and 'Traceback' in caplog.text
-    handler.control.self_check()
+    handler.control.scheduler.self_check()
     assert s.cache.held_size == s.cache.prefix.protected_size == 0
 
 def test_a_refusal_is_still_a_refusal(caplog):
@@ -458,7 +457,7 @@ def test_tidying_is_done_in_slices(monkeypatch):
             looked[-1] += 1
             yield claim
     monkeypatch.setattr(RadixCache, '_claims', counted)
-    for _ in Control(s).tidy(): looked.append(0)
+    for _ in s.tidy(): looked.append(0)
     assert len(looked) > 3 and max(looked) <= most and sum(looked) > 13 * 1000
 
 @pytest.mark.parametrize('reads_only', [False, True])
@@ -481,7 +480,7 @@ def test_who_comes_while_the_server_tidies_does_not_wait(monkeypatch, reads_only
                 yield
             events.append('done')
             if events.count('done') <= 1: here.send(encode(StopMsg()))
-        handler.control.tidy = tidy
+        handler.control.scheduler.tidy = tidy
         step, answer = s.step, handle
         def stepped():
             if outputs := step(): events.append('answered')

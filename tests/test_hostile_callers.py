@@ -24,7 +24,6 @@ from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
-from minisgl_lit.core.scheduler.control import Control
 from minisgl_lit.formats.weight_control import WeightControl
 from minisgl_lit.rules.fairness import FairOrder, VirtualTokenCounters
 from minisgl_lit.core.scheduler.scheduler import Scheduler
@@ -51,7 +50,7 @@ def ask(s, rid, caller, n_prompt=4, n_answer=4, prompt=None, **params):
 
 def finish(s):
     while s.has_work: s.step()
-    Control(s).self_check()
+    s.self_check()
 
 def cost(o):
     "What was computed for a request, as the paper counts it"

@@ -8,7 +8,6 @@ from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
-from minisgl_lit.core.scheduler.control import Control
 from minisgl_lit.core.scheduler.scheduler import Observer, Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine
 
@@ -40,7 +39,7 @@ def add(s, rid, n, max_tokens=1, first=0):
 
 def finish(s):
     while s.has_work: s.step()
-    Control(s).self_check()
+    s.self_check()
     return s.observer
 
 @pytest.mark.parametrize('how', [dict(overlap=False), dict(overlap=True), dict(mixed_chunk=True)])
@@ -117,5 +116,5 @@ def test_the_first_that_must_wait_is_next(chunk, budget, rows, num_pages, overla
         elif s.prefill.chunked and s.prefill.waiting:
             head = next(iter(s.prefill.waiting))
             if any(int(o) > int(head) for o in waited - s.prefill.waiting.keys()): overtaken, owner, late = head, s.prefill.chunked, 0
-    Control(s).self_check()
+    s.self_check()
     assert len(s.observer.computed) == n

@@ -16,7 +16,6 @@ from minisgl_lit.text import grammar
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
-from minisgl_lit.core.scheduler.control import Control
 from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server import engine_core
 from minisgl_lit.server.messages import UserMsg
@@ -245,8 +244,8 @@ def serve(stop_checks, overlap, asked, abort=()):
             if o.finish_reason: ends[o.rid] = o.matched
         steps += 1
         for rid in abort:
-            if rid in s.alive and steps == 9: Control(s).abort(rid)
-    Control(s).self_check()
+            if rid in s.alive and steps == 9: s.abort(rid)
+    s.self_check()
     assert not stop_checks._budgets   # forgotten with their requests
     return {rid: (o.output.text, o.output.token_ids, o.output.finish_reason, o.output.error, ends[rid]) for rid, o in out.items()}
 

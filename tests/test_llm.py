@@ -86,7 +86,7 @@ def test_callers_do_not_mix(overlap, seed):
     with ThreadPoolExecutor(4) as pool: errors = [*pool.map(lambda k: one_caller(driver, 10 * seed + k), range(4))]
     assert errors == [[]] * 4 and driver._open == {} and not driver._backlog
     driver.release([])
-    driver.runtime.control.self_check()
+    driver.runtime.scheduler.self_check()
     driver.close()
 
 
@@ -101,7 +101,7 @@ def test_a_failing_engine_is_told_and_forgotten(overlap):
         assert one_caller(driver, 99) == []
         told += errors
         driver.release([])
-        driver.runtime.control.self_check()
+        driver.runtime.scheduler.self_check()
         driver.close()
     assert told
 
@@ -197,7 +197,7 @@ def test_falling_asleep_has_an_end():
     out, = driver.collect(driver.make_requests([[2]], np.array, params), progress=False)
     assert out.token_ids == expected([2], 5)
     driver.release(waiting)
-    driver.runtime.control.self_check()
+    driver.runtime.scheduler.self_check()
     driver.close()
 
 
@@ -207,16 +207,16 @@ def test_released_before_it_was_opened():
     one, two = driver.make_requests([[1], [2]], np.array, params, streamed=True)
     driver.submit([one])
     driver.wait(one)
-    abort = driver.runtime.control.abort
+    abort = driver.runtime.scheduler.abort
     def abort_and_come_and_go(rid):
         if rid == one.rid:
             driver.submit([two])
             driver._released.append(two.rid)
         return abort(rid)
-    driver.runtime.control.abort = abort_and_come_and_go
+    driver.runtime.scheduler.abort = abort_and_come_and_go
     driver.release([one])
     assert driver._open == {} and not driver._submitted
-    driver.runtime.control.self_check()
+    driver.runtime.scheduler.self_check()
     driver.close()
 
 

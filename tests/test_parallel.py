@@ -142,7 +142,7 @@ def test_parity_of_four_processes(tmp_path):
                     assert o.error is None, o.error
                     told[o.rid] += o.token_ids
             for i, (prompt, o) in enumerate(zip(prompts(), right)): comparison.check(tmp_path, prompt, told[str(i)], o, (again, i))
-        runtime.control.self_check()
+        runtime.scheduler.self_check()
         assert runtime.scheduler.stats()['cached_tokens'] > 200
     finally: runtime.close()
     assert gone([p.pid for p in runtime.ranks.processes])

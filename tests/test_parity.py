@@ -50,7 +50,7 @@ def serve(runtime, prefix: str) -> tuple[dict, dict]:
             if o.finish_reason:
                 assert o.error is None, o.error
                 cached[int(o.rid[1:])] = o.cached_tokens
-    runtime.control.self_check()
+    runtime.scheduler.self_check()
     return told, cached
 
 @pytest.fixture(scope='module', params=FAMILIES)

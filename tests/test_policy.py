@@ -11,7 +11,6 @@ from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import NaiveCache, RadixCache
 from minisgl_lit.core.kv_cache.table import TableManager
-from minisgl_lit.core.scheduler.control import Control
 from minisgl_lit.core.scheduler.scheduler import Observer, Scheduler
 from minisgl_lit.core.scheduler.policy import (
     CacheAware, DfsWeight, Fcfs, Lof, Lpm, PrefixMatches, Random, make_policy,
@@ -209,7 +208,7 @@ def server(policy, rows=1, page_size=4, prefill_tokens=64, overlap=False, age_ev
 
 def finish(s):
     while s.has_work: s.step()
-    Control(s).self_check()
+    s.self_check()
 
 GOOD, BAD = [1, 2, 3, 4]*9, [5, 6, 7, 8]*9
 
@@ -271,7 +270,7 @@ def test_who_follows_goes_next_if_the_first_leaves_nothing(overlap):
     s = server('lpm', rows=4, prefill_tokens=1000, overlap=overlap)
     for i in range(3): s.add(str(i), GOOD, SamplingParams(max_tokens=3))
     assert [o.rid for o in s.prefill.policy.order([*s.prefill.waiting.values()])] == ['0']
-    Control(s).abort('0')          # aborted while it waits
+    s.abort('0')          # aborted while it waits
     s.step()
     assert '1' in s.observer.steps and '2' not in s.observer.steps
     s.engine.nan_rids.add('1')     # fails
@@ -289,5 +288,5 @@ def test_all_are_answered_as_if_alone(name, overlap, asked, age_every):
             for o in s.step(): told.setdefault(o.rid, []).extend(o.token_ids)
     while s.has_work:
         for o in s.step(): told.setdefault(o.rid, []).extend(o.token_ids)
-    Control(s).self_check()
+    s.self_check()
     assert {rid: o for rid, o in told.items() if o} == {str(i): expected_output(ids*4, n, 13) for i, (ids, n, _) in enumerate(asked) if n}

@@ -536,7 +536,7 @@ def test_whatever_happens_on_the_way(seed, impatient, monkeypatch):
             assert await e.files() == []
             for name, core in e.cores.items():
                 await e.until(lambda: not core.scheduler.has_work)
-                core.handler.control.self_check()
+                core.handler.control.scheduler.self_check()
             assert e.router.calls == 0 and not e.router._rids
     run(main())
 

@@ -158,11 +158,11 @@ def test_budgets_are_exact(thoughts):
 
 def retract_now_and_then(llm):
     "Every fifth step finds all requests in the queue again"
-    scheduler, control, step, n = llm.runtime.scheduler, llm.runtime.control, llm.runtime.scheduler.step, itertools.count(1)
+    scheduler, step, n = llm.runtime.scheduler, llm.runtime.scheduler.step, itertools.count(1)
     def interrupted():
         if next(n) % 5 == 0:
-            control.pause("retract")
-            control.resume()
+            scheduler.pause("retract")
+            scheduler.resume()
         return step()
     scheduler.step = interrupted
 

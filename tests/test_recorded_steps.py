@@ -93,7 +93,7 @@ def serve(runtime, vocab_size=190, params=lambda i: dict(temperature=0)):
             assert o.error is None, o.error
             told.setdefault(int(o.rid), []).extend([*o.token_ids, *(o.logprobs or [])])
             if o.finish_reason: cached += o.cached_tokens
-    runtime.control.self_check()
+    runtime.scheduler.self_check()
     return [told[i] for i in range(len(told))], cached
 
 def vocab(name: str) -> int: return min(190, MODELS[name][1].get('vocab_size', 190))

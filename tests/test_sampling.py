@@ -21,7 +21,6 @@ from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.llm import LLM
-from minisgl_lit.core.scheduler.control import Control
 from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output, nan_hash, prefix_hashes
 from reference import load, make_checkpoint, prompts
@@ -201,7 +200,7 @@ def serve(runtime, prefix, params=params_of):
             if o.finish_reason:
                 assert o.error is None, o.error
                 last[int(o.rid[1:])] = o
-    runtime.control.self_check()
+    runtime.scheduler.self_check()
     return told, last
 
 def check_told(told, positions, ids, logs, width, what):
@@ -359,7 +358,7 @@ def test_nothing_is_told_twice(data):
                                     prompt_logprobs=prompt_logprobs, logprob_start_len=start if prompt_logprobs == 0 else None)
             s.add(rid, prompt, params)
             asked[rid], told[rid] = (prompt, params), ([], [])
-        if s.alive and rng.random() < .03: Control(s).abort(rng.choice(list(s.alive)))
+        if s.alive and rng.random() < .03: s.abort(rng.choice(list(s.alive)))
         if s.alive and faulty and rng.random() < .1: s.engine.nan_rids.add(rng.choice(list(s.alive)))
         if rng.random() < .3: stream.run_next()
         for o in s.step() if s.has_work else ():
@@ -367,7 +366,7 @@ def test_nothing_is_told_twice(data):
             told[o.rid][0].extend(o.token_ids)
             told[o.rid][1].extend(o.logprobs or [])
             if o.finish_reason: ends[o.rid] = o
-    Control(s).self_check()
+    s.self_check()
     for rid, (prompt, params) in asked.items():
         tokens, logs = told[rid]
         right = expected_output(prompt, params.max_tokens, VOCAB)   # the toy says its end token when it likes, but nothing ends before `min_tokens`

@@ -18,7 +18,7 @@ from minisgl_lit.kernels.compiler import LEVELS, find_compiler, flags, run_compi
 from minisgl_lit.kernels.linear import linear_c
 from minisgl_lit.kernels.quantized import bytes_c, panel_order, quantize
 from minisgl_lit.kernels.plan import entries, load_kernels, parameters, team_c
-from minisgl_lit.kernels.vector_math import exp_c
+from minisgl_lit.kernels.compiler import exp_c
 from minisgl_lit.kernels.cpu_operations import layers_c
 from test_attention_cpu import make as make_world
 

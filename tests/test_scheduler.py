@@ -23,7 +23,6 @@ from minisgl_lit.distributed.page_file import PageFile
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.distributed.tier import Tier
-from minisgl_lit.core.scheduler.control import Control
 from minisgl_lit.rules.fairness import Fair
 from minisgl_lit.core.scheduler.prefill import PrefillAdder
 from minisgl_lit.core.scheduler.scheduler import Observer, Scheduler
@@ -257,19 +256,18 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             if at_work and not self.flying(): self.step()
             if not self.s.alive: return
             rid = data.draw(st.sampled_from(self.flying() or list(self.s.alive)))
-            Control(self.s).abort(rid)
+            self.s.abort(rid)
             if rid in self.s.alive: self.marks.add('abort in flight')
             self.aborted.add(rid)
 
         @rule(how=st.sampled_from(['abort', 'in_place', 'retract']), n=st.integers(1, 3))
         def pause(self, how, n):
-            control = Control(self.s)
-            control.pause(how)
+            self.s.pause(how)
             if how == 'abort': self.aborted |= set(self.right)
             for _ in range(n): self.step()
             if not self.faulty: self.s.idle_step()
-            if how != 'in_place' and not any(o.table_idx is not None for o in self.s.alive.values()): control.flush_cache()
-            control.resume()
+            if how != 'in_place' and not any(o.table_idx is not None for o in self.s.alive.values()): self.s.flush_cache()
+            self.s.resume()
 
         @precondition(lambda self: self.faulty)
         @rule()
@@ -360,7 +358,7 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
         def check(self):
             s, lengths = self.s, self.s.table.lengths
             self.check_fairness()
-            s.cache.check_integrity([o for o in [*s.alive.values(), *s._to_release] if o.table_idx is not None])
+            s.cache.check_integrity([o for o in [*s.alive.values(), *s._deferred.to_release] if o.table_idx is not None])
             for o in s.decode.schedule(): assert 0 <= o.cached_len < o.device_len <= o.max_device_len
             if s.config.admission == 'reserve' and not s.counts['retracted']: assert s.decode.inflight_pages <= s.cache.available_size
             for o in s.alive.values():
@@ -398,7 +396,7 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
                     assert (o.finish_reason in ('stop', 'length'), self.told[rid]) == (True, self.right[rid]), (rid, o)
                     assert (o.embedding is None) == (rid not in self.pooled)
                     if rid in self.pooled: assert abs(float(o.embedding[0]) - self.pooled[rid]) < .01, (rid, o.embedding, self.pooled[rid])
-            Control(self.s).self_check()
+            self.s.self_check()
             if self.below:
                 self.below.end()
                 self.marks |= {o for o, n in self.below.seen.items() if n}
@@ -488,7 +486,7 @@ def test_who_is_aborted_in_flight_is_not_launched_again(prompt):
                   EngineConfig(page_size=1, max_prefill_tokens=2, overlap=True), observer=Launches())
     s.add('a', prompt, SamplingParams(max_tokens=9, ignore_eos=True, temperature=0))
     for _ in range(2): s.step()
-    Control(s).abort('a')
+    s.abort('a')
     n = len(s.observer.rids)
     while s.has_work: s.step()
     assert n == 2 and s.observer.rids[n:] == []

@@ -12,7 +12,6 @@ from hypothesis import given, settings, strategies as st
 from minisgl_lit.tools.calibrate import StepTimer, error, fit
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.tools.roofline import ModelCosts
-from minisgl_lit.core.scheduler.control import Control
 from minisgl_lit.tools.simulator import (
     CostModel, bin_of, bins, goodput, quantile, replay, sim_scheduler, simulate)
 from minisgl_lit.tools.traces import SessionShape, Turn, trace
@@ -53,7 +52,7 @@ def test_everybody_is_served_in_full(config, kind, seed, rate):
     clients = Listener(trace(kind, 12, rate, seed=seed))
     s, clock = sim_scheduler(config, cost)
     stats = replay(s, clock, clients)
-    Control(s).self_check()
+    s.self_check()
     asked, n = clients.asked, len(clients.asked)
     assert Counter(map(len, clients.answered)) == Counter(o.max_tokens for o in asked)
     assert stats.served.sum() == n == sum(stats.reasons.values()) and stats.refused == 0 and not stats._last_token

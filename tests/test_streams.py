@@ -157,7 +157,7 @@ def serve(stream, **settings) -> list[list[int]]:
         for o in runtime.scheduler.step():
             assert o.error is None, o.error
             told.setdefault(int(o.rid), []).extend(o.token_ids)
-    runtime.control.self_check()
+    runtime.scheduler.self_check()
     runtime.close()
     return [told[i] for i in range(12)]
 

@@ -43,7 +43,7 @@ class Server:
     def run(self, *pendings):
         while self.s.has_work:
             self.s.step()
-            self.cache.check_integrity([o for o in [*self.s.alive.values(), *self.s._to_release] if o.table_idx is not None])
+            self.cache.check_integrity([o for o in [*self.s.alive.values(), *self.s._deferred.to_release] if o.table_idx is not None])
         return [(o.output_ids.tolist(), o.cached_tokens) for o in pendings]
 
     def ask(self, rid, **params): return self.run(self.add(rid, **params))[0]
@@ -60,7 +60,7 @@ RIGHT = expected_output(PROMPT, 3, 99)
 def server():
     made = Server()
     yield made
-    made.control.self_check()
+    made.control.scheduler.self_check()
     made.below.end()
 
 def test_a_page_comes_back(server):
@@ -82,7 +82,7 @@ def test_who_is_aborted_on_the_way_lets_go(server):
     server.go_down()
     c = [server.add(o) for o in 'bc'][1]
     with patch.object(server.cache.sources['tier'], 'idle'): server.s.step()
-    server.control.abort('b')
+    server.control.scheduler.abort('b')
     assert server.cache.n_leases == 1 and server.run(c) == [(RIGHT, 8)]
 
 def test_no_tenant_finds_the_pages_of_another(server):
@@ -114,7 +114,7 @@ def test_other_weights_find_nothing(server):
 def test_the_operator_empties_all_tiers(server):
     server.ask('a')
     server.go_down()
-    server.control.flush_cache()
+    server.control.scheduler.flush_cache()
     server.below.stream.run_all()
     server.cache.sources['tier'] = server.below.restart()   # nor is anything left for a server that is started later
     assert server.ask('b') == (RIGHT, 0)
@@ -124,7 +124,7 @@ def test_nan_that_went_down_is_found_out(server):
     server.engine.nan_rids.add('a')
     server.add('a')
     with patch.object(server.s, '_process_one_token', lambda *args: None): server.s.step()
-    server.control.abort('a')
+    server.control.scheduler.abort('a')
     server.run()
     server.go_down()
     assert server.cache.sources['tier'].stats()['disk'] == 4
@@ -190,7 +190,7 @@ def test_what_is_emptied_is_not_waited_for(server):
     b = server.add('b')
     with patch.object(server.cache.sources['tier'], 'idle'):   # the disk does nothing
         server.s.step()
-        server.control.flush_cache()
+        server.control.scheduler.flush_cache()
         assert server.run(b) == [(RIGHT, 0)]
 
 def test_an_engine_ends_beside_a_disk_that_hangs(tmp_path):

@@ -18,8 +18,7 @@ from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.tools.svg import (
     FREE, LOCKED, TREE, Branch, End, Recording, StepRecord, draw_pages, draw_timeline, draw_tree,
     engine_share, evicted, owner_blocks, player)
-from minisgl_lit.core.scheduler.control import Control
-from minisgl_lit.core.scheduler.lifecycle import Observer
+from minisgl_lit.core.scheduler.scheduler import Observer
 from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine
 from minisgl_lit.tools.widgets import Recorder, View
@@ -46,7 +45,7 @@ def live(s, lives, look=lambda: None):
         for _ in range(steps):
             if s.has_work: told += s.step()
             look()
-    Control(s).abort(str(len(lives) - 1))
+    s.abort(str(len(lives) - 1))
     while s.has_work: told += s.step()
     return [(o.rid, o.token_ids, o.finish_reason) for o in told]
 

@@ -39,7 +39,7 @@ def test_as_if_loaded_anew(other, settings):
             if path: llm.update_weights(path, version)
             outs = llm.generate(PROMPTS[:5], GREEDY)
             assert [o.token_ids for o in outs] == right and {o.weight_version for o in outs} == {version}
-        llm.runtime.control.self_check()
+        llm.runtime.scheduler.self_check()
 
 def test_answers_that_have_begun(other, tmp_path):
     "A stream that is half read ends with the weights that it began with; a folder that is refused changes nothing"
@@ -94,7 +94,7 @@ def test_asleep(other, quantization):
             llm.update_weights(path) if path else llm.wake()
             llm.wake()   # it is awake already
             assert [o.token_ids for o in llm.generate(PROMPTS[:5], GREEDY)] == right
-        llm.runtime.control.self_check()
+        llm.runtime.scheduler.self_check()
 
 @pytest.mark.long
 def test_asleep_over_http(other):

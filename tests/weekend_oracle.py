@@ -22,7 +22,7 @@ from minisgl_lit.core.device import WorkerStream
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import RadixCache
 from minisgl_lit.core.kv_cache.table import TableManager
-from minisgl_lit.core.scheduler.lifecycle import Observer
+from minisgl_lit.core.scheduler.scheduler import Observer
 from minisgl_lit.core.scheduler.policy import Fcfs
 from minisgl_lit.core.scheduler.prefill import PrefillAdder
 from minisgl_lit.core.scheduler.scheduler import Scheduler

@@ -24,7 +24,6 @@ from .kv_cache.radix import make_prefix_cache
 from .outputs import EngineCoreOutput
 from .request import FinishReason, Logprob
 from .sampling_params import QueueFull, RequestError, SamplingParams
-from .scheduler.control import Control
 from .scheduler.scheduler import Scheduler
 from .tokenizer import TextDecoder, load_vocabulary
 
@@ -101,7 +100,6 @@ class LLM:
             spec.model.vocab_size, time.perf_counter, replace(config, overlap=overlap),
             frozenset(spec.model.eos_token_ids), spec.model.generation,
             headless=spec.model.headless)
-        self.control = Control(self.scheduler)
         self._rids, self._open = map(str, count()), dict[str, OpenRequest]()
 
     def __enter__(self) -> Self: return self
@@ -109,7 +107,7 @@ class LLM:
 
     def close(self) -> None:
         "Abort all requests, which ends their streams, and end the engine"
-        self.control.abort_all()
+        self.scheduler.abort_all()
         while self.scheduler.has_work: self._step()
         self.engine.stream.close()
 
@@ -138,7 +136,7 @@ class LLM:
     def _end(self, request: OpenRequest) -> None:
         "Nothing more of it will be read: abort it, unless it has ended"
         self._open.pop(request.rid, None)
-        if request.rid in self.scheduler.alive: self.control.abort(request.rid)
+        if request.rid in self.scheduler.alive: self.scheduler.abort(request.rid)
         while not self._open and self.scheduler.has_work: self.scheduler.step()
 
     def _ids(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:

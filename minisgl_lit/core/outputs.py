@@ -51,8 +51,8 @@ def final_output(
     shown: int | None = None,         # Characters of its answer, if a stop string cuts it
 ) -> EngineCoreOutput:
     "The terminal output of a request, with its usage"
-    def since_arrival(moment: str) -> float: return pending.times.get(moment, now) - pending.arrival
-    times = since_arrival('scheduled'), since_arrival('first_token'), now - pending.arrival
+    scheduled, first_token = [pending.times.get(o, now) for o in ('scheduled', 'first_token')]
+    times = scheduled - pending.arrival, first_token - pending.arrival, now - pending.arrival
     prompt = pending.prompt_logprobs.reported if pending.prompt_logprobs else None
     pooled = pending.pooled.mean if pending.pooled else None
     return EngineCoreOutput(

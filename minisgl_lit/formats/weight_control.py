@@ -8,42 +8,27 @@ __all__ = ['WeightControl']
 # %% ../../nbs/formats/weight_control.ipynb #a33a0774
 from collections.abc import Callable
 
-from ..core.request import PooledStates, PromptLogprobs
 from ..core.sampling_params import RequestError
-from ..core.scheduler.control import Control
 from ..core.scheduler.scheduler import Scheduler
 
 # %% ../../nbs/formats/weight_control.ipynb #72f74b15
 _BROKEN = 'the weights could not be replaced as a whole; update them once more'
 _ASLEEP = 'memory has been released; resume it, or update the weights'
 
-class WeightControl(Control):
-    "Control of a scheduler whose weights may change."
+class WeightControl:
+    "What a scheduler may run while its weights change."
     def __init__(
         self,
-        scheduler: Scheduler,  # The one to control
+        scheduler: Scheduler,  # Whose weights they are
     ):
-        super().__init__(scheduler)
+        self.scheduler = scheduler
         self.broken = ''   # why nothing may run, if the weights are not whole
         self._paused_before = False   # before the weights were changed
 
     def resume(self) -> None:
         "Launch batches again; `RequestError` if the weights are broken"
         if self.broken: raise RequestError('weights', self.broken)
-        super().resume()
-
-    # %% ../../nbs/formats/weight_control.ipynb #e2b60648
-    def hold(self) -> None:
-        "Start no request; those that have begun their answer run on"
-        s = self.scheduler
-        s.quiesce()
-        chunked, s.prefill.held = s.prefill.chunked, True
-        if chunked and not chunked.has_output: s.retract(chunked)
-
-    def unfinished(self) -> int:
-        "How many requests have begun their answer; processes the batch in flight"
-        self.scheduler.quiesce()
-        return sum(o.has_output for o in self.scheduler.alive.values())
+        self.scheduler.resume()
 
     # %% ../../nbs/formats/weight_control.ipynb #2a6e4651
     def swap(
@@ -52,20 +37,22 @@ class WeightControl(Control):
         version: str | None = None,   # What they are called from now on; `None`: as before
     ) -> None:
         "Change the weights for all requests to come; `RequestError` while one is unfinished"
-        if n := self.unfinished(): raise RequestError(
+        s = self.scheduler
+        if n := s.unfinished(): raise RequestError(
             'weights', f'{n} requests have begun their answer with the weights of now')
+        self._stop(_BROKEN)
+        load()
+        s.renew(version)
+        self.broken = ''
+        if not self._paused_before: s.resume()
+
+    def _stop(self, why: str) -> None:
+        "Run nothing until the weights are whole"
         s = self.scheduler
         s.cache.reset()
         if not self.broken: self._paused_before = s.paused
-        s.paused, self.broken = True, _BROKEN
-        load()
-        s.cache.renew()
-        for pending in s.alive.values():   # what is known of a part of a prompt is of the old weights
-            logprobs, pooling = pending.prompt_logprobs, pending.params.pooling
-            if logprobs: pending.prompt_logprobs = PromptLogprobs(pending.input_ids, logprobs.start)
-            if pooling: pending.pooled = PooledStates(pending.input_len, pooling)
-        s.paused, s.prefill.held, self.broken = self._paused_before, False, ''
-        if version is not None: s.weight_version = version
+        s.pause('in_place')
+        self.broken = why
 
     # %% ../../nbs/formats/weight_control.ipynb #d3b6c938
     def sleep(
@@ -78,8 +65,7 @@ class WeightControl(Control):
         if self.broken: raise RequestError('memory', self.broken)
         if s.alive: raise RequestError(
             'memory', f'{len(s.alive)} requests are alive; let them end, or abort them')
-        s.cache.reset()
-        self._paused_before, s.paused, self.broken = s.paused, True, _ASLEEP
+        self._stop(_ASLEEP)
         drop()
 
     @property

@@ -6,7 +6,7 @@
 __all__ = ['BLOCK', 'attention_c']
 
 # %% ../../nbs/kernels/attention_c.ipynb #142cf819
-from .vector_math import exp_c
+from .compiler import exp_c
 from .linear import linear_c
 from .quantized import bytes_c
 

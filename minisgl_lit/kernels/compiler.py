@@ -6,7 +6,7 @@
 __all__ = ['LEVELS', 'vectors', 'find_compiler', 'flags', 'run_compiler', 'is_ours', 'cache_folder', 'library_folder',
            'find_library', 'build_library', 'compile_c', 'Level', 'processor_features', 'levels_here', 'target_here',
            'shipped_name', 'shipped_folder', 'shipped_library', 'ship_libraries', 'Pointer', 'signatures',
-           'open_library', 'load']
+           'open_library', 'load', 'exp_c']
 
 # %% ../../nbs/kernels/compiler.ipynb #41eec962
 import ctypes
@@ -312,3 +312,17 @@ INLINE float sum(vf v) {
     return (u.quarter[0][0] + u.quarter[0][1]) + (u.quarter[0][2] + u.quarter[0][3]);
 }
 '''
+
+# %% ../../nbs/kernels/vector_math.ipynb #292fe343
+exp_c = r"""
+INLINE vf exp_vector(vf x) {      // e to the x, for x up to 87
+    vf lowest = (vf){0} - 87.f;
+    vu zero = (vu)(x < lowest);       // all bits of a lane, or none; a NaN is not below
+    x = (vf)((zero & (vu)lowest) | (~zero & (vu)x));
+    vf t = x * 1.44269504f + 12582912.f, n = t - 12582912.f;
+    vf f = x - n * .693145752f - n * 1.42860677e-6f;
+    vf y = 1/24.f + f * (1/120.f + f * (1/720.f));
+    y = 1 + f * (1 + f * (1/2.f + f * (1/6.f + f * y)));
+    return (vf)(~zero & ((vu)y + ((vu)t << 23)));
+}
+"""

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import torch
 
+from .compiler import exp_c
 from .linear import MOST_ROWS, PanelWeight, pack_weight
 from .plan import load_kernels, team_size
 from .quantized import grouped_c
-from .vector_math import exp_c
 from ..core.kv_cache.pool import KVSlots
 from ..core.models.operations import (
     Norms, Operations, QKVHeads, RotaryAngles, Weight, operations, split_heads)

@@ -43,7 +43,7 @@ from ..log import unblock_stderr, write_text
 from ..runtime import ModelWeights, Runtime, build
 from ..formats.weight_control import WeightControl
 from ..process import Watchdog
-from ..core.scheduler.lifecycle import request_failure
+from ..core.scheduler.scheduler import request_failure
 from ..core.scheduler.scheduler import Scheduler
 from .live_view import BatchLog, tree_outline
 from .weight_updates import MemoryReleases, WeightUpdates
@@ -213,12 +213,12 @@ class ControlHandler:
             case 'abort':
                 whole = not argument.endswith('*')
                 return {'aborted': self.abort(argument.removesuffix('*'), whole)}
-            case 'flush_cache': self.control.flush_cache()
+            case 'flush_cache': self.control.scheduler.flush_cache()
             case 'health': self.control.scheduler.idle_step()
             case 'kv_events': return self._tell_kv_events()
             case 'live': return self._stats() | self._recent_batches()
             case 'pause':
-                self.control.pause(argument)
+                self.control.scheduler.pause(argument)
                 if argument == 'abort': self.grammar_queue.abort('', whole=False)
             case 'request': return self._way(argument)
             case 'resume': self.control.resume()
@@ -237,8 +237,8 @@ class ControlHandler:
     # %% ../../nbs/server/engine_core.ipynb #0c0785eb
     def abort(self, rid: str, whole: bool = True) -> int:
         "Abort a request, or all whose names begin so; how many there were"
-        here = self.grammar_queue.abort(rid, whole)
-        return here + (self.control.abort(rid) if whole else self.control.abort_all(rid))
+        here, s = self.grammar_queue.abort(rid, whole), self.control.scheduler
+        return here + (s.abort(rid) if whole else s.abort_all(rid))
 
     def update_weights(self, message: ControlMsg) -> None:
         "Begin an update; the reply comes with `updates.finish`"
@@ -340,8 +340,8 @@ def run_engine_core(
     max_recv: int = 256,       # Messages taken in between two steps
 ) -> None:
     "Receive messages, run a step, send its outputs; until `StopMsg`"
-    control, grammar_queue = handler.control, handler.grammar_queue
-    scheduler, tidying, halfway = control.scheduler, control.tidy(), False
+    scheduler, grammar_queue = handler.control.scheduler, handler.grammar_queue
+    tidying, halfway = scheduler.tidy(), False
     while True:
         busy = scheduler.has_work or halfway
         wait = 0. if busy else _GRAMMAR_WAIT if grammar_queue else _IDLE_WAIT
@@ -350,7 +350,7 @@ def run_engine_core(
             idle = False
             if isinstance(message, StopMsg): return
             if not (isinstance(message, ControlMsg) and message.command in _READING):
-                tidying, halfway = control.tidy(), False
+                tidying, halfway = scheduler.tidy(), False
             if answer := handle(message, handler): socket.send(encode(answer))
         if idle: halfway = next(tidying, 'done') is None
         handler.profiler.keep_bound()

@@ -12,7 +12,7 @@ from itertools import islice
 from ..core.outputs import EngineCoreOutputs
 from ..core.request import Batch, ForwardMode, PendingReq
 from ..core.kv_cache.radix import Node
-from ..core.scheduler.lifecycle import Observer
+from ..core.scheduler.scheduler import Observer
 from ..core.scheduler.scheduler import Scheduler
 
 # %% ../../nbs/server/live_view.ipynb #81497fb0

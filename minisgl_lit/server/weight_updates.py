@@ -66,7 +66,7 @@ class WeightUpdates:
         try: self.weights.check(update.model_path)
         except ValueError as e: raise RequestError('model_path', str(e)) from None
         if self.control.scheduler.paused and not update.abort_all_requests:
-            if n := self.control.unfinished(): raise RequestError(
+            if n := self.control.scheduler.unfinished(): raise RequestError(
                 'weights', f'{n} requests have begun their answer and are paused; let them end '
                 '(/continue_generation), or abort them (abort_all_requests)')
         return update
@@ -77,19 +77,19 @@ class WeightUpdates:
         update: WeightUpdate,  # What `read` has returned
     ) -> None:
         "Let no request start, until `finish` has done it"
-        self.control.hold()
+        self.control.scheduler.hold()
         self._begun = id, update
 
     def finish(self) -> ControlReply | None:
         "If an update has begun and no request is unfinished: do it, and the reply"
-        if not self._begun or self.control.unfinished(): return None
+        if not self._begun or self.control.scheduler.unfinished(): return None
         assert self.weights, '`read` has seen them'
         (id, update), self._begun = self._begun, None
         load, n = partial(self.weights.load, update.model_path), len(self.control.scheduler.alive)
         try: self.control.swap(load, update.weight_version)
         except Exception as e: return ControlReply(id, {}, f'update_weights: {e!r}', refused=False)
         self.path = update.model_path
-        if update.keep_pause: self.control.pause('in_place')
+        if update.keep_pause: self.control.scheduler.pause('in_place')
         return ControlReply(id, {'num_paused_requests': n})
 
     def describe(self) -> dict[str, object]:

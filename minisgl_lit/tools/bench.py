@@ -36,7 +36,7 @@ from ..llm import LLM
 from ..core.models.checkpoint import read_config
 from ..formats.hub import resolve_model
 from ..core.models.decoder import ModelConfig
-from ..core.scheduler.lifecycle import Observer
+from ..core.scheduler.scheduler import Observer
 from ..core.scheduler.scheduler import Scheduler
 from ..server.engine_core import receive_messages
 from ..server.messages import encode
@@ -181,7 +181,7 @@ class BenchmarkTarget:
     def _timed(
         self, serve: Callable[[], Sequence[RequestOutput | EngineCoreOutput]]
     ) -> BenchmarkRun:
-        self.llm.runtime.control.flush_cache()
+        self.llm.runtime.scheduler.flush_cache()
         began, token_times = time.perf_counter(), TokenTimes()
         self.llm.runtime.scheduler.observer = token_times
         outputs = serve()
@@ -387,7 +387,7 @@ def cpu(
         recorded = _recorded_steps(target.llm.runtime.engine, batch)
         plan, decoder, ends = recorded.plan, recorded.model, recorded.plan.time_kernels()
         work = _uniform_shape(batch, context, steps + 1).draw(target.model.vocab_size)
-        target.llm.runtime.control.flush_cache()
+        target.llm.runtime.scheduler.flush_cache()
         found = list(_timed_steps(target.llm.runtime.scheduler, ends, work))
     if not found:
         raise ValueError(f'batch={batch} requests of context={context} never decode together: '

@@ -29,7 +29,7 @@ from ..core.kv_cache.manager import CacheManager
 from ..core.kv_cache.radix import make_prefix_cache
 from ..core.kv_cache.table import TableManager
 from ..rules import fairness
-from ..core.scheduler.lifecycle import Observer
+from ..core.scheduler.scheduler import Observer
 from ..core.scheduler.prefill import RequestValidator
 from ..core.scheduler.scheduler import Scheduler
 from .roofline import Measurement, ModelCosts, Report

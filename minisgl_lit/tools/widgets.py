@@ -28,7 +28,7 @@ from ..core.sampling_params import RequestError
 from ..text.sampling_params import SamplingParams
 from ..core.kv_cache.radix import Node, RadixCache
 from ..llm import LoadedModel, LLM
-from ..core.scheduler.lifecycle import Observer
+from ..core.scheduler.scheduler import Observer
 from ..core.scheduler.scheduler import Scheduler
 from .svg import LOCKED, PICTURES, Branch, End, Recording, StepRecord, player
 

@@ -6,7 +6,7 @@
 __all__ = ['unlimited', 'kv_len', 'pages_left', 'ChunkedReq', 'PrefillAdder', 'PrefillManager', 'RequestValidator']
 
 # %% ../../../nbs/core/14_scheduler.prefill.ipynb #00c6853a
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from operator import gt
 
 import numpy as np
@@ -165,6 +165,7 @@ class PrefillManager:
         self._blocked_at: tuple[int, ...] = ()      # what there was for it
         self.travelling = False   # whether some wait for pages that are on their way
         self.held = False   # whether only requests may start that have a part of their answer
+        self.streak = 0     # prefill steps in a row while other requests wait to decode
 
     @property
     def runnable(self) -> bool:
@@ -235,9 +236,16 @@ class RequestValidator:
         self,
         cache: CacheManager,  # Its pool and its rows bound the length of a request
         vocab_size: int,      # Token ids are below it
+        eos_token_ids: Set[int] = frozenset(),   # End-of-sequence tokens of the model
+        defaults: Mapping[str, float] | None = None,   # Sampling as the checkpoint advises
+        headless: bool = False,   # Whether the model makes hidden states only
+        seed: int | None = None,  # Of the seeds for requests that have none; `None` draws one
     ):
         self.vocab_size, self.slots = vocab_size, cache.num_pages * cache.page_size
         self.max_seq_len = cache.table.token_pool.shape[1]
+        self.eos_token_ids, self.defaults, self.headless = eos_token_ids, defaults or {}, headless
+        self.is_eos = np.isin(np.arange(vocab_size), list(eos_token_ids))
+        self._rng = np.random.default_rng(seed)
 
     def validate(
         self,
@@ -266,7 +274,15 @@ class RequestValidator:
         return ids
 
     def _check_params(self, n: int, params: SamplingParams) -> None:
-        "`RequestError` if parameters name tokens that do not exist, or ask for too much"
+        "`RequestError` if parameters name tokens that do not exist, or ask for what cannot be had"
+        if self.headless and (params.max_tokens != 0 or params.prompt_logprobs is not None):
+            raise RequestError('model', 'this checkpoint has no lm_head: it makes embeddings '
+                               '(LLM.embed, /v1/embeddings), and neither text nor logprobs')
+        if params.n > 1:
+            raise RequestError('n', f'n={params.n} answers are as many requests, see choices()')
+        if params.min_tokens and len(self.end_token_ids(params)) == self.vocab_size:
+            raise RequestError('min_tokens', 'min_tokens needs a token that does not end the answer, '
+                                             'but stop_token_ids has them all')
         for name in ('logit_bias', 'token_ids_logprob'):
             invalid = [o for o in getattr(params, name) or () if o >= self.vocab_size]
             if invalid:
@@ -294,6 +310,16 @@ class RequestValidator:
             raise ContextTooLong('max_tokens', f'max_tokens={wanted} does not fit after a prompt '
                                  f'of {n} tokens: {limit}; at most {longest - n} are possible')
         return n + wanted
+
+    # %% ../../../nbs/core/14_scheduler.prefill.ipynb #539d385a
+    def end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        "Tokens that would end a request"
+        eos = () if params.ignore_eos else self.eos_token_ids
+        return tuple(o for o in {*eos, *params.stop_token_ids} if o < self.vocab_size)
+
+    def resolve(self, params: SamplingParams) -> SamplingParams:
+        "The same, with what the checkpoint advises and a seed where the caller says nothing"
+        return params.resolve(self.defaults, seed=int(self._rng.integers(2**62)))
 
 # %% ../../../nbs/core/14_scheduler.prefill.ipynb #e4000f8c
 
