@@ -20,11 +20,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..core.request import FinishReason
 from .blocks import (
-    Block, BlockWriter, ChatServer, ConversationRequest, Route)
+    Block, BlockWriter, ChatServer, ConversationRequest)
 from .fields import ApiError, ApiObject, JsonObject, Refused
 from .openai_protocol import (
     Arguments, ChatMessage, ChatRequest, Function, FunctionCall, MessageCall, NamedFunction,
     NamedSchema, NamedTool, OtherTool, ResponseFormat, Tool, new_id)
+from .routes import Route
 from .sse import sse
 from ..text.tokenizer import RequestOutput
 
@@ -345,6 +346,7 @@ class MessagesProtocol:
 
     @property
     def routes(self) -> list[Route]:
-        "Method, path and function of each"
-        return [('POST', '/v1/messages', self.create),
-                ('POST', '/v1/messages/count_tokens', self.count_tokens)]
+        "All of them"
+        route = partial(Route, 'POST', error=messages_error)
+        return [route('/v1/messages', self.create, stream=MessagesWriter.media_type),
+                route('/v1/messages/count_tokens', self.count_tokens)]

@@ -27,12 +27,13 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
 from .blocks import (
-    Block, BlockWriter, ChatServer, ConversationRequest, Route)
+    Block, BlockWriter, ChatServer, ConversationRequest)
 from .embedding_protocol import EmbeddingRequest, EmbeddingRoutes
 from .fields import ApiError, ApiObject, JsonObject, Refused
 from .openai_protocol import (
     ChatMessage, ChatRequest, FunctionCall, MessageCall, NamedSchema, ResponseFormat, Tools)
 from .openai_protocol import Arguments, check_model, new_id
+from .routes import Route
 from .sse import ndjson
 from ..text.tokenizer import RequestOutput, Tokenizer
 
@@ -435,8 +436,11 @@ class OllamaProtocol:
 
     @property
     def routes(self) -> list[Route]:
-        "Method, path and function of each"
-        return [('POST', '/api/chat', self.chat), ('POST', '/api/generate', self.generate),
-                ('POST', '/api/embed', self.embed), ('POST', '/api/embeddings', self.embeddings_of),
-                ('GET', '/api/tags', self.tags), ('GET', '/api/ps', self.ps),
-                ('POST', '/api/show', self.show), ('GET', '/api/version', self.version)]
+        "All of them"
+        post, get = (partial(Route, method, error=ollama_error) for method in ('POST', 'GET'))
+        answer = partial(post, stream=OllamaChatWriter.media_type)
+        return [answer('/api/chat', self.chat), answer('/api/generate', self.generate),
+                post('/api/embed', self.embed, field_names={'prompt': 'input'}),
+                post('/api/embeddings', self.embeddings_of), get('/api/tags', self.tags),
+                get('/api/ps', self.ps), post('/api/show', self.show),
+                get('/api/version', self.version)]
