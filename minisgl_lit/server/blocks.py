@@ -35,9 +35,11 @@ class ConversationRequest(ApiRequest):
         self,
         field: str,                   # What the body calls its messages
         messages: list[ChatMessage],  # The conversation
+        system: str | None = None,    # What stands before it; `None`: nothing
         **fields: object,             # Of a `ChatRequest`, by its names; `None`: not given
     ) -> ChatRequest:
         "The same as a chat request; `ApiError` if there can be none"
+        if system is not None: messages = [ChatMessage(role='system', content=system), *messages]
         if not 1 <= len(messages) <= _MAX_MESSAGES:
             raise ApiError(f'{field} must come to 1 to {_MAX_MESSAGES:,} messages, '
                            f'not {len(messages):,}', param=field)

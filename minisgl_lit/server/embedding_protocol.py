@@ -25,7 +25,7 @@ from ..text.sampling_params import SamplingParams
 from .engine_client import EngineClient
 from .fields import ApiError, ApiObject, Refused, one_value
 from .openai_protocol import check_model, new_id, usage
-from .protocol import as_prompts
+from .protocol import Prompts, as_prompts
 from .routes import Route
 from .tokenizing import AsyncTokenizer
 from ..text.embedding import (
@@ -53,17 +53,11 @@ class PrefillRequest(ApiObject):
 # %% ../../nbs/server/embedding_protocol.ipynb #abcbf021
 class EmbeddingRequest(PrefillRequest):
     "The body of `/v1/embeddings`."
-    input: SkipValidation[str | list[str] | list[int] | list[list[int]]]   # `_check_input` does
+    input: Prompts
     encoding_format: Literal['float', 'base64'] | None = None
     dimensions: int | None = None   # Numbers of a vector; by default all
     pooling: Literal['last', 'mean'] | None = None   # By default as the checkpoint says
     normalize: bool | None = None   # Scale to length 1; by default as the checkpoint says
-
-    @field_validator('input', mode='before')
-    @classmethod
-    def _check_input(cls, value: object) -> object:
-        as_prompts(value)
-        return value
 
     def prompts(self) -> list[str | list[int]]:
         "Each text, or its token ids"
@@ -158,8 +152,8 @@ class Answering(Protocol):
         "`RequestError` if one call may not have so many"
         ...
     async def outputs(
-        self, request: Request, kind: str, params: list[SamplingParams],
-        prompts: list[np.ndarray], user: str | None,
+        self, request: Request, params: list[SamplingParams], prompts: list[np.ndarray],
+        user: str | None,
     ) -> list[RequestOutput]:
         "The answers of requests, in order; `ApiError` if one fails"
         ...
@@ -191,7 +185,7 @@ class EmbeddingRoutes:
         self.server.check_requests(len(prompts))
         ids = await self.server.texts.ids(request, prompts, add_special_tokens)
         params = body.shared(params)
-        outputs = await self.server.outputs(request, 'pre', [params]*len(ids), ids, body.user)
+        outputs = await self.server.outputs(request, [params]*len(ids), ids, body.user)
         if any(o.finish_reason == 'abort' for o in outputs):
             raise ApiError('this request was aborted', 503)
         return outputs
