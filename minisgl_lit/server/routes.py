@@ -87,6 +87,7 @@ def as_api_error(
         case RecursionError(): return ApiError('this request is nested too deeply')
     raise error   # no handler is registered for others
 
+# %% ../../nbs/server/routes.ipynb #683fa8df
 _CLIENT_CLOSED_REQUEST = 499   # the status that nginx logs for a client that disconnected
 
 async def _error_response(
