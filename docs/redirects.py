@@ -20,7 +20,8 @@ chapters = {   # before 0.2.0: since
     # while 0.3.0 was made
     "14_kernels.flashinfer_reference": "14_testing.flashinfer_emulator", "14a_kernels.triton_reference": "14a_testing.triton_emulator",
     "36a_models.embedded_tasks": "36a_tools.embedded_tasks", "37_models.embedded": "37_tools.embedded",
-    "19a_scheduler.fairness": "20a_scheduler.fairness", "22a_scheduler.thinking": "22a_text.thinking"}
+    "19a_scheduler.fairness": "20a_scheduler.fairness", "22a_scheduler.thinking": "22a_text.thinking",
+    "server/all_protocols": "server/routes"}
 moved = {   # before 0.3.0: folders, and the chapters that have moved there, with the new name where that differs
     "core": """00a_core.sampling_params=01_sampling_params 00b_core.request=02_request 00c_core.registry=03_registry 01_config=04_config
         02_device=05_device 05_core.outputs=07_outputs 10_kv_cache.pool=08_kv_cache.pool 11_kv_cache.table=09_kv_cache.table

@@ -378,7 +378,7 @@ def test_a_star_reaches_nobody_elses_requests():
                              (Account(is_admin=True, is_shared=True), True)):
         asked = []
         async def control(command, argument): asked.append(argument)
-        app, request = SimpleNamespace(control=control), SimpleNamespace(state=SimpleNamespace(account=account))
+        app, request = SimpleNamespace(operations=SimpleNamespace(control=control)), SimpleNamespace(state=SimpleNamespace(account=account))
         for rid in ('*', 'a*', 'a'):
             abort = Api.abort_request(app, AbortRequest(rid=rid), request)
             if allowed or rid == 'a': asyncio.run(abort)

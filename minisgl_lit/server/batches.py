@@ -23,11 +23,11 @@ from starlette.types import ASGIApp, Message
 
 from .batch_file import (
     ENDPOINTS, BatchFile, RecordFile, LineReply, Send, has_failed, run)
-from .blocks import Route
 from .callers import Account, Callers
 from .fields import ApiError, ApiObject
 from .files import BatchCounts, BatchObject, CallerFolder, FileObject, FileRoutes
 from .files import Folders, Status, disk_error, on_disk, outputs_of, page_of
+from .routes import Route
 
 # %% ../../nbs/server/batches.ipynb #9f72e182
 def inner_caller(
@@ -283,11 +283,11 @@ class BatchRoutes:
 
     @property
     def routes(self) -> list[Route]:
-        "Method, path and function of each, those of files among them"
+        "All of them, those of files before"
         one = '/v1/batches/{batch_id}'
-        return [*FileRoutes(self.folders).routes,
-                ('POST', '/v1/batches', self.create), ('GET', '/v1/batches', self.batch_list),
-                ('GET', one, self.retrieve), ('POST', f'{one}/cancel', self.cancel)]
+        return [*FileRoutes(self.folders).routes, Route('POST', '/v1/batches', self.create),
+                Route('GET', '/v1/batches', self.batch_list), Route('GET', one, self.retrieve),
+                Route('POST', f'{one}/cancel', self.cancel)]
 
     # %% ../../nbs/server/batches.ipynb #3d19975e
     async def batch_list(self, request: Request) -> object:

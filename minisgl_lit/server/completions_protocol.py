@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from pydantic import SkipValidation, field_validator
-
 from ..core.request import Logprob
 from .fields import ApiError, Refused
 from .openai_protocol import ApiRequest, ResponseWriter
-from .protocol import as_prompts
+from .protocol import Prompts, as_prompts
 from ..text.reasoning import AnswerPart, ReasoningDelta
 from ..text.tokenizer import Piece, RequestOutput
 
@@ -24,14 +22,8 @@ class CompletionRequest(ApiRequest):
     "The body of `/v1/completions`."
     refused = ApiRequest.refused | {
         'messages': Refused('send a prompt'), 'response_format': Refused('send a json_schema')}
-    prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]   # `_check_prompt` does
+    prompt: Prompts
     echo: bool | None = None   # Repeat the prompt before the output
-
-    @field_validator('prompt', mode='before')
-    @classmethod
-    def _check_prompt(cls, prompt: object) -> object:
-        as_prompts(prompt)
-        return prompt
 
     def prompts(self) -> list[str | list[int]]:
         "Each prompt, as text or as token ids"

@@ -225,11 +225,13 @@ def _objects(value: object) -> list[tuple[str, ApiObject]]:
 def checking_fields(
     route: Callable[..., Awaitable[object]],   # A route, which may have a body
     refuse_unknown: bool,                      # Whether unknown names are refused, or ignored
+    names: Mapping[str, str] = {},             # Of its fields, by the scheduler's names
 ) -> Callable[..., Awaitable[object]]:
-    "The same route; `ApiError` if its body has a field that is refused"
+    "The same route; `ApiError` by its own names if its body has a field that is refused"
     @wraps(route)
     async def checked(*args, **given):
         for value in given.values():
             if isinstance(value, ApiObject): value.check_fields(refuse_unknown)
-        return await route(*args, **given)
+        try: return await route(*args, **given)
+        except RequestError as e: raise ApiError.of(e, names.get(e.field)) from None
     return checked

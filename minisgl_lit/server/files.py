@@ -31,8 +31,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from .batch_file import sync_folder
-from .blocks import Route
 from .fields import ApiError
+from .routes import Route
 from .sse import ClientDisconnected
 
 # %% ../../nbs/server/files.ipynb #c328dcf6
@@ -490,11 +490,11 @@ class FileRoutes:
 
     @property
     def routes(self) -> list[Route]:
-        "Method, path and function of each"
+        "All of them"
         one = '/v1/files/{file_id}'
-        return [('POST', '/v1/files', self.upload), ('GET', '/v1/files', self.files),
-                ('GET', one, self.file), ('DELETE', one, self.delete),
-                ('GET', f'{one}/content', self.content)]
+        return [Route('POST', '/v1/files', self.upload, reads_body=True),
+                Route('GET', '/v1/files', self.files), Route('GET', one, self.file),
+                Route('DELETE', one, self.delete), Route('GET', f'{one}/content', self.content)]
 
 # %% ../../nbs/server/files.ipynb #d8c3433c
 class _NoRange(ApiError):

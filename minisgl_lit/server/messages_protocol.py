@@ -20,11 +20,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..core.request import FinishReason
 from .blocks import (
-    Block, BlockWriter, ChatServer, ConversationRequest, Route)
+    Block, BlockWriter, ChatServer, ConversationRequest)
 from .fields import ApiError, ApiObject, JsonObject, Refused
 from .openai_protocol import (
     Arguments, ChatMessage, ChatRequest, Function, FunctionCall, MessageCall, NamedFunction,
     NamedSchema, NamedTool, OtherTool, ResponseFormat, Tool, new_id)
+from .routes import Route
 from .sse import sse
 from ..text.tokenizer import RequestOutput
 
@@ -196,10 +197,9 @@ class CountTokensRequest(ConversationRequest):
         "The same as a chat request"
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         thinking, form, last = self.thinking, config.format, self.messages[-1]
-        system = [ChatMessage(role='system', content=_text_of(self.system))] if self.system else []
         return self.chat_request(
-            'messages', system + [m for o in self.messages for m in messages_of_blocks(o)],
-            stop=self.stop_sequences or None,
+            'messages', [m for o in self.messages for m in messages_of_blocks(o)],
+            _text_of(self.system) if self.system else None, stop=self.stop_sequences or None,
             tools=[o if isinstance(o, OtherTool) else o.tool for o in self.tools or []] or None,
             tool_choice=choice and choice.chosen, user=self.metadata and self.metadata.user_id,
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
@@ -345,6 +345,7 @@ class MessagesProtocol:
 
     @property
     def routes(self) -> list[Route]:
-        "Method, path and function of each"
-        return [('POST', '/v1/messages', self.create),
-                ('POST', '/v1/messages/count_tokens', self.count_tokens)]
+        "All of them"
+        route = partial(Route, 'POST', error=messages_error)
+        return [route('/v1/messages', self.create, stream=MessagesWriter.media_type),
+                route('/v1/messages/count_tokens', self.count_tokens)]

@@ -27,12 +27,13 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
 from .blocks import (
-    Block, BlockWriter, ChatServer, ConversationRequest, Route)
+    Block, BlockWriter, ChatServer, ConversationRequest)
 from .embedding_protocol import EmbeddingRequest, EmbeddingRoutes
 from .fields import ApiError, ApiObject, JsonObject, Refused
 from .openai_protocol import (
     ChatMessage, ChatRequest, FunctionCall, MessageCall, NamedSchema, ResponseFormat, Tools)
 from .openai_protocol import Arguments, check_model, new_id
+from .routes import Route
 from .sse import ndjson
 from ..text.tokenizer import RequestOutput, Tokenizer
 
@@ -100,6 +101,10 @@ class OllamaMessage(ApiObject):
             role=self.role, content=self.content or '', tool_calls=calls or None,
             reasoning_content=self.thinking, name=self.tool_name, tool_call_id=self.tool_call_id)
 
+def _plain(model: str | None) -> str | None:
+    "The model's name without its tag"
+    return model and model.removesuffix(':latest')
+
 class OllamaRequest(ConversationRequest):
     "What both routes that generate take."
     without_effect = {'truncate', 'shift'}
@@ -113,6 +118,7 @@ class OllamaRequest(ConversationRequest):
         self,
         field: str,                   # What the body calls its messages
         messages: list[ChatMessage],  # The conversation
+        system: str | None = None,    # What stands before it
         **fields: object,             # More of a `ChatRequest`
     ) -> ChatRequest:
         "A conversation as a chat request"
@@ -122,14 +128,9 @@ class OllamaRequest(ConversationRequest):
         elif self.format: form = ResponseFormat(
             type='json_schema', json_schema=NamedSchema(schema=self.format))
         return self.chat_request(
-            field, messages, response_format=form, reasoning_effort=effort,
-            chat_template_kwargs=switch, model=self.plain_model, stream=self.stream is not False,
+            field, messages, system or None, response_format=form, reasoning_effort=effort,
+            chat_template_kwargs=switch, model=_plain(self.model), stream=self.stream is not False,
             **(self.options or Options()).sampling, **fields)
-
-    @property
-    def plain_model(self) -> str | None:
-        "The model's name without its tag"
-        return self.model and self.model.removesuffix(':latest')
 
 # %% ../../nbs/server/ollama_protocol.ipynb #71f024f2
 class OllamaChatRequest(OllamaRequest):
@@ -154,8 +155,7 @@ class OllamaTextRequest(OllamaRequest):
 
     def chat(self) -> ChatRequest:
         "The same as a chat request"
-        system = [ChatMessage(role='system', content=self.system)] if self.system else []
-        return self.chat_of('prompt', [*system, ChatMessage(role='user', content=self.prompt)])
+        return self.chat_of('prompt', [ChatMessage(role='user', content=self.prompt)], self.system)
 
 class OllamaEmbedRequest(ApiObject):
     "The body of `/api/embed`."
@@ -166,8 +166,8 @@ class OllamaEmbedRequest(ApiObject):
 
     def embedding(self) -> EmbeddingRequest:
         "The same as OpenAI's"
-        model = self.model and self.model.removesuffix(':latest')
-        return EmbeddingRequest(model=model, input=self.input, dimensions=self.dimensions)
+        return EmbeddingRequest(
+            model=_plain(self.model), input=self.input, dimensions=self.dimensions)
 
 class OllamaEmbeddingsRequest(ApiObject):
     "The body of `/api/embeddings`, which older clients ask."
@@ -400,7 +400,7 @@ class OllamaProtocol:
 
     def _loaded(self, body: OllamaRequest, writer: type[OllamaChatWriter]) -> Response:
         "The answer to whoever wants the model loaded, or given up: it is there, and stays"
-        check_model(body.plain_model, self.model)
+        check_model(_plain(body.model), self.model)
         head = {'model': self.model, 'created_at': _now(), **writer('', self.model, 0).news()}
         reason = 'unload' if body.keep_alive == 0 else 'load'
         return JSONResponse({**head, 'done': True, 'done_reason': reason})
@@ -423,8 +423,7 @@ class OllamaProtocol:
 
     async def show(self, body: ModelRequest) -> dict[str, object]:
         "What a model is, and what it can do"
-        name = body.model or body.name
-        check_model(name and name.removesuffix(':latest'), self.model)
+        check_model(_plain(body.model or body.name), self.model)
         return {'modelfile': '', 'parameters': '', 'template': self.about.template,
                 'modified_at': _now(), 'details': self.about.details,
                 'model_info': self.about.known, 'capabilities': [*self.about.can]}
@@ -435,8 +434,11 @@ class OllamaProtocol:
 
     @property
     def routes(self) -> list[Route]:
-        "Method, path and function of each"
-        return [('POST', '/api/chat', self.chat), ('POST', '/api/generate', self.generate),
-                ('POST', '/api/embed', self.embed), ('POST', '/api/embeddings', self.embeddings_of),
-                ('GET', '/api/tags', self.tags), ('GET', '/api/ps', self.ps),
-                ('POST', '/api/show', self.show), ('GET', '/api/version', self.version)]
+        "All of them"
+        post, get = (partial(Route, method, error=ollama_error) for method in ('POST', 'GET'))
+        answer = partial(post, stream=OllamaChatWriter.media_type)
+        return [answer('/api/chat', self.chat), answer('/api/generate', self.generate),
+                post('/api/embed', self.embed, field_names={'prompt': 'input'}),
+                post('/api/embeddings', self.embeddings_of), get('/api/tags', self.tags),
+                get('/api/ps', self.ps), post('/api/show', self.show),
+                get('/api/version', self.version)]

@@ -14,11 +14,12 @@ from functools import partial
 from fastapi import Request, Response
 from pydantic import TypeAdapter
 
-from .blocks import ChatServer, Route
+from .blocks import ChatServer
 from .fields import ApiError
 from .openai_protocol import ChatMessage, new_id
 from .responses_protocol import (
     InputItem, Reasoning, ResponsesRequest, ResponsesWriter, messages_of)
+from .routes import Route
 
 # %% ../../nbs/server/responses.ipynb #4079d8ea
 _Json = dict[str, object]
@@ -167,7 +168,10 @@ class ResponsesProtocol:
 
     @property
     def routes(self) -> list[Route]:
-        "Method, path and function of each"
+        "All of them"
+        names = {'prompt': 'input', 'messages': 'input', 'json_schema': 'text.format',
+                 'max_tokens': 'max_output_tokens'}
         one = '/v1/responses/{response_id}'
-        return [('POST', '/v1/responses', self.create), ('GET', one, self.get),
-                ('DELETE', one, self.delete)]
+        return [Route('POST', '/v1/responses', self.create, field_names=names,
+                      stream=ResponsesWriter.media_type),
+                Route('GET', one, self.get), Route('DELETE', one, self.delete)]

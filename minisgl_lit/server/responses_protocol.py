@@ -23,7 +23,7 @@ from .blocks import (
 from .fields import ApiError, ApiObject, JsonObject, Refused
 from .openai_protocol import (
     Arguments, ChatMessage, ChatRequest, Function, FunctionCall, MessageCall, NamedFunction,
-    NamedSchema, NamedTool, OtherTool, ResponseFormat, Tool, usage)
+    NamedSchema, NamedTool, OtherTool, ResponseFormat, Tool)
 from .sse import sse
 from ..text.template_sandbox import written_size
 from ..text.tokenizer import RequestOutput
@@ -241,15 +241,13 @@ class ResponsesRequest(ConversationRequest):
     # %% ../../nbs/server/responses_protocol.ipynb #5361c7a9
     def chat(
         self,
-        messages: Sequence[ChatMessage],   # What came before, and what is new
+        messages: list[ChatMessage],   # What came before, and what is new
     ) -> ChatRequest:
         "The same as a chat request"
-        if self.instructions: messages = [
-            ChatMessage(role='system', content=self.instructions), *messages]
         offered, choice = self._choice()
         return self.chat_request(
-            'input', [*messages], max_tokens=self.max_output_tokens, tools=offered or None,
-            tool_choice=choice, parallel_tool_calls=self.parallel_tool_calls,
+            'input', messages, self.instructions or None, max_tokens=self.max_output_tokens,
+            tools=offered or None, tool_choice=choice, parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning and self.reasoning.effort,
             response_format=self.text and self.text.format and self.text.format.response_format)
 
@@ -450,15 +448,11 @@ def _input(block: Block) -> str:
 # %% ../../nbs/server/responses_protocol.ipynb #015893d4
 def _usage(output: RequestOutput) -> _Json:
     "The counts of tokens, by their names here"
-    counts = usage([output])
-    def detail(side: str, kind: str) -> object:
-        details = counts.get(f'{side}_tokens_details')
-        return details.get(kind, 0) if isinstance(details, dict) else 0
-    return {'input_tokens': counts['prompt_tokens'], 'output_tokens': counts['completion_tokens'],
-            'input_tokens_details': {'cached_tokens': detail('prompt', 'cached_tokens'),
-                                     'cache_write_tokens': 0},
-            'output_tokens_details': {'reasoning_tokens': detail('completion', 'reasoning_tokens')},
-            'total_tokens': counts['total_tokens']}
+    n_prompt, n_new = output.prompt_tokens, len(output.token_ids)
+    cached = {'cached_tokens': output.cached_tokens, 'cache_write_tokens': 0}
+    return {'input_tokens': n_prompt, 'output_tokens': n_new, 'input_tokens_details': cached,
+            'output_tokens_details': {'reasoning_tokens': output.reasoning_tokens},
+            'total_tokens': n_prompt + n_new}
 
 # %% ../../nbs/server/responses_protocol.ipynb #e0407b4a
 _STATUS = {FinishReason.STOP: 'completed', FinishReason.LENGTH: 'incomplete',

@@ -30,7 +30,6 @@ from .config import ServerConfig
 from ..log import LogFile, write_text
 from .api_server import create_app
 from .batches import Batches, BatchRoutes
-from .blocks import Route
 from .callers import Callers
 from .connection import ConnectionAcceptor, connection_limit
 from .engine_client import AsyncEngineClient, EngineClient, EngineCoreHandle
@@ -40,6 +39,7 @@ from .middleware import log_to_stderr
 from .ray_engine import RayCluster, RayEngine
 from .prefill_router import handoff_folder, make_router
 from .router import Router
+from .routes import Route
 from .tokenizing import checkpoint_problems
 from .web_pages import WebPages
 from ..text.tokenizer import Tokenizer
