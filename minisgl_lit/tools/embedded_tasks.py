@@ -7,7 +7,7 @@ __all__ = ['ASKING', 'Drawn', 'LISTS', 'TOOLS', 'TALK', 'KINDS', 'Message', 'Pie
            'as_typed', 'nonsense', 'Task', 'held_out', 'draw_numbers', 'draw_count', 'draw_items', 'in_order',
            'draw_list', 'wording', 'skill', 'explain', 'small_talk', 'unknown', 'draw_city', 'call_text', 'draw_result',
            'use_tool', 'sum_steps', 'compare_steps', 'sort_steps', 'think', 'other_task', 'new_task', 'exam',
-           'tool_block', 'task_messages', 'pieces', 'conversation']
+           'tool_block', 'task_messages', 'pieces', 'question', 'is_right', 'conversation']
 
 # %% ../../nbs/tools/embedded_tasks.ipynb #8521d2cb
 import json, re, zlib
@@ -335,6 +335,23 @@ def pieces(
         if said.startswith('<think>\n'): start, said = start + '<think>\n', said[len('<think>\n'):]
         parts += [(start, False), (said + '<|im_end|>', role == 'assistant'), ('\n', False)]
     return parts
+
+# %% ../../nbs/tools/embedded_tasks.ipynb #ca3ef74e
+def question(
+    task: Task,  # Of any kind
+) -> str:
+    "The text of a chat up to where the answer belongs"
+    system = [('system', tool_block(task.tools))] if task.tools else []
+    asked = ''.join(text for text, _ in pieces(system + task_messages(task)[:-1]))
+    return asked + '<|im_start|>assistant\n' + ('<think>\n' if task.thought else '')
+
+def is_right(
+    task: Task,  # Of any kind
+    said: str,   # What the model wrote
+) -> bool:
+    "Whether the answer is right to the letter; steps before it must end, and are not graded"
+    steps, end, answer = said.partition('\n</think>\n\n')
+    return (answer if task.thought and steps and end else said) == task.answer
 
 # %% ../../nbs/tools/embedded_tasks.ipynb #342e508c
 def conversation(

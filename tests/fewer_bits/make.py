@@ -1,7 +1,7 @@
 """Write two models in the formats that people have, for `measure.py`: by llama.cpp, GPTQModel, AutoRound, and `minisgl-lit quantize`.
 
     pip install torch==2.13.0 transformers==5.24.0 auto-round==0.16.1 gptqmodel==7.6.0 gguf llama-cpp-python==0.3.36
-    PYTHONPATH=. python tests/fewer_bits/train.py WORK/second
+    PYTHONPATH=.:tests python tests/fewer_bits/train.py WORK/second
     PYTHONPATH=. python tests/fewer_bits/make.py WORK"""
 import json, os, shutil, sys
 from collections.abc import Sequence

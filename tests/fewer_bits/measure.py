@@ -17,8 +17,7 @@ from minisgl_lit.core.models.operations import Weight, find_operations
 from minisgl_lit.kernels.kv_formats import round_rows, widen_rows
 from minisgl_lit.core.models.checkpoint import read_config
 from minisgl_lit.core.models.decoder import Decoder, weight_shapes
-from minisgl_lit.tools.embedded import is_right, question
-from minisgl_lit.tools.embedded_tasks import exam
+from minisgl_lit.tools.embedded_tasks import exam, is_right, question
 from minisgl_lit.formats.gguf import gguf_folder
 from minisgl_lit.formats.coded_rows import CodedAssembly
 from minisgl_lit.formats.quantization import Quantization, pack_parts, quantize_and_pack, stored_bytes, weight_bytes
