@@ -74,7 +74,7 @@ lab: .venv/.lab          ## the book in JupyterLab, with all that it needs (ARGS
 readme: .venv/.all       ## README.md from nbs/index.ipynb
 	$(BIN)/python docs/readme.py
 embedded: .venv/.all     ## train the embedded model anew
-	$(BIN)/python tests/script.py tools/embedded main
+	$(BIN)/python tests/script.py tools/embedded_tasks tools/embedded main
 install: .venv/.all      ## all that the targets above need
 flashinfer: .flashinfer/.fetched   ## FlashInfer's Python, for tests on a GPU that computes nothing
 clean:           ## remove what was built, .venv included

@@ -80,8 +80,10 @@ def main(
     *args: str,   # One: the server's settings. More: those of an engine core
 ) -> None:
     "The processes of such a server: which it is depends on who starts it"
-    if len(args) > 1: return engine_core.main(*args, load=load_sleeping)
-    config, n = json.loads(args[0])
-    asyncio.run(_serve(ServerConfig(**config), n))
+    match args:
+        case [settings]:
+            config, n = json.loads(settings)
+            asyncio.run(_serve(ServerConfig(**config), n))
+        case _: engine_core.main(*args, load=load_sleeping)
 
 if __name__ == '__main__' and '__file__' in globals(): main(*sys.argv[1:])

@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from script import load
 
-of_chapter = load('tools/embedded')
+of_chapter = load('tools/embedded_tasks', 'tools/embedded')
 END, MARKS, PAD, Optimizer, save_checkpoint = map(of_chapter.get, ('END', 'MARKS', 'PAD', 'Optimizer', 'save_checkpoint'))
 
 STEPS, ROWS, LENGTH, VOCABULARY = 230, 16, 256, 4096
