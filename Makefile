@@ -27,7 +27,7 @@ test-browser: .venv/.browser  ## use the page in Chromium as people do
 test-clients: .venv/.all  ## clients that others have written, each in an environment of its own (.clients)
 	TST_CLIENTS=1 $(BIN)/python -m pytest -q -n 0 tests/test_other_clients.py
 replicas: .venv/.all     ## three engines that sleep behind the router: predicted against measured
-	$(BIN)/python -m minisgl_lit.tools.sleeping_replicas
+	$(BIN)/python tests/script.py tools/sleeping_replicas report
 screenshot: .venv/.browser    ## the pictures of the page for the docs: docs/images/page*.png
 	TST_BROWSER=1 TST_SCREENSHOT=docs/images $(BIN)/python -m pytest -q tests/browser/test_pictures.py
 vendor:                  ## fetch the libraries of the page anew, as tests/vendor.py names them (needs npm)
@@ -74,7 +74,7 @@ lab: .venv/.lab          ## the book in JupyterLab, with all that it needs (ARGS
 readme: .venv/.all       ## README.md from nbs/index.ipynb
 	$(BIN)/python docs/readme.py
 embedded: .venv/.all     ## train the embedded model anew
-	$(BIN)/python -m minisgl_lit.tools.embedded
+	$(BIN)/python tests/script.py tools/embedded_tasks tools/embedded main
 install: .venv/.all      ## all that the targets above need
 flashinfer: .flashinfer/.fetched   ## FlashInfer's Python, for tests on a GPU that computes nothing
 clean:           ## remove what was built, .venv included

@@ -50,7 +50,6 @@ _moved_to = {   # until 0.4: rooms, and the old names of their modules, with the
     "": "engine.worker=assembly engine.second_tier",
     "server": "cluster",
     "testing": "kernels.flashinfer_reference=flashinfer_emulator kernels.triton_reference=triton_emulator",
-    "tools": "models.embedded_tasks",
 }
 _moved = {old: f"{room}.{new or old.rpartition('.')[2]}".removeprefix(".")
           for room, names in _moved_to.items() for old, _, new in (o.partition("=") for o in names.split())}

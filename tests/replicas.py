@@ -5,8 +5,8 @@ A run is a process of its own; what is there already is not run again."""
 import json, subprocess, sys
 from pathlib import Path
 
+from script import load
 from minisgl_lit.tools.routing import RoutedStats, routing_rules, traffic
-from minisgl_lit.tools.sleeping_replicas import calibrate, compare, loads
 
 Results = dict[str, dict[str, dict]]   # by kind and rule: which seeds, and the sum of their counts
 
@@ -28,14 +28,15 @@ def main(out: str, n_seeds: str) -> None:
     results: Results = stored.setdefault('rules', {})
     def write() -> None: path.write_text(json.dumps(stored) + '\n')
     if 'sleeping' not in stored:
-        cost = calibrate()
-        stored['sleeping'] = {name: compare(cost, rate) for name, rate in loads.items()}
+        sleeping = load('tools/sleeping_replicas')
+        cost = sleeping['calibrate']()
+        stored['sleeping'] = {name: sleeping['compare'](cost, rate) for name, rate in sleeping['loads'].items()}
         write()
     for seed in range(int(n_seeds)):
         for kind in traffic:
             for rule in (*routing_rules, 'one cache'):
                 if seed in results.get(kind, {}).get(rule, {'seeds': []})['seeds']: continue
-                run = [sys.executable, '-m', 'minisgl_lit.tools.routing', kind, rule, '40000', str(seed)]
+                run = [sys.executable, str(Path(__file__).with_name('script.py')), 'tools/routing', 'main', kind, rule, '40000', str(seed)]
                 done = subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True)
                 add(results, done.stdout.splitlines()[-1])
                 write()

@@ -5,12 +5,10 @@
 # %% auto #0
 __all__ = ['routing_rules', 'gpu_costs', 'traffic', 'SimReplica', 'RoutingRule', 'RoundRobin', 'LeastLoaded', 'LeastCost',
            'SentPrompts', 'LongestPrefix', 'ray_affinity', 'SimRouter', 'RoutedStats', 'simulate_replicas', 'Traffic',
-           'one_large', 'compare', 'main']
+           'one_large', 'compare']
 
 # %% ../../nbs/tools/routing.ipynb #1641171d
-import json
 import math
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -377,16 +375,3 @@ def compare(
         cost, n = one_large(cost, n), 1
     return simulate_replicas(config, cost, workload.sessions(n_requests, seed), n,
                              routing_rule)
-
-# %% ../../nbs/tools/routing.ipynb #41cbf430
-def main(
-    kind: str,         # As `compare` takes it
-    rule: str,         # The same
-    n_requests: str,   # The same
-    seed: str = '0',   # The same
-) -> None:
-    "Run one comparison, and print its counts"
-    stats = compare(kind, rule, int(n_requests), int(seed))
-    print(json.dumps([kind, rule, int(seed), stats.to_json()]))
-
-if __name__ == '__main__' and '__file__' in globals(): main(*sys.argv[1:])

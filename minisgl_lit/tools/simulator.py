@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['bins', 'MAX_SAMPLES', 'Clock', 'WallClock', 'VirtualClock', 'StepWork', 'CostModel', 'SimEvent', 'SimEngine',
            'sim_scheduler', 'TakesRequests', 'Clients', 'bin_of', 'quantile', 'ServingStats', 'goodput', 'report',
-           'replay', 'simulate', 'plot']
+           'replay', 'simulate']
 
 # %% ../../nbs/tools/simulator.ipynb #c4795ccf
 import math
@@ -389,27 +389,3 @@ def simulate(
 ) -> ServingStats:
     "Serve a whole trace in simulated time, and return its statistics"
     return replay(*sim_scheduler(config, cost), sessions)
-
-# %% ../../nbs/tools/simulator.ipynb #e7fda222
-def plot(
-    runs: dict[str, ServingStats],   # To compare, by name
-    tpot: float = .1,                # Seconds allowed per further token, on average
-) -> None:
-    "Draw the share of good requests by allowed TTFT, gaps between tokens, and load over time"
-    from matplotlib.pyplot import subplots   # of the extra `viz`, which only pictures need
-    seconds = 10**((np.arange(bins) + .5) / 100 - 6)
-    _, axes = subplots(1, 3, figsize=(9, 2.6))
-    for name, stats in runs.items():
-        good = stats.served[:, :bin_of(tpot) + 1].sum(1).cumsum()
-        times, running, waiting, *_ = np.array(stats.samples).T
-        axes[0].plot(seconds, good / max(stats.served.sum(), 1), label=name)
-        axes[1].plot(seconds, stats.gaps.cumsum() / max(stats.gaps.sum(), 1))
-        axes[2].plot(times, running + waiting)
-    last = [*runs.values()][-1]   # the axes fit the last run
-    for ax, counts in zip(axes, (last.served.sum(1), last.gaps)):
-        shortest, longest = quantile(counts, 0), quantile(counts, 1)
-        ax.set(xscale='log', ylim=(0, 1.02), xlim=(shortest / 3, longest * 3))
-    axes[0].set(xlabel='TTFT allowed, seconds', title='requests within limits')
-    axes[1].set(xlabel='seconds', title='gaps between tokens')
-    axes[2].set(xlabel='seconds since the start', title='running and waiting')
-    axes[0].legend(loc='upper left')

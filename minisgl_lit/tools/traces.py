@@ -4,17 +4,13 @@
 
 # %% auto #0
 __all__ = ['Session', 'vocab_size', 'session_shapes', 'Turn', 'random_tokens', 'shared_tokens', 'arrivals', 'sample_length',
-           'SessionShape', 'make_session', 'trace', 'read_jsonl']
+           'SessionShape', 'make_session', 'trace']
 
 # %% ../../nbs/tools/traces.ipynb #5018983f
-import json
-import zlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log
-from os import PathLike
-from pathlib import Path
 
 import numpy as np
 
@@ -123,44 +119,3 @@ def trace(
     "A synthetic trace"
     for i, at in zip(range(n), arrivals(rate, burstiness, seed)):
         yield make_session(shape, (seed, i), at)
-
-# %% ../../nbs/tools/traces.ipynb #d0b6e211
-def _parse_request(line: str, number: int, earliest: float) -> Turn:
-    "One request of a file; `number` counts lines"
-    request = json.loads(line)
-    if not isinstance(request, dict) or not request.keys() & {'prompt', 'input_len'}:
-        raise ValueError('a line is an object with a prompt or an input_len')
-    arrival, output_len = request.get('arrival'), request.get('output_len')
-    if not isinstance(arrival, (int, float)) or not arrival >= earliest:
-        raise ValueError(f'arrival must be seconds, at least {earliest} as in the line before, '
-                         f'not {arrival!r}')
-    if not isinstance(output_len, int) or output_len < 1:
-        raise ValueError(f'output_len must be at least 1, not {output_len!r}')
-    if 'prompt' in request:
-        return Turn(arrival, np.array(request['prompt'], dtype=np.int32), output_len)
-    n, prefix_len = request['input_len'], request.get('prefix_len', 0)
-    if not (isinstance(n, int) and isinstance(prefix_len, int) and 0 <= prefix_len <= n > 0):
-        raise ValueError(f'input_len={n!r} must be at least 1 '
-                         f'and not less than prefix_len={prefix_len!r}')
-    prefix_seed = 1, zlib.crc32(str(request.get('prefix')).encode())
-    prefix = shared_tokens(prefix_seed, prefix_len)
-    own = random_tokens((0, number), n - prefix_len)
-    return Turn(arrival, np.concatenate([prefix, own]), output_len)
-
-# %% ../../nbs/tools/traces.ipynb #ee6c669c
-def _single_turn(turn: Turn) -> Session:
-    "A session of one turn"
-    yield turn
-
-def read_jsonl(
-    path: str | PathLike[str],  # A file with one request a line, sorted by arrival
-) -> Iterator[Session]:         # Of one turn each
-    "A trace from a file, read as it is needed; `ValueError` at the first line that is wrong"
-    with Path(path).open() as file:
-        earliest = 0.
-        for number, line in enumerate(file, 1):
-            try: turn = _parse_request(line, number, earliest)
-            except (ValueError, TypeError, OverflowError) as e:
-                raise ValueError(f'{path}, line {number}: {e}') from None
-            earliest = turn.delay
-            yield _single_turn(turn)

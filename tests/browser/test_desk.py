@@ -1,4 +1,5 @@
 "Settings, keys, panels and suggestions; and the page for screen readers, in all its states."
+import json
 from pathlib import Path
 
 import pytest
@@ -6,9 +7,8 @@ from selenium.webdriver import Keys
 from test_answers import MARKDOWN
 from test_browser import piece
 
-from minisgl_lit.tools.embedded_tasks import glossary
-
 AXE = Path(__file__).parent/"vendor"/"axe.js"
+GLOSSARY = Path(__file__).parents[2]/"minisgl_lit/formats/embedded_data/text/glossary.json"
 
 def test_settings_are_sent_kept_and_named(page):
     "All that was filled in arrives at the server, in its own kinds; after a reload it is there; presets bring it back"
@@ -48,7 +48,7 @@ def test_an_answer_of_a_schema(page):
 
 def test_the_embedded_model_knows_what_is_suggested(page):
     "Each suggestion is answered right"
-    by_name = {o["term"]: o for o in glossary()}
+    by_name = {o["term"]: o for o in json.loads(GLOSSARY.read_text())}
     right = {"What is a radix cache?": by_name["radix cache"]["what"], "Count from 3 to 9": "3, 4, 5, 6, 7, 8, 9",
              "Explain continuous batching": "{what} {why}".format(**by_name["continuous batching"])}
     assert [o.text for o in page.all("#suggestions button")] == [*right]

@@ -1,8 +1,8 @@
 """Write two models in the formats that people have, for `measure.py`: by llama.cpp, GPTQModel, AutoRound, and `minisgl-lit quantize`.
 
     pip install torch==2.13.0 transformers==5.24.0 auto-round==0.16.1 gptqmodel==7.6.0 gguf llama-cpp-python==0.3.36
-    PYTHONPATH=. python tests/fewer_bits/train.py WORK/second
-    PYTHONPATH=. python tests/fewer_bits/make.py WORK"""
+    PYTHONPATH=.:tests python tests/fewer_bits/train.py WORK/second
+    PYTHONPATH=.:tests python tests/fewer_bits/make.py WORK"""
 import json, os, shutil, sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +11,8 @@ from random import Random
 import torch
 from tokenizers import Tokenizer
 
+from script import load
 from minisgl_lit.formats.hub import embedded_path
-from minisgl_lit.tools.embedded_tasks import conversation
 
 KINDS = ('Q8_0', 'Q6_K', 'Q5_K_M', 'Q4_K_M', 'Q4_0')   # of llama.cpp
 GROUPS = (32, 64, 128)
@@ -25,7 +25,7 @@ def examples(folder: Path) -> list[str]:
         ids, tokenizer, rng = torch.load(folder/'ids.pt'), Tokenizer.from_file(str(folder/'tokenizer.json')), Random(0)
         starts = [rng.randrange(len(ids) - LENGTH) for _ in range(EXAMPLES)]
         return [tokenizer.decode(ids[i:i + LENGTH].tolist()) for i in starts]
-    rng = Random(0)
+    conversation, rng = load('tools/embedded_tasks')['conversation'], Random(0)
     return [''.join(text for text, _ in conversation(rng, 3)) for _ in range(EXAMPLES)]
 
 def by_llamacpp(plain: Path, work: Path) -> None:

@@ -1,6 +1,6 @@
 """What each format costs: probabilities of two models in all formats that `make.py` wrote, beside those in 16 bits.
 
-    PYTHONPATH=. python tests/fewer_bits/measure.py WORK nbs/experiments/formats.json"""
+    PYTHONPATH=.:tests python tests/fewer_bits/measure.py WORK nbs/experiments/formats.json"""
 import json, sys
 from collections.abc import Callable
 from functools import partial
@@ -11,19 +11,20 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from script import load
 from minisgl_lit import LLM, SamplingParams
 from minisgl_lit.kernels.linear import pack_weight
 from minisgl_lit.core.models.operations import Weight, find_operations
 from minisgl_lit.kernels.kv_formats import round_rows, widen_rows
 from minisgl_lit.core.models.checkpoint import read_config
 from minisgl_lit.core.models.decoder import Decoder, weight_shapes
-from minisgl_lit.tools.embedded import is_right, question
-from minisgl_lit.tools.embedded_tasks import exam
 from minisgl_lit.formats.gguf import gguf_folder
 from minisgl_lit.formats.coded_rows import CodedAssembly
 from minisgl_lit.formats.quantization import Quantization, pack_parts, quantize_and_pack, stored_bytes, weight_bytes
 from minisgl_lit.core.models.weights import load_weights, open_checkpoint
 
+of_chapter = load('tools/embedded_tasks')
+exam, is_right, question = map(of_chapter.get, ('exam', 'is_right', 'question'))
 Pack = Callable[[str, torch.Tensor], Weight]
 LLAMACPP = ('Q8_0', 'Q6_K', 'Q5_K_M', 'Q4_K_M', 'Q4_0')
 FOLDERS = {   # what `make.py` wrote: the name in the table, and who rounded

@@ -1,7 +1,7 @@
 """Train the second model of chapter 79b: 12 million weights that have read Python's standard library, whose next token is seldom certain.
 
-    PYTHONPATH=. python tests/fewer_bits/train.py FOLDER            # about ten minutes on two quiet cores
-    PYTHONPATH=. python tests/fewer_bits/train.py FOLDER --minutes 4    # a piece of it; the next call goes on
+    PYTHONPATH=.:tests python tests/fewer_bits/train.py FOLDER            # about ten minutes on two quiet cores
+    PYTHONPATH=.:tests python tests/fewer_bits/train.py FOLDER --minutes 4    # a piece of it; the next call goes on
 
 The figures in `nbs/experiments/formats.json` are of one run without a break.
 FOLDER becomes a checkpoint, with `held_out.json`: pieces of the modules that training never saw."""
@@ -12,7 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from minisgl_lit.tools.embedded import END, MARKS, PAD, Optimizer, save_checkpoint
+from script import load
+
+of_chapter = load('tools/embedded_tasks', 'tools/embedded')
+END, MARKS, PAD, Optimizer, save_checkpoint = map(of_chapter.get, ('END', 'MARKS', 'PAD', 'Optimizer', 'save_checkpoint'))
 
 STEPS, ROWS, LENGTH, VOCABULARY = 230, 16, 256, 4096
 OTHERS = ('test', 'tests', 'site-packages', 'dist-packages', 'idlelib', 'lib2to3', '__pycache__')   # folders that are not read
