@@ -246,7 +246,7 @@ def _of_nobody(table: TableManager, mode: ForwardMode, cached: np.ndarray, lens:
     positions = np.concatenate([np.arange(*span) for span in zip(cached, lens)])
     token_rows = np.full(len(positions), table.dummy_row)
     sampling = SamplingArrays.empty(len(lens))
-    sampling.temperature[:], sampling.top_p[:] = 1, .9
+    sampling['temperature'][:], sampling['top_p'][:] = 1, .9
     return Batch([], mode, 0, rows, cached, lens, token_rows, positions,
                  table.slots(token_rows, positions), np.arange(len(lens)), sampling, edits)
 

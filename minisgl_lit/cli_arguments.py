@@ -13,7 +13,7 @@ from argparse import (
     SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction)
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast, get_args
 
 import minisgl_lit
 from .config import EngineConfig, add_arguments
@@ -131,20 +131,17 @@ def add_settings(
                                         help='show all settings and exit')
 
 # %% ../nbs/cli_arguments.ipynb #cd8cc0ba
-sampling_flags: dict[str, tuple[Callable[[str], float], str]] = dict(
-    temperature=(float, '0 always takes the likeliest token, 1 samples as the model says'),
-    top_p=(float, 'sample among the likeliest tokens that hold this much probability'),
-    top_k=(int, 'sample among this many likeliest tokens'),
-    min_p=(float, "leave out tokens below this share of the likeliest one's probability"),
-    max_tokens=(int, 'longest answer, in tokens; else until the model ends, or max_seq_len'))
+sampling_flags = 'temperature', 'top_p', 'top_k', 'min_p', 'max_tokens'
 
 def add_sampling_arguments(
     parser: ArgumentParser,  # Gets the flags
 ) -> None:
     "Give a parser the flags of the sampler"
     group = parser.add_argument_group('sampling (left out: as the checkpoint advises)')
-    for name, (kind, help) in sampling_flags.items():
-        group.add_argument('--' + name.replace('_', '-'), type=kind, help=help)
+    for f in fields(minisgl_lit.SamplingParams):
+        if f.name not in sampling_flags: continue
+        said = f.metadata['help'].replace('`None`', 'left out').replace('`', '')
+        group.add_argument('--' + f.name.replace('_', '-'), type=get_args(f.type)[0], help=said)
     group.add_argument('--stop', action='append', metavar='TEXT',
                        help='text that ends the answer; may be given several times')
 

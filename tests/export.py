@@ -1,10 +1,10 @@
-"""Notebooks to the package: clean, export, and fold patches into their classes.
+"""Notebooks to the package: clean, export, fold patches into their classes, and write keyword arguments as types.
 
     python tests/export.py                    the project
     python tests/export.py FOLDER             a copy of it
     python tests/export.py . nbs/11_*.ipynb   some chapters
 """
-import json, re, subprocess, sys
+import json, os, re, subprocess, sys
 from pathlib import Path
 from tangle import TangleError, tangle_file
 
@@ -56,6 +56,8 @@ def export(root, notebooks=()):
         try: tangle_file(path)
         except TangleError as e: failed.append(str(e))
     if failed: raise SystemExit("\n".join(failed))
+    here = os.environ | {"PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, Path(__file__).with_name("typed_names.py"), root], cwd=root, env=here, check=True)
 
 if __name__ == "__main__":
     root, *notebooks = sys.argv[1:] or [Path(__file__).parents[1]]

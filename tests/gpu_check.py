@@ -665,7 +665,7 @@ def sampling(args) -> Figures:
     k, p, at = torch.full((n, 1), 50., device='cuda'), torch.full((n, 1), .9, device='cuda'), np.arange(n)
     def arrays(**given):
         made = SamplingArrays.empty(n)
-        for name, value in given.items(): getattr(made, name)[:] = value
+        for name, value in given.items(): made[name][:] = value
         return plan_sampling(made, at)
     stages = dict(
         matmul=lambda: torch.nn.functional.linear(hidden, head), float32=lambda: torch.nn.functional.linear(hidden, head).float(), maximum=lambda: logits.max(-1),

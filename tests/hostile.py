@@ -1,12 +1,15 @@
 """A corpus of hostile callers: what each sends, and which answers are allowed. Each is cheap to send; what it may cost the server is the
 question. Run as a program it sends them to a server, one after the other, and prints a line of JSON for each."""
-import argparse, json, os, re, socket, sys, threading, time
+import argparse, dataclasses, json, os, re, socket, sys, threading, time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+
+from minisgl_lit.core.config import kinds
+from minisgl_lit.text.sampling_params import SamplingParams
 
 CLOSED = 0                             # no reply: the connection was closed, for bytes that are not HTTP
 REFUSED = frozenset({400, 413})
@@ -330,8 +333,8 @@ post('abort a rid of 1 MB', 'names', '/abort_request', lambda i: {'rid': 'r' * 1
 # ---- JSON that is odd
 def fields(path: str, base: dict, values: dict[str, list]) -> list[bytes]: return [json.dumps(base | {k: v}).encode() for k, vs in values.items() for v in vs]
 WRONG = [{}, [], 'x' * 1000, -1, 1.5, 2**70, True, float('nan'), [[[]]], {'a': {'b': []}}]
-NUMBERS = 'temperature top_p top_k min_p max_tokens min_tokens seed n presence_penalty frequency_penalty repetition_penalty prompt_logprobs'.split()
-OTHERS = 'prompt stop stop_token_ids stop_regex json_schema regex ebnf logit_bias stream stream_options model ignore_eos skip_special_tokens'.split()
+NUMBERS = [f.name for f in dataclasses.fields(SamplingParams) if {int, float} & {*kinds(f)}]   # a parameter that is new is among them
+OTHERS = ['prompt', 'stream', 'stream_options', 'model', *(f.name for f in dataclasses.fields(SamplingParams) if f.name not in NUMBERS)]
 
 def one_after_the_other(path: str, bodies: Callable[[], list[bytes]]) -> Callable[[bytes, int], Iterator[Step]]:
     def steps(key: bytes, i: int) -> Iterator[Step]:

@@ -2,7 +2,7 @@
 import ast, filecmp, importlib, inspect, json, re, shutil, subprocess, sys, tomllib
 from dataclasses import fields
 from importlib import metadata
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 import pytest
 from nbrun import cfg, chapter, notebooks, root
 import minisgl_lit
@@ -167,7 +167,9 @@ def test_every_field_is_a_named_parameter():
     from minisgl_lit.keywords import EngineSettings, SamplingFields
     hints, typed = get_type_hints(EngineConfig), get_type_hints(EngineSettings)
     settings = {f.name: f for f in fields(EngineConfig)}
-    assert {"model": hints["model"], **typed} == {name: hints[name] for name in settings}
+    offered = {name: get_args(t) for name, t in typed.items() if settings[name].metadata["choices"] is not None}   # those of a registry, and any other text
+    assert all(t is str and {*settings[name].metadata["choices"].names} <= {*get_args(names)} for name, (names, t) in offered.items())
+    assert {"model": hints["model"], **typed} | dict.fromkeys(offered, str) == {name: hints[name] for name in settings}
     assert get_type_hints(SamplingFields).keys() == {f.name for f in fields(SamplingParams)}
     for model in (LLM, AsyncLLM):
         parameters = inspect.signature(model).parameters
@@ -254,7 +256,7 @@ def rooms():
 ARROWS = {   # as docs/design.md draws them: a room, and those that it may import
     "core": "", "config": "core text", "weekend": "", "process": "", "log": "", "kernels": "core process", "formats": "core kernels", "distributed": "core", "text": "core log",
     "rules": "core", "assembly": "core config kernels formats distributed process log", "second_tier": "core config formats distributed assembly",
-    "runtime": "core config kernels formats distributed text rules assembly second_tier", "keywords": "core config text", "engine_driver": "core text runtime keywords",
+    "runtime": "core config kernels formats distributed text rules assembly second_tier", "_keywords": "core config text", "keywords": "core config text _keywords", "engine_driver": "core text runtime keywords",
     "llm": "core config text runtime keywords engine_driver", "async_llm": "core config text runtime keywords engine_driver llm",
     "server": "core config text distributed formats runtime process log", "config_sources": "core config server", "cli_arguments": "core config text keywords server",
     "tools": "*", "testing": "*", "cli": "*", "__main__": "cli"}

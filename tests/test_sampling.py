@@ -55,7 +55,7 @@ def settings_of(n, **params):
     "So many rows with these sampling parameters, and the seeds 0, 1, 2, …"
     s = SamplingArrays.empty(1)
     s.put(0, SamplingParams(**params).resolve({}))
-    return replace(s.at(np.zeros(n, int)), seed=np.arange(n))
+    return SamplingArrays(s.at(np.zeros(n, int)), seed=np.arange(n))
 
 def choose(logits, **params): return sample(torch.tensor(logits, dtype=torch.float32).expand(N, -1), plan_sampling(settings_of(N, **params), np.full(N, 3)))[0].numpy()
 
@@ -139,7 +139,7 @@ def test_greedy_batches_draw_nothing(monkeypatch):
     from minisgl_lit.core.engine import sampler as sampling
     monkeypatch.setattr(sampling, 'sample_random', lambda *a: pytest.fail('a greedy batch was sampled at random'))
     s = settings_of(3)
-    for arrays in (replace(s, temperature=np.zeros(3, np.float32)), replace(s, top_k=np.ones(3, int))):
+    for arrays in (SamplingArrays(s, temperature=np.zeros(3, np.float32)), SamplingArrays(s, top_k=np.ones(3, int))):
         assert sample(torch.eye(3), plan_sampling(arrays, np.zeros(3, int)))[0].tolist() == [0, 1, 2]
 
 # ---- a model against transformers, token by token

@@ -12,7 +12,7 @@ __all__ = ['AnswerEnd', 'PendingFinish', 'ForwardResult', 'FinishReason', 'Lengt
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, StrEnum
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -34,63 +34,41 @@ class Lengths:
     of the last batch with that row; `watched`, whether each of its tokens needs a second
     look.
     """
-    def __init__(
-        self,
-        n_rows: int,  # Rows of the table, the dummy row included
-    ):
+    def __init__(self, n_rows: int):   # the dummy row included
         zeros = np.zeros((4, n_rows), dtype=np.int64)
         self.cached_len, self.device_len, self.max_device_len, self.launched = zeros
         self.watched = np.zeros(n_rows, dtype=bool)
 
-    def advance(
-        self,
-        rows: np.ndarray,  # Rows of a launched batch that make a token, [n]
-    ) -> None:
-        "Move on: what was to be computed is cached, and one token more is on its way"
+    def advance(self, rows: np.ndarray) -> None:
+        "Rows of a launched batch move on: what was to be computed is cached, one token is to come"
         self.cached_len[rows] = self.device_len[rows]
         self.device_len[rows] += 1
 
 # %% ../../nbs/core/02_request.ipynb #821e1147
-@dataclass
-class SamplingArrays:
-    "The sampler's parameters, one entry a row."
-    temperature: np.ndarray  # float32; 0 is greedy
-    top_k: np.ndarray        # int64; 0 is all
-    top_p: np.ndarray        # float32
-    min_p: np.ndarray        # float32
-    seed: np.ndarray         # int64; with the position it decides the choice
-    repetition_penalty: np.ndarray  # float32; 1 is none
-    presence_penalty: np.ndarray    # float32
-    frequency_penalty: np.ndarray   # float32
-    uses_logits: np.ndarray      # bool; see `SamplingParams.uses_logits`
-
+class SamplingArrays(dict[str, np.ndarray]):
+    "What the sampler reads: an array for each parameter, by name, with an entry for each row."
     @classmethod
-    def empty(cls, n_rows: int) -> 'SamplingArrays':
+    def empty(cls, n_rows: int) -> Self:
         "Greedy everywhere; so many rows, the dummy row included"
-        def filled(value: float, dtype: type = np.float32) -> np.ndarray:
-            return np.full(n_rows, value, dtype=dtype)
-        return cls(
-            temperature=filled(0), top_k=filled(0, np.int64), top_p=filled(1), min_p=filled(0),
-            seed=filled(0, np.int64), repetition_penalty=filled(1), presence_penalty=filled(0),
-            frequency_penalty=filled(0), uses_logits=filled(False, np.bool_))
+        usual = {f.name: f.metadata['usual'] for f in fields(SamplingParams)}
+        usual |= dict(temperature=0., uses_logits=False)
+        return cls({name: np.full(n_rows, v, np.float32 if isinstance(v, float) else type(v))
+                    for name, v in usual.items() if v is not None})
 
-    # %% ../../nbs/core/02_request.ipynb #67fb8f10
     def put(
         self,
         row: int,                # Table row of the request
         params: SamplingParams,  # Its sampling parameters, resolved
     ) -> None:
         "Write one request's parameters"
-        for f in fields(self): getattr(self, f.name)[row] = getattr(params, f.name)
-        self.top_k[row] = max(params.top_k or 0, 0)   # callers may write -1 for all
+        asked = vars(params) | dict(uses_logits=bool(params.given('model', 'processor')))
+        for name, rows in self.items(): rows[row] = asked[name]
+        self['top_k'][row] = max(params.top_k or 0, 0)   # callers may write -1 for all
 
-    def at(
-        self,
-        rows: np.ndarray,  # Table rows, [n]
-    ) -> 'SamplingArrays | None':  # Copies, [n] each; `None` if all of them are greedy
-        "The parameters of a batch"
-        if not self.temperature[rows].any(): return None
-        return SamplingArrays(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+    def at(self, rows: np.ndarray) -> 'SamplingArrays | None':
+        "Those of a batch with these rows, copied; `None` if all are greedy"
+        if not self['temperature'][rows].any(): return None
+        return SamplingArrays({name: array[rows] for name, array in self.items()})
 
 # %% ../../nbs/core/02_request.ipynb #32af9cd1
 @dataclass(slots=True)
@@ -252,6 +230,7 @@ class PendingReq:
         self.stop_check: StopCheck | None = None  # finds its stop strings, if it has any
         self.grammar: Grammar | None = None     # what its answer must follow, if anything
         self.forbidden_tokens: tuple[int, ...] = ()   # not chosen before `min_tokens`
+        self.processed = [(o, getattr(params, o)) for o in params.given('processor')]
         # what is known of its prompt, if that is asked for
         self.prompt_logprobs: PromptLogprobs | None = None
         if params.prompt_logprobs is not None:
@@ -357,6 +336,8 @@ class LogitEdits:
     penalties: np.ndarray   # Repetition, presence and frequency, float32, [3, m]
     bias_at: np.ndarray     # Single logits: request and token, [2, k]
     biases: np.ndarray      # The bias of each; -inf: never choose it, float32, [k]
+    # Requests that a processor edits: each with the name and the value of its parameter
+    processed: list[tuple[int, str, object]] = field(default_factory=list)
 
 @dataclass(eq=False)
 class LogprobRequests:

@@ -33,12 +33,17 @@ from .fields import ApiError, ApiObject, JsonObject, Refused
 from .openai_protocol import (
     ChatMessage, ChatRequest, FunctionCall, MessageCall, NamedSchema, ResponseFormat, Tools)
 from .openai_protocol import Arguments, check_model, new_id
+from .protocol import model_of
 from .routes import Route
 from .sse import ndjson
 from ..text.tokenizer import RequestOutput, Tokenizer
 
 # %% ../../nbs/server/ollama_protocol.ipynb #0a14d3fc
-class Options(ApiObject):
+_SAME = ('temperature', 'top_k', 'top_p', 'min_p', 'seed', 'stop', 'presence_penalty',
+         'frequency_penalty')   # as in `SamplingParams`
+_Same = model_of('_Same', _SAME)
+
+class Options(_Same):
     "How tokens are sampled."
     without_effect = {
         'num_ctx', 'num_keep', 'num_batch', 'num_gpu', 'main_gpu', 'num_thread', 'numa', 'low_vram',
@@ -50,14 +55,6 @@ class Options(ApiObject):
                'penalize_newline': Refused('a line break is a token like others', (True,)),
                'repeat_last_n': Refused('all tokens count', (64, -1))}
     num_predict: int | None = Field(default=None, ge=-2)   # Longest answer; below 0: no limit
-    temperature: float | None = None   # This and most others as in `SamplingParams`
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     repeat_penalty: float | None = None   # There called `repetition_penalty`
 
     @property

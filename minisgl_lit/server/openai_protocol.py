@@ -261,7 +261,7 @@ class ChatRequest(ApiRequest):
     def _own_fields(self) -> dict[str, object]:
         "Limit and logprobs, which chats name otherwise"
         given: dict[str, object] = {}
-        limit = one_value(max_tokens=self.max_tokens,
+        limit = one_value(max_tokens=self.asked('max_tokens'),
                           max_completion_tokens=self.max_completion_tokens)
         if limit is not None: given['max_tokens'] = limit
         if self.top_logprobs and not self.logprobs:

@@ -291,7 +291,8 @@ class ResponsesRequest(ConversationRequest):
             'parallel_tool_calls': self.parallel_tool_calls is not False,
             'reasoning': {'effort': thinking.effort, 'summary': thinking.summary},
             'store': self.store is not False, 'background': False, 'truncation': 'disabled',
-            'temperature': self.temperature, 'top_p': self.top_p, 'user': self.user,
+            'temperature': self.asked('temperature'), 'top_p': self.asked('top_p'),
+                'user': self.user,
             'text': {'format': form.model_dump(by_alias=True, exclude_none=True) if form
                      else {'type': 'text'}},
             'tool_choice': choice if isinstance(choice, str) else choice.model_dump(),

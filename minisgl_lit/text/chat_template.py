@@ -32,10 +32,14 @@ _OWN_NAMES = ('messages', 'tools', 'add_generation_prompt', 'continue_final_mess
 @dataclass(frozen=True)
 class ChatOptions:
     "How a conversation is rendered, beside its messages and tools; checked when made."
-    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)  # For the template
-    reasoning_effort: str | None = None         # How much to think; 'none': not at all
-    add_generation_prompt: bool | None = None   # End with the header of the model's turn? Yes
-    continue_final_message: bool = False        # End in the last message, for it to be continued
+    chat_template_kwargs: Mapping[str, object] = field(
+        default_factory=dict, metadata=dict(help='For the template'))
+    reasoning_effort: str | None = field(
+        default=None, metadata=dict(help="How much to think; 'none': not at all"))
+    add_generation_prompt: bool | None = field(
+        default=None, metadata=dict(help="End with the header of the model's turn? Yes"))
+    continue_final_message: bool = field(
+        default=False, metadata=dict(help='End in the last message, for it to be continued'))
 
     def __post_init__(self):
         names, effort = self.chat_template_kwargs, self.reasoning_effort

@@ -7,34 +7,33 @@ __all__ = ['SamplingParams', 'text_params', 'described']
 
 # %% ../../nbs/text/sampling_params.ipynb #153cd8f6
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Self
 
-from ..core.sampling_params import Rule, flag, text_of, tuple_of, whole
+from ..core.sampling_params import Rule, flag, param, text_of, tuple_of, whole
 from ..core.sampling_params import SamplingParams as CoreParams
 
 # %% ../../nbs/text/sampling_params.ipynb #fee1104d
 _text: Rule = (lambda v: isinstance(v, str) and v != ''), 'a text that is not empty'
 
-_rules: dict[str, Rule] = dict(
-    stop=tuple_of(text_of(1000), 64), visible_tokens=tuple_of(whole(0), 1024),
-    stop_regex=_text, json_schema=_text, regex=_text, ebnf=_text,
-    separate_reasoning=flag, max_thinking_tokens=whole(0))
-
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(CoreParams):
     "Sampling parameters, checked when made, then frozen. `None`: the checkpoint's default."
-    stop: tuple[str, ...] = ()        # Texts that end the answer; one may come as a string
-    stop_regex: str | None = None     # A pattern that ends it
-    visible_tokens: tuple[int, ...] = ()   # Show these special tokens, for a parser
-    json_schema: str | None = None    # The answer must be JSON of this schema
-    regex: str | None = None          # The answer must match this pattern
-    ebnf: str | None = None           # The answer must follow this grammar
-    separate_reasoning: bool | None = None   # Tell thinking from the answer; `None`: in chats
-    max_thinking_tokens: int | None = None   # After so many, thinking is ended
-    rules: ClassVar[dict[str, Rule]] = CoreParams.rules | _rules   # Of each field
+    stop: tuple[str, ...] = param(
+        (), tuple_of(text_of(1000), 64), 'Texts that end the answer; one may come as a string',
+        more='text')
+    stop_regex: str | None = param(None, _text, 'A pattern that ends it', more='text')
+    visible_tokens: tuple[int, ...] = param(
+        (), tuple_of(whole(0), 1024), 'Show these special tokens, for a parser')
+    json_schema: str | None = param(
+        None, _text, 'The answer must be JSON of this schema', more='text')
+    regex: str | None = param(None, _text, 'The answer must match this pattern', more='text')
+    ebnf: str | None = param(None, _text, 'The answer must follow this grammar', more='text')
+    separate_reasoning: bool | None = param(
+        None, flag, 'Tell thinking from the answer; `None`: in chats')
+    max_thinking_tokens: int | None = param(
+        None, whole(0), 'After so many, thinking is ended', more='text')
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         "Fields that do not go with others, and what is wrong with them"
@@ -60,12 +59,6 @@ class SamplingParams(CoreParams):
         if self.separate_reasoning is not None: return self
         return replace(self, separate_reasoning=True)
 
-    @property
-    def need_rules(self) -> list[str]:
-        "Names of given fields that can be followed only by reading the text of answers"
-        names = 'stop', 'stop_regex', *self.grammars, 'max_thinking_tokens'
-        return [o for o in names if getattr(self, o) not in (None, ())]
-
 # %% ../../nbs/text/sampling_params.ipynb #b3960370
 def text_params(
     params: CoreParams,   # Of a request, as the scheduler knows them
@@ -74,19 +67,21 @@ def text_params(
     return params if isinstance(params, SamplingParams) else SamplingParams(**vars(params))
 
 # %% ../../nbs/text/sampling_params.ipynb #a29ae686
+def _helps(source: Callable[..., object]) -> dict[str, str]:
+    "The help of each parameter, by name"
+    if is_dataclass(source): return {f.name: f.metadata.get('help', '') for f in fields(source)}
+    hints = {p.name: p.annotation for p in inspect.signature(source).parameters.values()}
+    return {name: getattr(o, '__metadata__', ('',))[0] for name, o in hints.items()}
+
 def described(
-    parameters: Iterable[inspect.Parameter],   # Of functions or classes
-    *sources: Callable[..., object],   # These: a comment stands behind each parameter
+    parameters: Iterable[inspect.Parameter],   # Of functions or dataclasses
+    *sources: Callable[..., object],           # These
 ) -> str:
-    "A line for each parameter: its name, its default, its comment"
-    parts = [part for o in sources   # what a class inherits first, so that its own lines count
-             for part in (reversed(o.__mro__[:-1]) if isinstance(o, type) else [o])]
-    try: source = '\n'.join(map(inspect.getsource, parts))
-    except (OSError, TypeError): source = ''   # a program without its sources; a notebook
-    comments = dict(re.findall(r'(?m)^    (\w+): .*?# (.+)', source))
+    "A line for each parameter: its name, its default, its help"
+    helps = {name: said for source in sources for name, said in _helps(source).items()}
     def line(p: inspect.Parameter) -> str:
         default = '' if p.default is p.empty else f' = {p.default!r}'
-        return f'    {p.name}{default}: {comments.get(p.name, "")}'.rstrip(': ')
+        return f'    {p.name}{default}: {helps.get(p.name, "")}'.rstrip(': ')
     return '\n'.join(map(line, parameters))
 
 # %% ../../nbs/text/sampling_params.ipynb #cec1bd3a

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import cast
+from typing import Annotated, cast
 
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
@@ -76,9 +76,11 @@ def describe_tool(
 
 # %% ../../nbs/text/tool_calling.ipynb #2459139b
 def offer_tools(
-    tools: Sequence[ToolLike] | None = None,    # Functions, or their descriptions
-    tool_choice: str | Mapping[str, object] | None = None,   # As in the API of OpenAI, or a name
-    parallel_tool_calls: bool = True,       # Whether there may be several calls in an answer
+    tools: Annotated[Sequence[ToolLike] | None, 'Functions, or their descriptions'] = None,
+    tool_choice: Annotated[
+        str | Mapping[str, object] | None, 'As in the API of OpenAI, or a name'] = None,
+    parallel_tool_calls: Annotated[
+        bool, 'Whether there may be several calls in an answer'] = True,
 ) -> tuple[ToolOffer, list[Mapping[str, object]]]:   # And the tools, for the chat template
     "What a caller in Python offers; `RequestError` for what cannot be"
     if tools is not None and not isinstance(tools, (list, tuple)): raise RequestError(

@@ -57,19 +57,21 @@ def make_logit_edits(
 ) -> LogitEdits | None:   # `None`: none
     "Penalties and biases, which change logits before sampling"
     sampling, rows = plan.cache.table.sampling, plan.rows[sampled]
-    penalties = np.stack([sampling.repetition_penalty[rows], sampling.presence_penalty[rows],
-                          sampling.frequency_penalty[rows]])
-    no_penalty = [1, 0, 0]   # repetition, presence, frequency
+    names = 'repetition_penalty', 'presence_penalty', 'frequency_penalty'
+    penalties = np.stack([sampling[name][rows] for name in names])
+    no_penalty = [1, 0, 0]
     penalized = np.flatnonzero((penalties.T != no_penalty).any(-1))
     reqs = [plan.reqs[i] for i in sampled]
     input_lens = np.array([o.pending.input_len for o in reqs], dtype=np.int64)
     n_made = plan.device_lens[sampled] - input_lens
-    editing = np.flatnonzero(sampling.uses_logits[rows])
+    editing = np.flatnonzero(sampling['uses_logits'][rows])
     biases = [(i, *bias) for i in editing for bias in _biases(reqs[i], n_made[i])]
-    if not (len(penalized) or biases): return None
+    processed = [(int(i), *asked) for i in editing for asked in reqs[i].pending.processed]
+    if not (len(penalized) or biases or processed): return None
     places = np.array([o[:2] for o in biases], dtype=np.int64).reshape(-1, 2).T
     added = np.array([o[2] for o in biases], dtype=np.float32)
-    return LogitEdits(penalized, input_lens[penalized], penalties[:, penalized], places, added)
+    return LogitEdits(penalized, input_lens[penalized], penalties[:, penalized], places, added,
+                      processed)
 
 # %% ../../../nbs/core/17_scheduler.batch.ipynb #b8224ad3
 def _columns(each: Sequence[Sequence[int]]) -> np.ndarray:
@@ -144,7 +146,7 @@ def make_batch(
     table.flush()
     owner, positions, sampled = _tokens(plan, mode)
     token_rows, more = rows[owner], []
-    if table.sampling.uses_logits[rows].any():
+    if table.sampling['uses_logits'][rows].any():
         more = [make_logit_edits(plan, sampled), make_logprob_requests(plan, sampled),
                 make_pooling_requests(plan)]
     return Batch(plan.reqs, mode, step, rows, plan.cached_lens, plan.device_lens,
