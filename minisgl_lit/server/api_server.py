@@ -244,7 +244,8 @@ class Api:
         self.check_requests(params.n)
         ids = await self.prompt_of(body, request)
         limit, most = params.max_tokens, self.texts.max_len
-        if clip and limit and most and len(ids) + limit > most: params = replace(params, max_tokens=None)
+        if clip and limit and most and len(ids) + limit > most:
+            params = replace(params, max_tokens=None)
         writer = new_writer(
             model=self.client.model, created=int(time.time()), n=params.n, prompt_tokens=len(ids),
             token_text=self.tokenizer.token_text, **self.calling.for_writer(offer, own),

@@ -43,7 +43,8 @@ class ConversationRequest(ApiRequest):
         if not 1 <= len(messages) <= _MAX_MESSAGES:
             raise ApiError(f'{field} must come to 1 to {_MAX_MESSAGES:,} messages, '
                            f'not {len(messages):,}', param=field)
-        if (n := self.asked('n')) not in (None, 1): raise ApiError(f'n must be 1, not {n}', param='n')
+        if (n := self.asked('n')) not in (None, 1):
+            raise ApiError(f'n must be 1, not {n}', param='n')
         own = {name: getattr(self, name) for name in [*SamplingRequest.model_fields, *_SHARED]}
         given = {**own, 'messages': messages, **{k: v for k, v in fields.items() if v is not None}}
         try: return ChatRequest.model_validate({k: v for k, v in given.items() if v is not None})
