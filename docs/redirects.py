@@ -21,7 +21,8 @@ chapters = {   # before 0.2.0: since
     "14_kernels.flashinfer_reference": "14_testing.flashinfer_emulator", "14a_kernels.triton_reference": "14a_testing.triton_emulator",
     "36a_models.embedded_tasks": "36a_tools.embedded_tasks", "37_models.embedded": "37_tools.embedded",
     "19a_scheduler.fairness": "20a_scheduler.fairness", "22a_scheduler.thinking": "22a_text.thinking",
-    "server/all_protocols": "server/routes"}
+    "server/all_protocols": "server/routes", "server/engine_core": "loop/engine_core", "server/messages": "loop/messages",
+    "server/weight_updates": "loop/weight_updates", "server/live_view": "loop/live_view"}
 moved = {   # before 0.3.0: folders, and the chapters that have moved there, with the new name where that differs
     "core": """00a_core.sampling_params=01_sampling_params 00b_core.request=02_request 00c_core.registry=03_registry 01_config=04_config
         02_device=05_device 05_core.outputs=07_outputs 10_kv_cache.pool=08_kv_cache.pool 11_kv_cache.table=09_kv_cache.table

@@ -48,6 +48,7 @@ _moved_to = {   # until 0.4: rooms, and the old names of their modules, with the
     "text": "engine.grammar engine.json_schema scheduler.thinking",
     "rules": "scheduler.fairness",
     "": "engine.worker=assembly engine.second_tier",
+    "loop": "server.messages server.weight_updates server.live_view server.engine_core",
     "server": "cluster",
     "testing": "kernels.flashinfer_reference=flashinfer_emulator kernels.triton_reference=triton_emulator",
 }

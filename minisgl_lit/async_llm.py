@@ -19,6 +19,7 @@ from .text.sampling_params import SamplingParams
 from .engine_driver import EngineDriver, Prompt, RequestState, progress_bar
 from .keywords import ChatFields, Params, SamplingFields, passes_on
 from .llm import Dialog, LoadedModel, as_dialogs, as_list
+from .loop.weight_updates import PARTS
 from .runtime import Runtime
 from .text.answer import Answer, AnswerPiece
 from .text.chat_template import ChatOptions
@@ -71,7 +72,7 @@ class AsyncEngineDriver(EngineDriver):
     def _has_work(self) -> bool:
         "Whether there is; if there is none, the thread ends"
         with self._state:
-            busy = self.scheduler.has_work
+            busy = self.core.has_work
             self._runs = not self.closed and bool(
                 busy or self._backlog or self._submitted or self._released)
             return self._runs
@@ -215,7 +216,7 @@ class AsyncLLM(LoadedModel):
     # %% ../nbs/async_llm.ipynb #da4fc1ac
     async def stats(self) -> dict[str, object]:
         "Statistics: requests `running` and `waiting`, `pages`, `hit_rate` and more"
-        return {**await asyncio.to_thread(self._driver.stats)}
+        return await asyncio.to_thread(self._driver.control, 'stats')
 
     async def update_weights(
         self,
@@ -230,12 +231,11 @@ class AsyncLLM(LoadedModel):
         weights: bool = True,   # Also the memory of the weights, not only that of the KV cache
     ) -> None:
         "Give memory back, once all requests have ended, until `wake` or `update_weights`"
-        parts = {'kv_cache', 'weights'} if weights else {'kv_cache'}
-        await asyncio.to_thread(self._driver.sleep, parts)
+        await asyncio.to_thread(self._driver.sleep, PARTS if weights else {'kv_cache'})
 
     async def wake(self) -> None:
         "Take it again; weights that were not updated meanwhile are loaded once more"
-        await asyncio.to_thread(self._driver.wake)
+        await asyncio.to_thread(self._driver.control, 'resume_memory', ' '.join(PARTS))
 
     # %% ../nbs/async_llm.ipynb #773f6f92
     async def embed(

@@ -24,6 +24,7 @@ from .engine_driver import EngineDriver, Prompt, RequestState, input_ids
 from .keywords import (
     ChatFields, EngineSettings, Params, SamplingFields, check_keywords, params_per_prompt,
     passes_on, settings_help)
+from .loop.weight_updates import PARTS
 from .runtime import build
 from .text.answer import Answer, AnswerPiece, AnswerReader, Reader, json_form
 from .text.answer_html import bar_html, framed, lines_html
@@ -119,7 +120,7 @@ class LoadedModel:
         device = self.runtime.engine.device
         head = f'{self.config.model} on {device}' + (', closed' if self._driver.closed else '')
         if self._driver.closed: return framed(lines_html([head]))
-        stats = self._driver.stats()
+        stats = self._driver.control('stats')
         pages = cast(dict[str, int], stats['pages'])
         work = f'{stats["running"]} requests running, {stats["waiting"]} waiting; '
         found = f'{stats["hit_rate"]:.0%} of all prompt tokens came from the cache'
@@ -327,7 +328,7 @@ class LLM(LoadedModel):
     # %% ../nbs/llm.ipynb #9ba36f82
     def stats(self) -> dict[str, object]:
         "Statistics: requests `running` and `waiting`, `pages`, `hit_rate` and more"
-        return {**self._driver.stats()}
+        return self._driver.control('stats')
 
     def update_weights(
         self,
@@ -342,11 +343,11 @@ class LLM(LoadedModel):
         weights: bool = True,   # Also the memory of the weights, not only that of the KV cache
     ) -> None:
         "Give memory back, once all requests have ended, until `wake` or `update_weights`"
-        self._driver.sleep({'kv_cache', 'weights'} if weights else {'kv_cache'})
+        self._driver.sleep(PARTS if weights else {'kv_cache'})
 
     def wake(self) -> None:
         "Take it again; weights that were not updated meanwhile are loaded once more"
-        self._driver.wake()
+        self._driver.control('resume_memory', ' '.join(PARTS))
 
     # %% ../nbs/llm.ipynb #07a6ff2f
     def embed(

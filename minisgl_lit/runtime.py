@@ -29,7 +29,7 @@ from .core.kv_cache.manager import CacheManager, PageSource
 from .core.kv_cache.radix import make_prefix_cache
 from .core.models.decoder import ModelConfig, shard_config
 from .formats.weight_update import WeightUpdater
-from .formats.weight_control import WeightControl
+from .loop.engine_core import EngineCore
 from .core.scheduler.scheduler import Observer
 from .core.scheduler.scheduler import Scheduler
 from .text.answer_rules import TextRules
@@ -99,20 +99,24 @@ class ModelWeights:
 class Runtime:
     """A running engine: what `build` has made of a config.
 
-    Requests go to `scheduler`; aborts, pauses and checks to `control`. The caller of `build`
-    owns the runtime, and must `close` it: the processes of other ranks may belong to it.
+    Messages go to `core`, or requests to its `scheduler`. The caller of `build` owns the
+    runtime, and must `close` it: the processes of other ranks may belong to it.
     """
     config: EngineConfig       # What was asked for
     model_path: Path           # The checkpoint's folder
     model_config: ModelConfig  # The model's shape
     tokenizer: Tokenizer       # Text to tokens and back
     grammars: GrammarCompiler  # Compiles the grammars of structured output
-    scheduler: Scheduler       # Takes requests, gives outputs
-    control: WeightControl           # Aborts, pauses, checks
+    core: EngineCore           # Takes messages and turns, over a scheduler
     engine: Engine             # Computes; rank 0's part if there are several
     memory: MemoryPlan         # Bytes of weights and pages, in each rank
     ranks: RankProcesses       # The processes of the other ranks; none if `tp` is 1
     weights: ModelWeights      # Loads other checkpoints
+
+    @property
+    def scheduler(self) -> Scheduler:
+        "Takes requests, gives outputs"
+        return self.core.scheduler
 
     def failure(self) -> str | None:
         "Why nothing can be computed any more, in a sentence; safe and cheap from any thread"
@@ -202,5 +206,6 @@ def build(
         ranks.end('the start has failed')
         for source in sources.values(): source.close(lambda n: 0)
         raise
-    return Runtime(config, resolved.path, model, tokenizer, grammars, scheduler,
-                   WeightControl(scheduler), engine, memory, ranks, weights)
+    core = EngineCore(scheduler, grammars.begin, weights)
+    return Runtime(
+        config, resolved.path, model, tokenizer, grammars, core, engine, memory, ranks, weights)

@@ -199,13 +199,13 @@ def test_the_garbage_collector_comes_in_between():
     "It may close a forgotten coroutine at any allocation, even while the thread decides whether to end: no deadlock, and the request ends"
     driver = async_driver()
     one, two = driver.make_requests([[1], [2]], np.array, SamplingParams(max_tokens=40, temperature=0), streamed=True)
-    real, forgotten = type(driver.scheduler).has_work, [two]
-    class Collecting(type(driver.scheduler)):
+    real, forgotten = type(driver.core.scheduler).has_work, [two]
+    class Collecting(type(driver.core.scheduler)):
         @property
         def has_work(self):
             if real.fget(self) and self.n_steps > 2 and forgotten: driver.release([forgotten.pop()])
             return real.fget(self)
-    driver.scheduler.__class__ = Collecting
+    driver.core.scheduler.__class__ = Collecting
     async def main():
         driver.submit([two])
         async with aclosing(driver.pieces(one)) as pieces:

@@ -12,11 +12,11 @@ from minisgl_lit.core.request import FinishReason
 from minisgl_lit.core.sampling_params import QueueFull, RequestError
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.outputs import EngineCoreOutputs, EngineCoreOutput
-from minisgl_lit.formats.weight_control import WeightControl
-from minisgl_lit.server.messages import (
+from minisgl_lit.loop.messages import (
     AbortMsg, ControlReply, ReadyMsg, RefusedMsg, StopMsg, UserMsg, decode, encode)
 from minisgl_lit.server.engine_client import AsyncEngineClient
-from minisgl_lit.server.engine_core import GrammarQueue, ControlHandler, run_engine_core
+from minisgl_lit.loop.engine_core import EngineCore
+from minisgl_lit.server.engine_process import run_engine_core
 from test_serve import SMALL, alive, before_engine_core, engines, events, idle, info, post, until, web
 
 LONG = dict(sampling_params=dict(max_tokens=1800, ignore_eos=True, temperature=1))
@@ -300,7 +300,7 @@ def test_parent_is_killed_while_others_live(tmp_path, server):
 
 HANGS = '''
 import sys, time
-from minisgl_lit.server import engine_core as workers
+from minisgl_lit.server import engine_process as workers
 def load_and_hang(*args):
     runtime = workers.load_runtime(*args)
     def step_that_never_ends():
@@ -354,7 +354,7 @@ def test_nobody_reads_the_news():
                 self.taken += 1
                 return EngineCoreOutputs([f'{self.taken}'], [1])
         steps = Steps()
-        loop = threading.Thread(target=run_engine_core, args=(there, ControlHandler(WeightControl(steps), GrammarQueue(steps))), daemon=True)
+        loop = threading.Thread(target=run_engine_core, args=(there, EngineCore(steps)), daemon=True)
         loop.start()
         until(lambda: steps.taken >= 4)
         time.sleep(.2)

@@ -25,10 +25,10 @@ from minisgl_lit.core.kv_cache.radix import RadixCache
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.engine_driver import EngineDriver
 from minisgl_lit.core.scheduler import control
-from minisgl_lit.formats.weight_control import WeightControl
 from minisgl_lit.core.scheduler.scheduler import Scheduler
-from minisgl_lit.server.engine_core import ControlHandler, GrammarQueue, handle, run_engine_core
-from minisgl_lit.server.messages import ControlMsg, StopMsg, UserMsg, encode
+from minisgl_lit.loop.engine_core import EngineCore
+from minisgl_lit.server.engine_process import run_engine_core
+from minisgl_lit.loop.messages import ControlMsg, StopMsg, UserMsg, encode
 from minisgl_lit.server.serve import Backoff, Server
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
 
@@ -170,7 +170,7 @@ def test_the_command_line_waits_asleep():
 
 def test_a_driver_that_is_forgotten_ends_its_engine():
     closed = []
-    runtime = SimpleNamespace(scheduler=None, tokenizer=None, close=lambda: closed.append(1))
+    runtime = SimpleNamespace(core=None, tokenizer=None, close=lambda: closed.append(1))
     driver = EngineDriver(runtime)
     stream = driver.read(None)   # it has not begun, and refers to the driver
     del driver
@@ -398,7 +398,7 @@ def test_a_bug_that_one_request_meets_ends_that_request(overlap, where, caplog):
     s = toy(overlap, where)
     def compile(params):
         if where == 'compile' and params.regex: raise Bug
-    handler = ControlHandler(WeightControl(s), GrammarQueue(s, compile))
+    core = EngineCore(s, compile)
     prompts = dict(a=[1, 2, 3, 4, 5], bad=[1, 2, 3, 4, 5, 6], b=[7])
     ends, tokens = {}, {rid: [] for rid in prompts}
     def take(outputs):
@@ -407,13 +407,13 @@ def test_a_bug_that_one_request_meets_ends_that_request(overlap, where, caplog):
             if o.finish_reason: assert ends.setdefault(o.rid, o) is o
     for rid, ids in prompts.items():
         special = dict(stop=['x'], regex='x') if rid == 'bad' else {}
-        take(handle(UserMsg(rid, np.array(ids), SamplingParams(max_tokens=6, **special)), handler) or [])
+        take(core.handle(UserMsg(rid, np.array(ids), SamplingParams(max_tokens=6, **special))) or [])
     while s.has_work: take(s.step())
     assert {rid: o.finish_reason for rid, o in ends.items()} == dict(a='length', bad='error', b='length')
     assert ends['bad'].error == 'this request has failed because of a bug in the server: Bug'
     assert all(tokens[rid] == expected_output(prompts[rid], 6, 50) for rid in 'ab')
     assert len(caplog.records) == 1 and 'Bug' in caplog.text and 'Traceback' in caplog.text
-    handler.control.scheduler.self_check()
+    s.self_check()
     assert s.cache.held_size == s.cache.prefix.protected_size == 0
 
 def test_a_refusal_is_still_a_refusal(caplog):
@@ -421,19 +421,18 @@ def test_a_refusal_is_still_a_refusal(caplog):
     s = toy()
     def refuse(pending): raise RequestError('regex', 'unclosed group')
     s.rules.make_grammar = refuse
-    answer = handle(UserMsg('a', np.array([1]), SamplingParams(regex='(')), ControlHandler(WeightControl(s), GrammarQueue(s)))
+    answer = EngineCore(s).handle(UserMsg('a', np.array([1]), SamplingParams(regex='(')))
     assert (answer.rid, answer.message) == ('a', 'unclosed group') and not caplog.records
 
 @pytest.mark.parametrize('where', ['queue', 'pages'])
 def test_a_bug_of_the_scheduler_is_not_caught(where):
     "What belongs to all: to go on with half-written tables could show one caller another's text"
-    s = toy()
-    handler = ControlHandler(WeightControl(s), GrammarQueue(s))
+    core = EngineCore(s := toy())
     def bug(*_): raise Bug
     if where == 'queue': s.prefill.add = bug
     else: s.cache.allocate = bug
     with pytest.raises(Bug):
-        handle(UserMsg('a', np.array([1, 2]), SamplingParams(max_tokens=3)), handler)
+        core.handle(UserMsg('a', np.array([1, 2]), SamplingParams(max_tokens=3)))
         s.step()
 
 
@@ -463,9 +462,8 @@ def test_tidying_is_done_in_slices(monkeypatch):
 @pytest.mark.parametrize('reads_only', [False, True])
 def test_who_comes_while_the_server_tidies_does_not_wait(monkeypatch, reads_only):
     "It is answered after one slice; then tidying begins anew, unless nothing has changed"
-    monkeypatch.setattr('minisgl_lit.server.engine_core._IDLE_WAIT', .01)
-    s = with_cached(300)
-    handler, events = ControlHandler(WeightControl(s), GrammarQueue(s)), []
+    monkeypatch.setattr('minisgl_lit.loop.engine_core._IDLE_WAIT', .01)
+    s, events = with_cached(300), []
     come = ControlMsg(1, 'stats') if reads_only else UserMsg('a', np.array([7]), SamplingParams(max_tokens=1))
     with zmq.Context() as context, context.socket(zmq.PAIR) as here, context.socket(zmq.PAIR) as there:
         here.bind('inproc://tidy')
@@ -480,17 +478,16 @@ def test_who_comes_while_the_server_tidies_does_not_wait(monkeypatch, reads_only
                 yield
             events.append('done')
             if events.count('done') <= 1: here.send(encode(StopMsg()))
-        handler.control.scheduler.tidy = tidy
-        step, answer = s.step, handle
+        step, s.tidy = s.step, tidy
         def stepped():
             if outputs := step(): events.append('answered')
             return outputs
-        def handled(message, handler):
-            if isinstance(message, ControlMsg): events.append('answered')
-            return answer(message, handler)
+        class Core(EngineCore):
+            def handle(self, message):
+                if isinstance(message, ControlMsg): events.append('answered')
+                return super().handle(message)
         s.step = stepped
-        monkeypatch.setattr('minisgl_lit.server.engine_core.handle', handled)
-        run_engine_core(there, handler)
+        run_engine_core(there, Core(s))
     first = ['begin', 0, 1, 'come', 'answered']
     assert events == first + ([2, 3, 4, 'done'] if reads_only else ['begin', 0, 1, 2, 3, 4, 'done'])
 

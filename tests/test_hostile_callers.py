@@ -24,13 +24,12 @@ from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
-from minisgl_lit.formats.weight_control import WeightControl
 from minisgl_lit.rules.fairness import FairOrder, VirtualTokenCounters
 from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server.api_server import Api, create_app
 from minisgl_lit.server.callers import Account, Callers, RateLimitError
-from minisgl_lit.server.engine_core import ControlHandler, GrammarQueue, handle
-from minisgl_lit.server.messages import UserMsg, decode, encode
+from minisgl_lit.loop.engine_core import EngineCore
+from minisgl_lit.loop.messages import UserMsg, decode, encode
 from minisgl_lit.server.native_protocol import AbortRequest
 from minisgl_lit.server.protocol import ApiError
 from minisgl_lit.testing.toy_engine import ToyEngine
@@ -291,7 +290,7 @@ def test_a_request_says_whose_it_is(web):
 def test_the_caller_travels_to_the_scheduler():
     s = server()
     message = decode(encode(UserMsg("a", np.array([1, 2]), SamplingParams(max_tokens=2), Caller("alice", "eve", 2.5))))
-    assert handle(message, ControlHandler(WeightControl(s), GrammarQueue(s))) is None
+    assert EngineCore(s).handle(message) is None
     assert s.alive["a"].caller == Caller("alice", "eve", 2.5)
 
 def test_limits_by_the_minute(web):
@@ -425,12 +424,13 @@ def test_a_caller_who_waited_for_a_grammar_is_still_the_same():
     "Late or aborted, a request that is added at last is its caller's: shares and limits are counted on"
     s, compiling, caller = server(), Future(), Caller("a", weight=2.)
     s.rules = TextRules(make_grammar=lambda pending: None)
-    queue = GrammarQueue(s, lambda params: compiling if params.grammars else None)
+    core = EngineCore(s, lambda params: compiling if params.grammars else None)
+    queue = core.grammar_queue
     for rid in ("waits", "leaves"): queue.add(UserMsg(rid, np.array([1]), SamplingParams(regex="a"), caller))
     queue.abort("leaves")
     compiling.set_result(None)
     callers = {}
     for message in queue.ready():
-        handle(message, ControlHandler(WeightControl(s), queue))
+        core.handle(message)
         callers |= {o.rid: o.caller for o in s.alive.values()}
     assert callers == dict(waits=caller, leaves=caller) and [*s.alive] == ["waits"]

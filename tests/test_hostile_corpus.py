@@ -21,13 +21,12 @@ from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import RadixCache
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.formats.hub import embedded_path
-from minisgl_lit.formats.weight_control import WeightControl
 from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.server import middleware
 from minisgl_lit.server.api_server import create_app
 from minisgl_lit.server.engine_client import AsyncEngineClient
-from minisgl_lit.server.engine_core import ControlHandler, GrammarQueue, handle
-from minisgl_lit.server.messages import UserMsg, decode
+from minisgl_lit.loop.engine_core import EngineCore
+from minisgl_lit.loop.messages import UserMsg, decode
 from minisgl_lit.testing.toy_engine import ToyEngine
 from minisgl_lit.text import tokenizer as tokenizers
 from minisgl_lit.text.tokenizer import ChatTemplate, Tokenizer
@@ -83,21 +82,17 @@ class Engine:
         self.scheduler = Scheduler(
             ToyEngine(table.page_table, table.token_pool, PAGE, 256, VOCAB), CacheManager(256, table, RadixCache(PAGE, 'lru')), VOCAB, lambda: 0.,
             config, frozenset(), None, TextRules(tokenizers.TextStopChecks(tokenizer), grammars))
-        self.queue = GrammarQueue(self.scheduler, grammars.begin)
-        self.handler, self.stopped = ControlHandler(WeightControl(self.scheduler), self.queue), False
+        self.core, self.stopped = EngineCore(self.scheduler, grammars.begin), False
 
     def send(self, data):
         message = decode(data)
         if isinstance(message, UserMsg): self.work.sent.append(message)
-        self._handle(message)
-        asyncio.get_running_loop().call_soon(self._step)
+        loop = asyncio.get_running_loop()
+        if answer := self.core.handle(message): loop.call_soon(self.client.dispatch, answer)
+        loop.call_soon(self._turn)
 
-    def _handle(self, message):
-        if answer := handle(message, self.handler): asyncio.get_running_loop().call_soon(self.client.dispatch, answer)
-
-    def _step(self):
-        for message in self.queue.ready(): self._handle(message)
-        if not self.stopped and (outputs := self.scheduler.step()): self.client.dispatch(outputs)
+    def _turn(self):
+        for message in () if self.stopped else self.core.turn(): self.client.dispatch(message)
         if self.scheduler.has_work and not self.stopped: asyncio.get_running_loop().call_soon(self._step)
         elif len(self.queue): asyncio.get_running_loop().call_later(.002, self._step)
 

@@ -17,8 +17,9 @@ from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.core.scheduler.scheduler import Scheduler
-from minisgl_lit.server import engine_core
-from minisgl_lit.server.messages import UserMsg
+from minisgl_lit.server import engine_process
+from minisgl_lit.loop.engine_core import GrammarQueue
+from minisgl_lit.loop.messages import AbortMsg, UserMsg, encode
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
 from minisgl_lit.text import stop
 from minisgl_lit.text.stop import StopChecker, compile_stop, pattern_items, search_together
@@ -298,7 +299,7 @@ def test_a_grammar_is_measured_before_it_is_compiled(compiler, params, what):
 
 def test_grammars_of_callers_who_have_left_are_not_compiled(compiler):
     "A hundred new forms and their caller hangs up: the next caller's form is begun after the two that were running"
-    queue = engine_core.GrammarQueue(scheduler(None, False), compiler.begin)
+    queue = GrammarQueue(scheduler(None, False), compiler.begin)
     queue.scheduler.rules.make_grammar = compiler
     def ask(rid, pattern): queue.add(UserMsg(rid, np.array([1]), SamplingParams(regex=pattern)))
     for i in range(100): ask(f"flood{i}", f"a{i}")
@@ -312,7 +313,7 @@ def test_grammars_of_callers_who_have_left_are_not_compiled(compiler):
     assert compiler.begin(SamplingParams(regex="a7")).result(10) is compiler
 
 def test_grammars_of_requests_that_waited_too_long_are_not_compiled(compiler, monkeypatch):
-    queue = engine_core.GrammarQueue(scheduler(None, False), compiler.begin)
+    queue = GrammarQueue(scheduler(None, False), compiler.begin)
     queue.scheduler.rules.make_grammar = compiler
     for i in range(3): queue.add(UserMsg(str(i), np.array([1]), SamplingParams(regex=f"a{i}")))
     monkeypatch.setattr(queue, "_timed_out", lambda arrival: True)
@@ -322,7 +323,7 @@ def test_grammars_of_requests_that_waited_too_long_are_not_compiled(compiler, mo
     assert "a2" not in compiler.started   # the others may have been running
 
 def test_a_grammar_of_a_request_that_can_never_be_served_is_not_compiled(compiler):
-    queue = engine_core.GrammarQueue(scheduler(None, False), compiler.begin)
+    queue = GrammarQueue(scheduler(None, False), compiler.begin)
     queue.scheduler.rules.make_grammar = compiler
     with pytest.raises(RequestError, match="48"): queue.add(UserMsg("long", np.full(60, 1), SamplingParams(regex="a")))
     assert not compiler.started and not compiler._cache
@@ -348,9 +349,9 @@ def test_two_grammars_are_compiled_at_once_and_few_are_kept(compiler):
 
 def test_slow_messages_do_not_keep_a_step_waiting(monkeypatch):
     "Each request costs a while to accept: a step comes after ten milliseconds of them, not after 256"
-    now, socket = [0.], SimpleNamespace(poll=lambda ms: 1, get=lambda what: 1, recv=lambda: engine_core.encode(engine_core.AbortMsg("x")))
-    monkeypatch.setattr(engine_core, "monotonic", lambda: now[0])
+    now, socket = [0.], SimpleNamespace(poll=lambda ms: 1, get=lambda what: 1, recv=lambda: encode(AbortMsg("x")))
+    monkeypatch.setattr(engine_process, "monotonic", lambda: now[0])
     taken = 0
-    for _ in engine_core.receive_messages(socket, 0, 256):
+    for _ in engine_process.receive_messages(socket, 0, 256):
         taken, now[0] = taken + 1, now[0] + .004
     assert taken == 3

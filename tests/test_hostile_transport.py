@@ -11,7 +11,7 @@ from minisgl_lit.cli import serve as serve_command
 from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.log import LogFile
 from minisgl_lit.formats.hub import embedded_path
-from minisgl_lit.server import engine_core, middleware
+from minisgl_lit.server import engine_process, middleware
 from minisgl_lit.server.api_server import create_app
 from minisgl_lit.server.callers import Account, Callers
 from minisgl_lit.server.connection import ConnectionAcceptor
@@ -377,10 +377,10 @@ def test_the_engine_core_writes_through_a_thread(monkeypatch):
     "Whatever Python code there prints, and its tracebacks: before anything else is done, standard error is put behind a queue"
     class First(Exception): pass
     def unblock(as_json): raise First(as_json)
-    monkeypatch.setattr(engine_core, 'unblock_stderr', unblock)
+    monkeypatch.setattr(engine_process, 'unblock_stderr', unblock)
     def too_late(*_): raise AssertionError('something else came first')
-    monkeypatch.setattr(engine_core, 'signal', SimpleNamespace(SIGINT=2, SIGTERM=15, signal=too_late))
-    with pytest.raises(First, match='True'): engine_core.main('', '', '1', json.dumps(dict(log_json=True)))
+    monkeypatch.setattr(engine_process, 'signal', SimpleNamespace(SIGINT=2, SIGTERM=15, signal=too_late))
+    with pytest.raises(First, match='True'): engine_process.main('', '', '1', json.dumps(dict(log_json=True)))
 
 
 # -- the whole server -------------------------------------------------------------------------------

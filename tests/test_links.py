@@ -15,7 +15,7 @@ from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.server import engine_link
 from minisgl_lit.server.engine_client import AsyncEngineClient
 from minisgl_lit.server.engine_link import EngineHost, EngineLink, set_options
-from minisgl_lit.server.messages import AbortMsg, HelloMsg, ReadyMsg, UserMsg, encode
+from minisgl_lit.loop.messages import AbortMsg, HelloMsg, ReadyMsg, UserMsg, encode
 from minisgl_lit.testing.toy_core import ToyEngineCore
 from minisgl_lit.testing.toy_engine import expected_output
 

@@ -18,7 +18,7 @@ from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.engine_driver import EngineDriver
-from minisgl_lit.formats.weight_control import WeightControl
+from minisgl_lit.loop.engine_core import EngineCore
 from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
 from minisgl_lit.text.tokenizer import TextStopChecks
@@ -41,7 +41,7 @@ def toy_driver(overlap, rows=3, pages=24, queued=4, delay=0.0, driver=EngineDriv
     cache = CacheManager(pages, table, make_prefix_cache("radix", 4))
     scheduler = Scheduler(engine, cache, VOCAB, float, EngineConfig(max_queued_req=queued, overlap=overlap),
                           rules=TextRules(TextStopChecks(letters := Letters())))
-    runtime = SimpleNamespace(scheduler=scheduler, control=WeightControl(scheduler), engine=engine, close=stream.close, tokenizer=letters,
+    runtime = SimpleNamespace(scheduler=scheduler, core=EngineCore(scheduler), engine=engine, close=stream.close, tokenizer=letters,
                               grammars=SimpleNamespace(validate=lambda params: None))
     return driver(runtime)
 
@@ -151,13 +151,13 @@ def test_an_engine_that_fails_while_it_is_closed_is_ended():
     driver = toy_driver(False)
     stream = driver.read(*driver.make_requests([[1]], np.array, SamplingParams(max_tokens=9, temperature=0), streamed=True))
     next(stream)
-    driver.scheduler.step = failing
+    driver.core.scheduler.step = failing
     with pytest.raises(ZeroDivisionError): driver.close()
     assert driver.closed and not driver._end_engine.alive
 
 
 def without_weights(driver):
-    driver.runtime.weights = SimpleNamespace(check=lambda path: None, load=lambda path: None, check_release=lambda parts: None,
+    driver.runtime.weights = driver.core.updates.weights = driver.core.memory.weights = SimpleNamespace(check=lambda path: None, load=lambda path: None, check_release=lambda parts: None,
                                              release=lambda parts: None, reload=lambda: None)
     return driver
 
@@ -167,10 +167,10 @@ def test_an_update_that_fails_holds_nobody():
     driver, params = without_weights(toy_driver(False)), SamplingParams(max_tokens=9, temperature=0)
     stream = driver.read(*driver.make_requests([[1]], np.array, params, streamed=True))
     next(stream)
-    step, driver.scheduler.step = driver.scheduler.step, failing
+    step, driver.core.scheduler.step = driver.core.scheduler.step, failing
     with pytest.raises(ZeroDivisionError): driver.update_weights("other", None)
-    driver.scheduler.step = step
-    assert not driver.scheduler.prefill.held
+    driver.core.scheduler.step = step
+    assert not driver.core.scheduler.prefill.held
     out, = driver.collect(driver.make_requests([[2]], np.array, params), progress=False)
     assert out.token_ids == expected([2], 9)
     driver.update_weights("other", None)
@@ -183,17 +183,17 @@ def test_falling_asleep_has_an_end():
     prompts = [[k] for k in range(9)]
     waiting = driver.make_requests(prompts, np.array, params)
     driver.submit(waiting)
-    step, refused = driver.scheduler.step, []
+    step, refused = driver.core.scheduler.step, []
     def another():   # at each step another caller asks
         with pytest.raises(RuntimeError, match="falling asleep"): driver.submit(driver.make_requests([[1]], np.array, params))
         refused.append(1)
         return step()
-    driver.scheduler.step = another
+    driver.core.scheduler.step = another
     driver.sleep({"kv_cache"})
-    driver.scheduler.step = step
+    driver.core.scheduler.step = step
     assert refused and [o.output.token_ids for o in waiting] == [expected(o, 5) for o in prompts]
     with pytest.raises(RuntimeError, match="memory has been released"): driver.collect(driver.make_requests([[1]], np.array, params), progress=False)
-    driver.wake()
+    driver.control("resume_memory", "kv_cache weights")
     out, = driver.collect(driver.make_requests([[2]], np.array, params), progress=False)
     assert out.token_ids == expected([2], 5)
     driver.release(waiting)

@@ -7,7 +7,7 @@ from minisgl_lit.core.request import FinishReason
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.outputs import EngineCoreOutputs, EngineCoreOutput
 from minisgl_lit.distributed.kv_events import KVEvents
-from minisgl_lit.server.messages import (
+from minisgl_lit.loop.messages import (
     AbortMsg, ControlMsg, ControlReply, FailMsg, KVEventsMsg, MessageError, ReadyMsg, RefusedMsg, StopMsg,
     UserMsg, decode, encode)
 

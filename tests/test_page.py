@@ -9,7 +9,7 @@ import pytest
 
 import minisgl_lit
 from minisgl_lit import SamplingParams, serve
-from minisgl_lit.server.live_view import BatchLog
+from minisgl_lit.loop.live_view import BatchLog
 from vendor import FILES, ROOT, sha256
 
 FOLDER = Path(minisgl_lit.__file__).parent / "webui"

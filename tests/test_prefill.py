@@ -21,7 +21,7 @@ from minisgl_lit.distributed.page_file import PageFile
 from minisgl_lit.process import own_folder
 from minisgl_lit.server import prefill_router
 from minisgl_lit.server.engine_client import AsyncEngineClient
-from minisgl_lit.server.messages import UserMsg
+from minisgl_lit.loop.messages import UserMsg
 from minisgl_lit.server.prefill_router import PrefillRouter, handoff_folder
 from minisgl_lit.testing.toy_core import ToyEngineCore
 from minisgl_lit.testing.toy_engine import expected_output
@@ -399,7 +399,7 @@ def test_what_an_engine_aborts_by_itself_is_aborted():
         async with Engines(step_seconds=.005, max_prefill_tokens=4) as e:
             asked = asyncio.ensure_future(e.read(request('x')))
             await e.until(lambda: 'x' in e.cores['p'].scheduler.alive)
-            e.cores['p'].handler.abort('', whole=False)
+            e.cores['p'].core.abort('', whole=False)
             (told, end), = await asked
             assert told == [] and end.finish_reason is FinishReason.ABORT
     run(main())
@@ -536,7 +536,7 @@ def test_whatever_happens_on_the_way(seed, impatient, monkeypatch):
             assert await e.files() == []
             for name, core in e.cores.items():
                 await e.until(lambda: not core.scheduler.has_work)
-                core.handler.control.scheduler.self_check()
+                core.scheduler.self_check()
             assert e.router.calls == 0 and not e.router._rids
     run(main())
 

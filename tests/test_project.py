@@ -256,9 +256,10 @@ def rooms():
 ARROWS = {   # as docs/design.md draws them: a room, and those that it may import
     "core": "", "config": "core text", "weekend": "", "process": "", "log": "", "kernels": "core process", "formats": "core kernels", "distributed": "core", "text": "core log",
     "rules": "core", "assembly": "core config kernels formats distributed process log", "second_tier": "core config formats distributed assembly",
-    "runtime": "core config kernels formats distributed text rules assembly second_tier", "_keywords": "core config text", "keywords": "core config text _keywords", "engine_driver": "core text runtime keywords",
-    "llm": "core config text runtime keywords engine_driver", "async_llm": "core config text runtime keywords engine_driver llm",
-    "server": "core config text distributed formats runtime process log", "config_sources": "core config server", "cli_arguments": "core config text keywords server",
+    "loop": "core text distributed formats",
+    "runtime": "core config kernels formats distributed text rules assembly second_tier loop", "_keywords": "core config text", "keywords": "core config text _keywords", "engine_driver": "core text loop runtime keywords",
+    "llm": "core config text loop runtime keywords engine_driver", "async_llm": "core config text loop runtime keywords engine_driver llm",
+    "server": "core config text distributed formats loop runtime process log", "config_sources": "core config server", "cli_arguments": "core config text keywords server",
     "tools": "*", "testing": "*", "cli": "*", "__main__": "cli"}
 
 def test_rooms_know_only_what_they_may():

@@ -10,9 +10,8 @@ from minisgl_lit.core.sampling_params import QueueFull, RequestError
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.distributed.kv_events import BlockIndex, KVEventLog, block_hashes, root_hash
 from minisgl_lit.server.engine_client import AsyncEngineClient
-from minisgl_lit.server.messages import ControlMsg, UserMsg, decode
+from minisgl_lit.loop.messages import ControlMsg, UserMsg, decode
 from minisgl_lit.server.router import Router
-from minisgl_lit.server.weight_updates import MemoryReleases, WeightUpdates
 from minisgl_lit.testing.toy_core import ToyEngineCore
 from minisgl_lit.testing.toy_engine import expected_output
 from test_radix import Radix, lives
@@ -156,7 +155,7 @@ def test_whatever_happens(seed):
                         core.trouble = 'the engine has not been heard of for 4 s'
                         await asyncio.sleep(.005)
                         if not core.killed: core.trouble = ''
-                    case 'lose': core.handler.kv_events and core.handler.kv_events.take()
+                    case 'lose': core.core.kv_events and core.core.kv_events.take()
                     case 'leave':
                         router.leave(name)
                         await asyncio.sleep(.005)
@@ -376,8 +375,8 @@ class Weights:
 def with_weights(fails=False, **settings):
     "A client of a toy engine that can load weights and release memory"
     it = client(**settings)
-    handler, it.weights = it.process.handler, Weights(fails)
-    handler.updates, handler.memory = WeightUpdates(handler.control, it.weights), MemoryReleases(handler.control, it.weights)
+    core, it.weights = it.process.core, Weights(fails)
+    core.updates.weights = core.memory.weights = it.weights
     return it
 
 async def two(*fails, **settings):

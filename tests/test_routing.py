@@ -9,7 +9,7 @@ from minisgl_lit.core.outputs import EngineCoreOutput
 from minisgl_lit.core.request import FinishReason
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.distributed.kv_events import KVEvents
-from minisgl_lit.server.messages import UserMsg
+from minisgl_lit.loop.messages import UserMsg
 from minisgl_lit.server.router import Prompt, Router
 from minisgl_lit.tools.roofline import ModelCosts
 from minisgl_lit.tools.routing import LeastCost, SimReplica, SimRouter, routing_rules, simulate_replicas

@@ -38,7 +38,7 @@ def idle(server):
 def engines(parent=None):
     "Engine processes started by this process, or by another, that are still alive: pid and folder"
     lines = subprocess.run(['ps', '-A', '-ww', '-o', 'pid=,ppid=,stat=,command='], capture_output=True, text=True).stdout.splitlines()
-    rows = [line.split(None, 3) for line in lines if 'minisgl_lit.server.engine_core' in line]
+    rows = [line.split(None, 3) for line in lines if 'minisgl_lit.server.engine_process' in line]
     return {int(pid): Path(re.search(r' (\S*minisgl_lit-engine-\w+) ', command)[1]) for pid, ppid, stat, command in rows
             if int(ppid) == (parent or os.getpid()) and stat[0] != 'Z'}
 
@@ -229,7 +229,7 @@ def test_wrong_starts(tmp_path, server, monkeypatch):
 
 def before_engine_core(monkeypatch, code):
     "Engine processes that are started from now on do this first"
-    program = f'{code}\nimport sys\nfrom minisgl_lit.server.engine_core import main\nmain(*sys.argv[1:])'
+    program = f'{code}\nimport sys\nfrom minisgl_lit.server.engine_process import main\nmain(*sys.argv[1:])'
     def start(module, *args, **streams): return subprocess.Popen([sys.executable, '-c', program, *args], start_new_session=True, **streams)
     monkeypatch.setattr('minisgl_lit.server.engine_client.start_module', start)
 

@@ -198,7 +198,7 @@ def test_an_engine_ends_beside_a_disk_that_hangs(tmp_path):
     gate, prompts = threading.Event(), [np.random.default_rng(i).integers(100, 500, 400).tolist() for i in range(3)]
     with patch('minisgl_lit.second_tier.least_pages', return_value=1):   # even if the disk is busy
         llm = LLM(device='cpu', num_pages=60, max_running_req=2, kv_disk_path=str(tmp_path), kv_disk_gib=.05)
-    tier, params = llm._driver.scheduler.cache.sources['tier'], SamplingParams(max_tokens=2, temperature=0)
+    tier, params = llm.runtime.scheduler.cache.sources['tier'], SamplingParams(max_tokens=2, temperature=0)
     def ask(): return [llm.generate([p], params)[0].token_ids for p in prompts]
     right, end = ask(), time.monotonic() + 30
     while tier.stats()['host'] and time.monotonic() < end:   # what is still in memory needs no disk

@@ -30,7 +30,7 @@ from .engine_client import EngineClient
 from .fields import ApiError
 from .middleware import middleware_stack
 from .metrics import Metrics, RequestTimer
-from .messages import UserMsg
+from ..loop.messages import UserMsg
 from .messages_protocol import MessagesProtocol
 from .operations import ServerRoutes
 from .native_protocol import (

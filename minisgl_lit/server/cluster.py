@@ -25,7 +25,7 @@ from .config import ServerConfig
 from .callers import Callers
 from .engine_client import AsyncEngineClient
 from .engine_link import EngineAddress, EngineLink
-from .messages import FailMsg, ReadyMsg
+from ..loop.messages import FailMsg, ReadyMsg
 from .ray_engine import (
     EngineActor, check_config, import_ray, needs, seen_from_here, settings_elsewhere)
 from .router import Router

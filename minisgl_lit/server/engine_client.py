@@ -29,7 +29,7 @@ from ..core.request import FinishReason
 from ..core.sampling_params import QueueFull, RequestError
 from ..distributed.kv_events import KVEvents
 from ..process import own_folder, start_module
-from .messages import (
+from ..loop.messages import (
     AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, KVEventsMsg, MessageError,
     ReadyMsg, RefusedMsg, StopMsg, UserMsg, decode, encode)
 from .sse import OutputQueue
@@ -123,7 +123,7 @@ class EngineCoreHandle:
 
     It owns all of them, and `close` ends them. Made inside an event loop, and used from
     there only."""
-    module = 'minisgl_lit.server.engine_core'   # what the process runs
+    module = 'minisgl_lit.server.engine_process'   # what the process runs
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ class AsyncEngineClient:
     # %% ../../nbs/server/engine_client.ipynb #e4b6fff3
     async def control(
         self,
-        command: str,        # One of `ControlHandler.names`
+        command: str,        # One of `EngineCore.commands`
         argument: str = '',  # Of the command; '' if it takes none
     ) -> dict[str, object]:
         "Its result; `RequestError` if it was refused, `RuntimeError` if it failed"
@@ -331,8 +331,7 @@ class AsyncEngineClient:
         self._control_replies[id] = asyncio.get_running_loop().create_future()
         self.process.send(encode(ControlMsg(id, command, argument)))
         reply = await self._control_replies[id]
-        if not reply.error: return reply.result
-        raise RequestError(command, reply.error) if reply.refused else RuntimeError(reply.error)
+        return reply.unpack(command)
 
     async def stats(self) -> dict[str, object]:
         "What `Scheduler.stats()` returns"

@@ -21,7 +21,7 @@ from .config import ServerConfig
 from ..core.outputs import EngineCoreOutputs
 from ..core.sampling_params import RequestError
 from .engine_client import EngineCoreHandle, EngineTransport, read_all
-from .messages import (
+from ..loop.messages import (
     AbortMsg, AliveMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, HelloMsg, KVEventsMsg,
     MessageError, ReadyMsg, RefusedMsg, StopMsg, UserMsg, decode, encode)
 

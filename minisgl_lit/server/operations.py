@@ -32,7 +32,7 @@ from .native_protocol import PauseRequest
 from .openai_protocol import check_model
 from .routes import Route
 from .sse import EventStream, unless_disconnected
-from .weight_updates import PARTS, WeightUpdate
+from ..loop.weight_updates import PARTS, WeightUpdate
 from ..text.tokenizer import Tokenizer
 
 # %% ../../nbs/server/operations.ipynb #eabc56e2

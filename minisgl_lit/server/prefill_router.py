@@ -23,7 +23,7 @@ from ..core.request import FinishReason
 from ..core.sampling_params import QueueFull, RequestError
 from ..text.sampling_params import SamplingParams
 from ..process import own_folder
-from .messages import UserMsg
+from ..loop.messages import UserMsg
 from .router import Prompt, Replica, Router
 
 # %% ../../nbs/server/prefill_router.ipynb #b91443fd

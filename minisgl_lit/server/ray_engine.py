@@ -23,7 +23,7 @@ import msgspec
 from .config import ServerConfig
 from .engine_client import engine_settings
 from .engine_link import EngineAddress, EngineHost, EngineLink, host_engine
-from .messages import FailMsg, FromScheduler, ReadyMsg
+from ..loop.messages import FailMsg, FromScheduler, ReadyMsg
 
 # %% ../../nbs/server/ray_engine.ipynb #d9b1ffd0
 class EngineActor:

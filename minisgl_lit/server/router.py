@@ -20,7 +20,7 @@ from ..core.sampling_params import QueueFull, RequestError
 from ..distributed.kv_events import BlockIndex, KVEvents, block_hashes
 from ..distributed.kv_events import prefix_len, root_hash
 from .engine_client import EngineClient
-from .messages import UserMsg
+from ..loop.messages import UserMsg
 
 # %% ../../nbs/server/router.ipynb #44a8d7fb
 class Prompt(NamedTuple):

@@ -34,7 +34,7 @@ from .callers import Callers
 from .connection import ConnectionAcceptor, connection_limit
 from .engine_client import AsyncEngineClient, EngineClient, EngineCoreHandle
 from .files import Folders
-from .messages import ReadyMsg
+from ..loop.messages import ReadyMsg
 from .middleware import log_to_stderr
 from .ray_engine import RayCluster, RayEngine
 from .prefill_router import handoff_folder, make_router

@@ -15,11 +15,10 @@ from ..distributed.handoff import Handoffs
 from ..core.kv_cache.manager import CacheManager
 from ..core.kv_cache.radix import make_prefix_cache
 from ..core.kv_cache.table import TableManager
-from ..formats.weight_control import WeightControl
 from ..core.scheduler.scheduler import Scheduler
-from ..server.engine_core import ControlHandler, GrammarQueue, handle
-from ..server.live_view import BatchLog
-from ..server.messages import FromScheduler, KVEventsMsg, ToScheduler, decode, encode
+from ..loop.engine_core import EngineCore
+from ..loop.live_view import BatchLog
+from ..loop.messages import FromScheduler, ToScheduler, decode, encode
 from .toy_engine import ToyEngine
 
 # %% ../../nbs/testing/toy_core.ipynb #521d1043
@@ -47,7 +46,7 @@ class ToyEngineCore:
         cache = CacheManager(config.num_pages, table, prefix, sources)
         self.scheduler = Scheduler(engine, cache, vocab_size, perf_counter, config)
         self.scheduler.observer = BatchLog(self.scheduler)
-        self.handler = ControlHandler(WeightControl(self.scheduler), GrammarQueue(self.scheduler))
+        self.core = EngineCore(self.scheduler)
         self.step_seconds, self.trouble, self.killed = step_seconds, '', False
         self._inbox, self._woken = list[bytes](), asyncio.Event()
 
@@ -83,10 +82,6 @@ class ToyEngineCore:
     def _turn(self) -> list[FromScheduler]:
         "Handle what has come, and run a step"
         inbox, self._inbox = [decode(o) for o in self._inbox], []
-        sent = [handle(o, self.handler) for o in inbox if isinstance(o, ToScheduler)]
-        sent.append(self.scheduler.step())
-        sent.append(self.handler.updates.finish())
-        events = self.handler.take_kv_events()
-        sent.append(events and KVEventsMsg(events))
-        again = [decode(encode(o)) for o in sent if o]
+        answers = [self.core.handle(o) for o in inbox if isinstance(o, ToScheduler)]
+        again = [decode(encode(o)) for o in (*answers, *self.core.turn()) if o]
         return [o for o in again if isinstance(o, FromScheduler)]

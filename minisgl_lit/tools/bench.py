@@ -38,8 +38,8 @@ from ..formats.hub import resolve_model
 from ..core.models.decoder import ModelConfig
 from ..core.scheduler.scheduler import Observer
 from ..core.scheduler.scheduler import Scheduler
-from ..server.engine_core import receive_messages
-from ..server.messages import encode
+from ..server.engine_process import receive_messages
+from ..loop.messages import encode
 from ..text.tokenizer import RequestOutput
 from .load_generator import base, call, own_server
 from .model_rate import model

@@ -16,10 +16,10 @@ import uvicorn
 
 from ..server.config import ServerConfig
 from ..runtime import Runtime
-from ..server import engine_core
+from ..server import engine_process
 from ..server.api_server import create_app
 from ..server.engine_client import AsyncEngineClient, EngineCoreHandle
-from ..server.messages import FailMsg
+from ..loop.messages import FailMsg
 from ..server.router import Router
 from ..server.serve import listen, url_of
 from ..text.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ def load_sleeping(
     replica: int = 0,  # The same
 ) -> Runtime | FailMsg:
     "The runtime of the embedded model, whose engine sleeps as long as `sleeping_costs` say"
-    runtime = engine_core.load_runtime(settings, replica)
+    runtime = engine_process.load_runtime(settings, replica)
     if isinstance(runtime, FailMsg): return runtime
     scheduler, clock = runtime.scheduler, WallClock()
     scheduler.clock, scheduler.engine = clock, SimEngine(clock, sleeping_costs)
@@ -84,6 +84,6 @@ def main(
         case [settings]:
             config, n = json.loads(settings)
             asyncio.run(_serve(ServerConfig(**config), n))
-        case _: engine_core.main(*args, load=load_sleeping)
+        case _: engine_process.main(*args, load=load_sleeping)
 
 if __name__ == '__main__' and '__file__' in globals(): main(*sys.argv[1:])
