@@ -97,7 +97,7 @@ class RequestState:
 
 # %% ../nbs/engine_driver.ipynb #44dd2541
 class EngineDriver:
-    """Lets several callers, in one thread or many, share an engine core without a thread of its own.
+    """Lets several callers, in one thread or many, share an engine core that has no thread.
 
     It owns the core; only the thread that holds the lock touches it. `submit` and `release`
     only note what they are given; the next step opens those requests, or ends them.
@@ -163,7 +163,7 @@ class EngineDriver:
     def _step(self) -> list[ControlReply]:
         "A turn, for all open requests; replies to commands. Called with the lock"
         messages = [*self._take_in(), *self.core.turn()]
-        for o in messages: self._deliver(o)
+        for message in messages: self._deliver(message)
         if not self.core.scheduler.has_work and self.core.grammar_queue: time.sleep(self.core.wait)
         return [o for o in messages if isinstance(o, ControlReply)]
 

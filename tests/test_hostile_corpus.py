@@ -93,8 +93,8 @@ class Engine:
 
     def _turn(self):
         for message in () if self.stopped else self.core.turn(): self.client.dispatch(message)
-        if self.scheduler.has_work and not self.stopped: asyncio.get_running_loop().call_soon(self._step)
-        elif len(self.queue): asyncio.get_running_loop().call_later(.002, self._step)
+        if self.scheduler.has_work and not self.stopped: asyncio.get_running_loop().call_soon(self._turn)
+        elif self.core.grammar_queue: asyncio.get_running_loop().call_later(self.core.wait, self._turn)
 
 
 @pytest.fixture(scope='module')
@@ -319,7 +319,7 @@ def test_a_request_that_is_refused_displaces_nobody(server):
         bad = asyncio.ensure_future(post(web, GENERATE, **generate('x', regex='(', priority=9)))
         with suppress(asyncio.TimeoutError): await asyncio.wait_for(asyncio.shield(bad), 1)
         engine.stopped = False
-        engine._step()
+        engine._turn()
         return await asyncio.gather(waiting, bad)
     innocent, bad = server.run(use, max_queued_req=1)
     assert (innocent.status_code, bad.status_code) == (200, 400)

@@ -144,7 +144,7 @@ def test_closing_at_once_in_several_threads():
     assert driver.closed and errors == []
 
 
-def failing(): raise ZeroDivisionError("a bug")
+def failing(*args): raise ZeroDivisionError("a bug")
 
 
 def test_an_engine_that_fails_while_it_is_closed_is_ended():

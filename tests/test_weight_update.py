@@ -62,7 +62,7 @@ def test_a_load_that_fails(other, monkeypatch):
                 return put(name, weight)
             return read(path, once)
         updater._read = breaks
-        with pytest.raises(OSError): llm.update_weights(other)
+        with pytest.raises(RuntimeError, match='the disk is gone'): llm.update_weights(other)
         with pytest.raises(RuntimeError, match='update them once more'): llm.generate('x', GREEDY)
         updater._read = read
         llm.update_weights(other)

@@ -25,8 +25,8 @@ from ..distributed.kv_events import KVEventLog
 from ..formats.weight_control import WeightControl
 from ..text.sampling_params import SamplingParams
 from .live_view import BatchLog, tree_outline
-from .messages import (
-    AbortMsg, ControlMsg, ControlReply, FromScheduler, KVEventsMsg, RefusedMsg, ToScheduler, UserMsg)
+from .messages import AbortMsg, ControlMsg, ControlReply, FromScheduler
+from .messages import KVEventsMsg, RefusedMsg, ToScheduler, UserMsg
 from .weight_updates import CheckpointLoader, MemoryReleases, WeightUpdates
 
 # %% ../../nbs/loop/engine_core.ipynb #883c7564
