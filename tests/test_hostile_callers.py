@@ -146,7 +146,7 @@ def test_users_share_what_their_caller_has():
 def test_starts_alternate_within_a_pass():
     waiting, started = [PendingReq(f"{name}{i}", np.arange(4), SamplingParams(), 9, caller=Caller(name)) for name in "ab" for i in range(3)], []
     for o in FairOrder().order(waiting, {o: i for i, o in enumerate(waiting)}):
-        o.table_idx = 0
+        o.req = object()
         started.append(o.rid)
     assert started == ["a0", "b0", "a1", "b1", "a2", "b2"]
 

@@ -24,22 +24,20 @@ def admit(cache, rid, tokens, params=SamplingParams()):
     table.write(np.full(len(pages), row), np.arange(len(pages)), pages)
     table.write_tokens(row, 0, pending.input_ids)
     table.lengths.cached_len[row] = handle.cached_len
-    pending.handle, pending.table_idx = handle, row
-    return pending
+    return Req(pending, row, handle, table.lengths)
 
-def run(cache, engine, step, *pendings):
+def run(cache, engine, step, *reqs):
     "A step: compute what each request has not yet computed; the output of the engine"
     table, lengths = cache.table, cache.table.lengths
-    rows = np.array([p.table_idx for p in pendings])
-    start, end = lengths.cached_len[rows], np.array([p.n_tokens for p in pendings])
+    rows = np.array([o.table_idx for o in reqs])
+    start, end = lengths.cached_len[rows], np.array([o.pending.n_tokens for o in reqs])
     for row, a, b in zip(rows, cache.pages_for(start).tolist(), cache.pages_for(end).tolist()):
         table.write(np.full(b - a, row), np.arange(a, b), cache.allocate(b - a))
     request, offset = segments(end - start)     # of each new token
     at = rows[request], start[request] + offset
     lengths.cached_len[rows] = lengths.device_len[rows] = end
     lengths.launched[rows] = step
-    reqs = [Req(p, lengths) for p in pendings]
-    batch = Batch(reqs, ForwardMode.MIXED, step, rows, start, end,
+    batch = Batch([*reqs], ForwardMode.MIXED, step, rows, start, end,
                   *at, table.slots(*at).astype(np.int64), np.arange(len(rows)))
     return engine.sample(batch, engine.forward(batch))
 
@@ -62,7 +60,7 @@ def test_pages_come_up_from_below(tmp_path):
             stream.run_next()
             cache.collect(0)
         admitted = admit(cache, rid, tokens)
-        tier._leases[admitted] = tier._leases.pop(pending)   # `admit` makes its own
+        tier._leases[admitted.pending] = tier._leases.pop(pending)   # `admit` makes its own
         cached_len = cache.load(admitted)
         cache.check_integrity([admitted])
         return admitted, cached_len
@@ -73,7 +71,7 @@ def test_pages_come_up_from_below(tmp_path):
     end(1, first)
     run(cache, engine, 2, m := admit(cache, 'm', [9]*7))     # takes the pages of the first
     end(2, m)
-    test_eq((tier.stats()['stored'], cache.match(first).cached_len), (3, 0))
+    test_eq((tier.stats()['stored'], cache.match(first.pending).cached_len), (3, 0))
     n, cached_len = admit_from_below('n', [1, 2, 3, 4, 5, 6, 8])
     test_eq((cached_len, n.handle.cached_len, n.handle.borrowed), (6, 6, True))
     test_eq(text(run(cache, engine, 3, n)), expected_output([1, 2, 3, 4, 5, 6, 8], 1, 10))
@@ -81,7 +79,7 @@ def test_pages_come_up_from_below(tmp_path):
     test_eq(n.handle.cached_len, 6)
     end(3, n)
     cache._push(cache.prefix.evict(4))
-    alone = PendingReq('o', first.input_ids, SamplingParams(), max_len=12)
+    alone = PendingReq('o', first.pending.input_ids, SamplingParams(), max_len=12)
     alone.shares_cache = False
     test_eq((cache.arriving(alone, cache.match(alone)), cache.n_leases), (False, 0))
     alone.shares_cache = True

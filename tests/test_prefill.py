@@ -458,7 +458,7 @@ def test_a_prompt_that_lost_its_numbers_is_not_sent():
         async with Engines('ap') as e:
             cache = e.cores['p'].scheduler.cache
             finished = cache.cache_finished
-            cache.cache_finished = lambda pending, keep=True: finished(pending, False)
+            cache.cache_finished = lambda req, keep=True: finished(req, False)
             assert await e.ask('x') and e.handoffs('p').counts['sent'] == e.handoffs('a').counts['received'] == 0
     run(main())
 

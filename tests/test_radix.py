@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from minisgl_lit.core.request import PendingReq
+from minisgl_lit.core.request import PendingReq, Req
 from minisgl_lit.core.sampling_params import RequestError
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.kv_cache import radix as chapter
@@ -217,7 +217,7 @@ class Ledger(RuleBasedStateMachine):
         self.launched += 1
         self.lengths.cached_len[row], self.lengths.launched[row] = end, self.launched
         mine = self.table.pages[row, :last].tolist()
-        for i in range(start // self.size, last): self.content[mine[i]] = p.tokens[:min(end, (i + 1)*self.size)].tolist()
+        for i in range(start // self.size, last): self.content[mine[i]] = p.pending.tokens[:min(end, (i + 1)*self.size)].tolist()
         self.reads(p)
         self.flying[self.launched] = set(mine)
 
@@ -225,7 +225,7 @@ class Ledger(RuleBasedStateMachine):
         "What a request reads is of its own prefix"
         end = int(self.lengths.cached_len[p.table_idx])
         for i, page in enumerate(self.table.pages[p.table_idx, :self.cache.pages_for(end)].tolist()):
-            want = p.tokens[:min(end, (i + 1)*self.size)].tolist()
+            want = p.pending.tokens[:min(end, (i + 1)*self.size)].tolist()
             assert self.content[page][:len(want)] == want, f'{p.rid} reads another text in page {page}'
 
     @precondition(lambda self: self.table.available_size)
@@ -241,8 +241,7 @@ class Ledger(RuleBasedStateMachine):
         end = min(handle.cached_len + chunk, len(ids))
         if self.cache.pages_for(end) - handle.cached_len // self.size > self.cache.ready_size: return self.cache.unlock(handle)
         self.n += 1
-        p.handle, p.table_idx = handle, self.table.allocate()
-        pages = handle.pages
+        p, pages = Req(p, self.table.allocate(), handle, self.lengths), handle.pages
         self.table.write(np.full(len(pages), p.table_idx), np.arange(len(pages)), pages)
         self.lengths.cached_len[p.table_idx] = handle.cached_len
         self.running.append(p)
@@ -254,10 +253,10 @@ class Ledger(RuleBasedStateMachine):
         "The next piece of a prompt, or the next token of an answer"
         p = self.running[i % len(self.running)]
         start = int(self.lengths.cached_len[p.table_idx])
-        if start == p.n_tokens:
-            if p.n_tokens == p.max_len: return
-            p.append(i % 4)
-        end = min(start + chunk, p.n_tokens)
+        if start == p.pending.n_tokens:
+            if p.pending.n_tokens == p.pending.max_len: return
+            p.pending.append(i % 4)
+        end = min(start + chunk, p.pending.n_tokens)
         if self.cache.pages_for(end) - self.cache.pages_for(start) <= self.cache.ready_size: self.compute(p, end)
 
     @precondition(lambda self: self.running)
@@ -271,7 +270,6 @@ class Ledger(RuleBasedStateMachine):
         available = self.cache.available_size + self.cache.freed_by([p])
         self.rows.append((int(self.lengths.launched[p.table_idx]), p.table_idx))
         self.cache.cache_finished(p, keep)
-        p.table_idx = None
         if self.completed == self.launched:
             self.cache.collect(self.completed)
             assert self.cache.available_size == available
@@ -377,7 +375,7 @@ def chain(size=4, prefix=None, n_tokens=4000, piece=200):
     table = TableManager(1, n_tokens, size, dummy_page=num_pages)
     cache = CacheManager(num_pages, table, prefix or RadixCache(size))
     p = PendingReq('a', np.arange(n_tokens), SamplingParams(), max_len=n_tokens)
-    p.handle, p.table_idx = cache.match(p), table.allocate()
+    p = Req(p, table.allocate(), cache.match(p), table.lengths)
     cache.lock(p.handle)
     pages, calls = cache.allocate(num_pages), 0
     table.write(np.zeros(num_pages, dtype=int), np.arange(num_pages), pages)
@@ -494,7 +492,7 @@ def ledger():
     cache._allocated[0], cache.held_size = False, 0
     for rid, n in (('a', 2), ('b', 1)):
         p = PendingReq(rid, np.arange(2*n), SamplingParams(), max_len=6)
-        p.handle, p.table_idx = cache.prefix.match_prefix(p.input_ids[:0]), table.allocate()
+        p = Req(p, table.allocate(), cache.prefix.match_prefix(p.input_ids[:0]), table.lengths)
         cache.lock(p.handle)
         table.write(np.full(n, p.table_idx), np.arange(n), cache.allocate(n))
         table.lengths.cached_len[p.table_idx] = 2*n
@@ -538,7 +536,7 @@ def test_what_was_handed_over_is_not_taken_back():
     cache, (a, b) = ledger()
     cache.cache_unfinished(a)
     assert (a.handle.cached_len, cache.prefix.protected_size) == (4, 2)
-    a.input_len = a.n_tokens = 3    # as if the rest had been its answer
+    a.pending.input_len = a.pending.n_tokens = 3    # as if the rest had been its answer
     cache.cache_finished(a)
     cache.check_integrity([b])
     cache.collect(9)
@@ -547,7 +545,7 @@ def test_what_was_handed_over_is_not_taken_back():
 def alone_in(cache, n_tokens, rid='a'):
     "A request with so many tokens, all computed in pages of its own"
     p, table = PendingReq(rid, np.arange(n_tokens), SamplingParams(), max_len=6), cache.table
-    p.handle, p.table_idx, n = cache.prefix.match_prefix(p.input_ids[:0]), table.allocate(), cache.pages_for(n_tokens)
+    p, n = Req(p, table.allocate(), cache.prefix.match_prefix(p.input_ids[:0]), table.lengths), cache.pages_for(n_tokens)
     cache.lock(p.handle)
     table.write(np.full(n, p.table_idx), np.arange(n), cache.allocate(n))
     table.lengths.cached_len[p.table_idx] = n_tokens
@@ -556,7 +554,7 @@ def alone_in(cache, n_tokens, rid='a'):
 def test_the_last_token_of_an_answer_is_not_trusted():
     cache = CacheManager(6, TableManager(2, 6, 2, dummy_page=6), RadixCache(2))
     p = alone_in(cache, 4)
-    p.input_len = 1
+    p.pending.input_len = 1
     cache.cache_finished(p)
     assert (len(cache.prefix.all_pages()), cache.releasing.size) == (1, 1)
     cache.cache_finished(alone_in(cache, 4), keep=False)

@@ -162,7 +162,7 @@ class Notes(Observer):
         self.beside |= cut == [first.pending] and any(o.rid not in self.seen for o in batch.reqs[1:])
         self.seen |= {o.rid for o in batch.reqs}
         o = self.chunked
-        if o is None or o.table_idx is None or o.finish_reason or o.to_finish or o.kv_invalid: return
+        if o is None or o.req is None or o.finish_reason or o.to_finish or o.kv_invalid: return
         assert first.pending is o, 'others before the chunk'
         n = int(batch.device_lens[0] - batch.cached_lens[0])
         assert n == min(chunk, o.n_tokens - int(batch.cached_lens[0])) or batch.mode is ForwardMode.MIXED and n >= 1
@@ -247,7 +247,7 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
         def arrive_together(self, head, n):
             for i in range(n): self.arrive(head, [1, 2][:i % 2], 6 + 2*i, True)
 
-        def flying(self): return [rid for rid, o in self.s.alive.items() if o.table_idx is not None and self.s.table.lengths.launched[o.table_idx] > self.s.completed]
+        def flying(self): return [rid for rid, o in self.s.alive.items() if o.req and self.s.table.lengths.launched[o.req.table_idx] > self.s.completed]
 
         @precondition(lambda self: self.s.alive)
         @rule(data=st.data(), at_work=st.booleans())
@@ -266,7 +266,7 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             if how == 'abort': self.aborted |= set(self.right)
             for _ in range(n): self.step()
             if not self.faulty: self.s.idle_step()
-            if how != 'in_place' and not any(o.table_idx is not None for o in self.s.alive.values()): self.s.flush_cache()
+            if how != 'in_place' and not any(o.req for o in self.s.alive.values()): self.s.flush_cache()
             self.s.resume()
 
         @precondition(lambda self: self.faulty)
@@ -356,13 +356,13 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             self.check()
 
         def check(self):
-            s, lengths = self.s, self.s.table.lengths
+            s = self.s
             self.check_fairness()
-            s.cache.check_integrity([o for o in [*s.alive.values(), *s._deferred.to_release] if o.table_idx is not None])
+            s.cache.check_integrity({o.rid: o for o in [*(p.req for p in s.alive.values() if p.req), *s._deferred.to_release]}.values())
             for o in s.decode.schedule(): assert 0 <= o.cached_len < o.device_len <= o.max_device_len
             if s.config.admission == 'reserve' and not s.counts['retracted']: assert s.decode.inflight_pages <= s.cache.available_size
             for o in s.alive.values():
-                if o.table_idx is not None: assert 0 <= lengths.cached_len[o.table_idx] <= lengths.device_len[o.table_idx] <= o.max_len
+                if o.req: assert 0 <= o.req.cached_len <= o.req.device_len <= o.max_len
 
         def check_fairness(self):
             "Callers pay for what was computed and for nothing else, and nobody is remembered for ever"

@@ -43,7 +43,7 @@ class Server:
     def run(self, *pendings):
         while self.s.has_work:
             self.s.step()
-            self.cache.check_integrity([o for o in [*self.s.alive.values(), *self.s._deferred.to_release] if o.table_idx is not None])
+            self.cache.check_integrity({o.rid: o for o in [*(p.req for p in self.s.alive.values() if p.req), *self.s._deferred.to_release]}.values())
         return [(o.output_ids.tolist(), o.cached_tokens) for o in pendings]
 
     def ask(self, rid, **params): return self.run(self.add(rid, **params))[0]

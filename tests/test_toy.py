@@ -25,7 +25,6 @@ class Host:
     def add(self, row, prompt, prefix_of=None):
         "A request in that row; it may borrow the full pages that it shares with an earlier one"
         p, cached = PendingReq(f"r{row}", np.array(prompt), SamplingParams(), MAX_LEN), 0
-        p.table_idx = row
         self.pages[row] = np.arange(self.n_cols) + row*self.n_cols
         if prefix_of is not None:
             other = prefix_of.pending.input_ids[:self.lengths.cached_len[prefix_of.table_idx]]
@@ -34,7 +33,7 @@ class Host:
                 cached += self.size
         self.tokens[row, :len(prompt)] = prompt
         self.lengths.cached_len[row], self.lengths.device_len[row] = cached, cached
-        return Req(p, self.lengths)
+        return Req(p, row, None, self.lengths)
 
     def batch(self, plan, n_padding=0):
         "`plan`: (request, how many tokens) pairs; padding goes to the dummy row"

@@ -201,7 +201,7 @@ class Caller(NamedTuple):
 
 # %% ../../nbs/core/02_request.ipynb #12a3c41c
 class PendingReq:
-    "A request from arrival to end: the owner of its tokens, its row and its lock."
+    "A request as it waits: what is asked, and what is known of the answer; there until it ends."
     def __init__(
         self,
         rid: str,                # The caller's name for it, unique among those alive
@@ -216,8 +216,7 @@ class PendingReq:
         self.input_len = self.n_tokens = len(input_ids)
         self.tokens = np.empty(max_len, dtype=np.int32)
         self.tokens[:self.n_tokens] = input_ids
-        self.table_idx: int | None = None       # its row, while it has one
-        self.handle: CacheHandle | None = None  # its locked prefix, while it has one
+        self.req: Req | None = None             # what runs it, while it has a row
         self.cached_tokens = 0                  # prompt tokens that need no computing
         self.kv_invalid = False                 # its keys and values contain NaN or inf
         self.shares_cache = True                # it may use and share cached prefixes
@@ -270,14 +269,16 @@ class PendingReq:
 
 # %% ../../nbs/core/02_request.ipynb #44b90b15
 class Req:
-    "A request as a batch sees it: a view of its owner and of its row's lengths."
+    "A request that runs: the owner of its row and its lock, until it ends or must wait again."
     def __init__(
         self,
-        pending: PendingReq,  # The owner; it has its row by now
+        pending: PendingReq,  # What it computes
+        table_idx: int,       # Its row
+        handle: CacheHandle | None,   # Its locked prefix; `None` once its pages are freed
         lengths: Lengths,     # The arrays that the row points into
     ):
-        assert pending.table_idx is not None, f'{pending.rid} has no row'
-        self.pending, self._lengths, self.table_idx = pending, lengths, pending.table_idx
+        self.pending, self.table_idx, self.handle = pending, table_idx, handle
+        self._lengths, pending.req = lengths, self
 
     @property
     def rid(self) -> str:

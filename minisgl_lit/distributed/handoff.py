@@ -207,7 +207,7 @@ class Handoffs:
         "`RuntimeError` unless bounds hold and only those wait that can"
         if self.room < 0: raise RuntimeError(f'handoffs: {-self.room} pages more than most_pages')
         for pending in self._leases:
-            if pending.table_idx is not None or pending.ended:
+            if pending.req or pending.ended:
                 raise RuntimeError(f'handoffs: {pending.rid} waits no more, and holds pages')
 
     def stats(self) -> dict[str, int]:

@@ -337,7 +337,7 @@ class Tier:
         yield 'not too many rest', len(self._rest) <= self.host_pages
         yield 'not too many travel or are locked', self.room >= 0
         for pending in self._leases:
-            yield 'only who waits has a lease', pending.table_idx is None and not pending.ended
+            yield 'only who waits has a lease', not (pending.req or pending.ended)
 
     def check_integrity(self) -> None:
         "`RuntimeError` unless locks, bounds and slots are right"

@@ -109,7 +109,7 @@ class FairOrder:
     def _charge(self, pending: PendingReq) -> None:
         "Add what a request has cost since it was last looked at"
         before, cost, (name, user, weight) = self._charged[pending], 0., pending.caller
-        if pending.table_idx is not None or 'scheduled' in pending.times:   # it has started
+        if pending.req or 'scheduled' in pending.times:   # it has started
             cost = (self.prompt_cost * (pending.input_len - pending.cached_tokens)
                     + self.output_cost * (pending.n_tokens - pending.input_len))
         if cost and not before:

@@ -125,8 +125,8 @@ class Recorder(Observer):
     def _copy_state(self, step: StepRecord) -> None:
         "Copy the state of scheduler and cache into a step"
         s, names = self.scheduler, self.recording.names
-        self._finished = [o for o in self._finished if o.table_idx is not None]
-        started = [o for o in [*s.alive.values(), *self._finished] if o.table_idx is not None]
+        self._finished = [o for o in self._finished if o.req]
+        started = [o.req for o in [*s.alive.values(), *self._finished] if o.req]
         owners = s.cache.owners(started)
         for name in owners.values():
             if name not in self._codes:

@@ -10,6 +10,7 @@ __all__ = ['logits_processors', 'hash_ints', 'uniform', 'inverse_cdf', 'top_k_th
 # %% ../../../nbs/core/29_engine.sampler.ipynb #324289d3
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -139,6 +140,12 @@ def apply_logit_edits(
         logits.index_put_(tuple(where), added, accumulate=True)
 
 # %% ../../../nbs/core/29_engine.sampler.ipynb #66f5aa24
+@cache
+def _of_bytes(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    "What each byte of a mask adds to the logits of its eight tokens, [256, 8]"
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return torch.where(bits == 1, 0., -torch.inf).to(device, dtype)
+
 def apply_mask(
     logits: torch.Tensor,  # Changed in place, [n, vocab_size]
     mask: np.ndarray,      # Packed bits, int32, [n, vocab_size / 32, rounded up]
@@ -149,11 +156,11 @@ def apply_mask(
     if mask.shape != (n, width) or mask.dtype != np.int32:
         raise ValueError(f'a mask for {n} rows of {vocab_size} tokens is int32, '
                          f'[{n}, {width}], not {mask.dtype}, {list(mask.shape)}')
-    masked = np.flatnonzero((mask != -1).any(-1))   # rows that forbid anything
-    packed = mask[masked].view(np.uint8)
-    allowed = np.unpackbits(packed, axis=1, count=vocab_size, bitorder='little')
-    forbidden = to_device(allowed == 0, logits.device)
-    for i, tokens in zip(masked.tolist(), forbidden): logits[i].masked_fill_(tokens, -torch.inf)
+    rows = np.flatnonzero((mask != -1).any(-1))   # those that forbid anything
+    words = to_device(mask[rows], logits.device)
+    table, which = _of_bytes(logits.device, logits.dtype), words.view(torch.uint8).int()
+    added = torch.embedding(table, which).flatten(1)[:, :vocab_size]
+    logits.index_add_(0, to_device(rows, logits.device), added)
 
 # %% ../../../nbs/core/29_engine.sampler.ipynb #921ad2cf
 def logprobs(

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from ..request import FinishReason, PendingReq
+from ..request import FinishReason, PendingReq, Req
 from ..sampling_params import RequestError
 from .radix import Node, PrefixCache, PrefixHandle
 from .table import TableManager
@@ -172,19 +172,19 @@ class CacheManager:
         self._stack[self.free_size:self.free_size + len(pages)] = pages
         self.free_size += len(pages)
 
-    def _cached_len(self, pending: PendingReq) -> int:
+    def _cached_len(self, req: Req) -> int:
         "Tokens of a request whose keys and values have a slot in its pages"
-        return int(self.table.lengths.cached_len[pending.table_idx])
+        return int(self.table.lengths.cached_len[req.table_idx])
 
-    def _launched(self, pending: PendingReq) -> int:
+    def _launched(self, req: Req) -> int:
         "Number of the last batch that was launched with this request"
-        return int(self.table.lengths.launched[pending.table_idx])
+        return int(self.table.lengths.launched[req.table_idx])
 
-    def _own_pages(self, pending: PendingReq) -> np.ndarray:
+    def _own_pages(self, req: Req) -> np.ndarray:
         "Pages of a request that are not in the tree"
-        end = self.pages_for(self._cached_len(pending))
-        first = _locked_prefix(pending).cached_len // self.page_size
-        return self.table.pages[pending.table_idx, first:end].astype(np.int64)
+        end = self.pages_for(self._cached_len(req))
+        first = _locked_prefix(req).cached_len // self.page_size
+        return self.table.pages[req.table_idx, first:end].astype(np.int64)
 
     # %% ../../../nbs/core/12_kv_cache.manager.ipynb #ceb48f6e
     def _offer(self, node: Node, keep: int) -> None:
@@ -237,13 +237,13 @@ class CacheManager:
     # %% ../../../nbs/core/12_kv_cache.manager.ipynb #850ae564
     def owners(
         self,
-        pendings: Sequence[PendingReq],  # All that have a row
-    ) -> dict[int, str]:                 # Owner of each page; missing if it has none
+        reqs: Sequence[Req],  # All that run
+    ) -> dict[int, str]:      # Owner of each page; missing if it has none
         "The owner of each page; `RuntimeError` if a page has two"
         owner_of: dict[int, str] = {}
         owned = [('free', self._stack[:self.free_size]), ('tree', self.prefix.all_pages()),
                  ('waiting', self.releasing.items())]
-        for owner, pages in owned + [(p.rid, self._own_pages(p)) for p in pendings]:
+        for owner, pages in owned + [(o.rid, self._own_pages(o)) for o in reqs]:
             for page in pages.tolist():
                 if page in owner_of:
                     raise RuntimeError(f'page {page} belongs to {owner_of[page]} and to {owner}')
@@ -253,10 +253,10 @@ class CacheManager:
     # %% ../../../nbs/core/12_kv_cache.manager.ipynb #ee5f0357
     def check_integrity(
         self,
-        pendings: Sequence[PendingReq] = (),  # All that have a row
+        reqs: Sequence[Req] = (),  # All that run
     ) -> None:
         "`RuntimeError` unless each page has one owner, and all counts and rows are right"
-        owner_of, counts = self.owners(pendings), self.page_counts
+        owner_of, counts = self.owners(reqs), self.page_counts
         if lost := sorted(set(range(self.num_pages)) - set(owner_of)):
             raise RuntimeError(f'pages {lost} have no owner')
         in_tree = sum(owner == 'tree' for owner in owner_of.values())
@@ -265,11 +265,11 @@ class CacheManager:
         if (*counted, held) != (in_tree, self.num_pages, counts['held']):
             raise RuntimeError(f'{counts}, of {self.num_pages} pages, {in_tree} in the tree '
                                f'and {held} allocated or waiting')
-        for pending in pendings:
-            cached = _locked_prefix(pending).pages
-            in_row = self.table.pages[pending.table_idx, :len(cached)]
+        for req in reqs:
+            cached = _locked_prefix(req).pages
+            in_row = self.table.pages[req.table_idx, :len(cached)]
             if in_row.tolist() != cached.tolist():
-                raise RuntimeError(f'row {pending.table_idx} of {pending.rid} has pages '
+                raise RuntimeError(f'row {req.table_idx} of {req.rid} has pages '
                                    f'{in_row.tolist()}, but its prefix is in {cached.tolist()}')
         self.prefix.check_integrity()
         for source in self.sources.values(): source.check_integrity()
@@ -289,22 +289,22 @@ class CacheManager:
     # %% ../../../nbs/core/12_kv_cache.manager.ipynb #8f84dd92
     def _insert_prefix(
         self,
-        pending: PendingReq,  # It has a row
-        n_known: int,         # Tokens from the start that the host knows for sure
+        req: Req,      # It runs
+        n_known: int,  # Tokens from the start that the host knows for sure
     ) -> None:
         "Insert full pages that are computed and known into the prefix cache; the lock moves on"
-        row, handle = pending.table_idx, _locked_prefix(pending)
+        row, handle = req.table_idx, _locked_prefix(req)
         start = handle.cached_len
-        n_tokens = min(self._cached_len(pending), n_known)
+        n_tokens = min(self._cached_len(req), n_known)
         first = start // self.page_size              # pages before it are the tree's
         last = max(n_tokens // self.page_size, first)
         own = self.table.pages[row, first:last].astype(np.int64)
-        ids = pending.input_ids[start:last * self.page_size]
+        ids = req.pending.input_ids[start:last * self.page_size]
         cached = self.prefix.extend(handle, ids, own)
         own = own[:len(cached)]                      # none are cached if nothing is kept
         duplicates = np.flatnonzero(own != cached)
         self.table.write(np.full(len(duplicates), row), first + duplicates, cached[duplicates])
-        self._release(own[duplicates], self._launched(pending))
+        self._release(own[duplicates], self._launched(req))
         inserted = np.delete(own, duplicates)
         self._allocated[inserted] = False
         self.held_size -= len(inserted)
@@ -312,50 +312,51 @@ class CacheManager:
     # %% ../../../nbs/core/12_kv_cache.manager.ipynb #ad15d853
     def cache_unfinished(
         self,
-        pending: PendingReq,  # It has been launched, and goes on
+        req: Req,  # It has been launched, and goes on
     ) -> None:
         "Let other requests share what this one has computed so far"
-        self._insert_prefix(pending, pending.n_tokens)
+        self._insert_prefix(req, req.pending.n_tokens)
 
     # %% ../../../nbs/core/12_kv_cache.manager.ipynb #46fc579c
-    def _send(self, pending: PendingReq, keep: bool) -> None:
+    def _send(self, req: Req, keep: bool) -> None:
         "If a prompt was computed for another engine, send it; if it cannot be trusted, send nothing"
+        pending = req.pending
         computed = pending.finish_reason is FinishReason.LENGTH and not pending.has_output
         if not (pending.handoff and computed): return
         n = self.pages_for(pending.input_len) if keep else 0
-        pages = self.table.pages[pending.table_idx, :n].astype(np.int64)
+        pages = self.table.pages[req.table_idx, :n].astype(np.int64)
         for source in self.sources.values(): source.send(pending, pages)
 
     def cache_finished(
         self,
-        pending: PendingReq,  # It has ended, and still has its row
-        keep: bool = True,    # Whether what it computed can be trusted
+        req: Req,           # It has ended, or must wait again
+        keep: bool = True,  # Whether what it computed can be trusted
     ) -> None:
         "Free all pages of a request: full ones go to the tree, the rest to the release list"
-        handle, launched = _locked_prefix(pending), self._launched(pending)
-        self._send(pending, keep)
-        if keep: self._insert_prefix(pending, max(pending.input_len, pending.n_tokens - 1))
-        self._release(self._own_pages(pending), launched)
+        handle, launched, pending = _locked_prefix(req), self._launched(req), req.pending
+        self._send(req, keep)
+        if keep: self._insert_prefix(req, max(pending.input_len, pending.n_tokens - 1))
+        self._release(self._own_pages(req), launched)
         self._unlocking.put([handle], launched)
-        pending.handle = None
+        req.handle = None
 
     def freed_by(
         self,
-        pendings: Sequence[PendingReq],  # All have rows, and no batch in flight uses them
-    ) -> int:                            # Pages
+        reqs: Sequence[Req],  # Those that no batch in flight uses
+    ) -> int:                 # Pages
         "How many more pages would be available if these requests were retracted"
-        own = sum(len(self._own_pages(p)) for p in pendings)
-        return own + self.prefix.freed_by([_locked_prefix(p) for p in pendings])
+        own = sum(len(self._own_pages(o)) for o in reqs)
+        return own + self.prefix.freed_by([_locked_prefix(o) for o in reqs])
 
     # %% ../../../nbs/core/12_kv_cache.manager.ipynb #680bcc51
     def invalidate(
         self,
-        pending: PendingReq,             # Its keys and values are wrong
-        others: Iterable[PendingReq],    # All others that have a row
-    ) -> list[PendingReq]:               # Those that have read its pages
+        req: Req,                # Its keys and values are wrong
+        others: Iterable[Req],   # All others that run
+    ) -> list[Req]:              # Those that have read its pages
         "Hide what this request has inserted, and what others have added below it"
-        self.prefix.invalidate(_locked_prefix(pending))
-        return [o for o in others if o is not pending and _locked_prefix(o).invalid]
+        self.prefix.invalidate(_locked_prefix(req))
+        return [o for o in others if o is not req and _locked_prefix(o).invalid]
 
     # %% ../../../nbs/core/12_kv_cache.manager.ipynb #60d32497
     def flush(self) -> None:
@@ -394,19 +395,19 @@ class CacheManager:
 
     def load(
         self,
-        pending: PendingReq,   # Just admitted: it has its row and its lock
-    ) -> int:                  # Its tokens that need no computing
+        req: Req,   # Just admitted
+    ) -> int:       # Its tokens that need no computing
         "Copy what has come up for a request into pages of its own"
-        handle, source = _locked_prefix(pending), self._source(pending)
+        handle, source, pending = _locked_prefix(req), self._source(req.pending), req.pending
         if not source: return handle.cached_len
-        first, row = handle.cached_len // self.page_size, pending.table_idx
+        first, row = handle.cached_len // self.page_size, req.table_idx
         if data := source.take(pending, first, self.ready_size):
             pages, end = self.allocate(len(data)), first + len(data)
             self.table.write(np.full(len(pages), row), np.arange(first, end), pages)
             source.write_pages(pages, data)
             handle.borrowed, self.table.lengths.cached_len[row] = True, end * self.page_size
-            self._insert_prefix(pending, end * self.page_size)
-        return self._cached_len(pending)
+            self._insert_prefix(req, end * self.page_size)
+        return self._cached_len(req)
 
     # %% ../../../nbs/core/12_kv_cache.manager.ipynb #db50723d
     def drop(self, pending: PendingReq) -> None:
@@ -436,8 +437,8 @@ class CacheManager:
 
 # %% ../../../nbs/core/12_kv_cache.manager.ipynb #79f61aeb
 
-def _locked_prefix(pending: PendingReq) -> PrefixHandle:
+def _locked_prefix(req: Req) -> PrefixHandle:
     "What a request with a row has locked; `RuntimeError` if it was freed, as after a double free"
-    if not isinstance(pending.handle, PrefixHandle):
-        raise RuntimeError(f'request {pending.rid!r} has no locked prefix: it was freed already')
-    return pending.handle
+    if not isinstance(req.handle, PrefixHandle):
+        raise RuntimeError(f'request {req.rid!r} has no locked prefix: it was freed already')
+    return req.handle

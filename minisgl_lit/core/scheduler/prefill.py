@@ -77,8 +77,8 @@ class PrefillAdder:
         "Admit a request, or let it go on"
         if self.closed: return None
         limit = self.chunk_size if self._whole_chunk else min(self.chunk_size, self.token_budget)
-        if pending.table_idx is None and not self._admit(pending, limit): return None
-        row, self._whole_chunk = pending.table_idx, False
+        if not (req := pending.req or self._admit(pending, limit)): return None
+        row, self._whole_chunk = req.table_idx, False
         start = int(self.lengths.cached_len[row])
         end = min(start + limit, pending.n_tokens)
         self.lengths.device_len[row] = end
@@ -88,36 +88,35 @@ class PrefillAdder:
         self.may_cut, self.closed = self.may_cut and prompt_ends, self.token_budget <= 0
         wants_output = pending.n_tokens < pending.max_len
         view = Req if prompt_ends and wants_output else ChunkedReq
-        return view(pending, self.lengths)
+        return view(pending, row, req.handle, self.lengths)
 
     def _pages_left(self, pending: PendingReq, start: int) -> int:
         return pages_left(self.cache, pending, start, self.clip_max_new_tokens)
 
     # %% ../../../nbs/core/14_scheduler.prefill.ipynb #56d3e404
-    def _admit(self, pending: PendingReq, limit: int) -> bool:
-        "Allocate a row to a request if it can run to its end, and `limit` tokens are enough for now"
+    def _admit(self, pending: PendingReq, limit: int) -> Req | None:
+        "A row for a request if it can run to its end, and `limit` tokens are enough for now"
         if self.table.available_size <= self.reserved_rows:
             self.closed = True
-            return False
+            return None
         handle = self.cache.match(pending)
         if not self.may_cut and pending.n_tokens - handle.cached_len > limit:
             self.closed = not self._pass_over(pending, handle)
-            return False
+            return None
         if self.cache.arriving(pending, handle):
             self.travelling = True
-            return False
+            return None
         self.cache.lock(handle)
         needed = self._pages_left(pending, handle.cached_len)
         if needed + self.reserved_pages > self.cache.available_size:
             self.cache.unlock(handle)
             self.closed = True
-            return False
-        row = self.table.allocate()
-        pending.handle, pending.table_idx = handle, row
+            return None
+        req = Req(pending, row := self.table.allocate(), handle, self.lengths)
         self._fill_row(pending, row, handle)
-        cached_len = self.cache.load(pending)
+        cached_len = self.cache.load(req)
         if 'scheduled' not in pending.times: pending.cached_tokens = cached_len
-        return True
+        return req
 
     # %% ../../../nbs/core/14_scheduler.prefill.ipynb #321c528a
     def _fill_row(self, pending: PendingReq, row: int, handle: CacheHandle) -> None:

@@ -19,8 +19,8 @@ import numpy as np
 from ..config import EngineConfig, admissions
 from ..request import (
     AnswerEnd, AnswerRules, Batch, Caller, EngineProtocol, FinishReason, ForwardOutput, Lengths,
-    Logprob, LogprobRequests, LogprobResults, PendingReq, PoolingRequests, StopCheck, ForwardMode,
-    Req, PooledStates, PromptLogprobs)
+    Logprob, LogprobRequests, LogprobResults, PendingReq, PoolingRequests, Req, StopCheck,
+    ForwardMode, PooledStates, PromptLogprobs)
 from ..sampling_params import QueueFull, RequestError, SamplingParams
 from ..kv_cache.manager import CacheManager, ReleaseList
 from ..kv_cache.table import TableManager, dummy_batch
@@ -111,9 +111,9 @@ class Observer:
 @dataclass
 class Deferred:
     "What steps have left to do with requests, pages and rows, before the next batch is made."
-    to_cache: list[PendingReq] = field(default_factory=list)     # Prefilled: pages go to the tree
-    to_release: list[PendingReq] = field(default_factory=list)   # Ended: they free row and pages
-    to_recompute: list[PendingReq] = field(default_factory=list) # They have read invalid pages
+    to_cache: list[Req] = field(default_factory=list)     # Prefilled: pages go to the tree
+    to_release: list[Req] = field(default_factory=list)   # Ended: they free row and pages
+    to_recompute: list[Req] = field(default_factory=list) # They have read invalid pages
     unsearched: dict[PendingReq, StopCheck] = field(default_factory=dict)   # Perhaps with a stop
     rows: ReleaseList[list[int]] = field(default_factory=ReleaseList)   # In flight, then free
     flush_after: int = 0   # Batch whose completion empties the tree; 0: no flush is pending
@@ -239,9 +239,9 @@ class Scheduler:
         pending.ended = True
         self.decode.remove_req(pending.rid)
         self.prefill.remove(pending)
-        if pending.table_idx is not None:
-            self.table.lengths.watched[pending.table_idx] = True
-            self._deferred.to_release.append(pending)
+        if req := pending.req:
+            self.table.lengths.watched[req.table_idx] = True
+            self._deferred.to_release.append(req)
 
     # %% ../../../nbs/core/16_scheduler.lifecycle.ipynb #6abd033e
     def mark_to_finish(
@@ -254,9 +254,9 @@ class Scheduler:
         pending.to_finish = pending.to_finish or (reason, error)
         self.prefill.remove(pending)
         self.decode.remove_req(pending.rid)
-        row, lengths = pending.table_idx, self.table.lengths
-        in_flight = row is not None and lengths.launched[row] > self.completed
-        if in_flight: lengths.watched[row] = True
+        req, lengths = pending.req, self.table.lengths
+        if req and lengths.launched[req.table_idx] > self.completed:   # it is in flight
+            lengths.watched[req.table_idx] = True
         else: self.finish(pending, *pending.to_finish)
 
     # %% ../../../nbs/core/16_scheduler.lifecycle.ipynb #de8adc47
@@ -271,9 +271,9 @@ class Scheduler:
     # %% ../../../nbs/core/16_scheduler.lifecycle.ipynb #92fe413d
     def _run_deferred(self) -> None:
         "Do what earlier steps have left to do with pages and rows"
-        for pending in self._deferred.to_cache:
-            if pending.shares_cache and not pending.kv_invalid: self.cache.cache_unfinished(pending)
-        for pending in self._deferred.to_release: self._release_request(pending)
+        for req in self._deferred.to_cache:
+            if req.pending.shares_cache and not req.pending.kv_invalid: self.cache.cache_unfinished(req)
+        for req in self._deferred.to_release: self._release_request(req)
         self._deferred.to_cache, self._deferred.to_release = [], []
         self._collect()
         self._requeue_to_recompute()
@@ -281,12 +281,11 @@ class Scheduler:
             self.cache.flush()
             self._deferred.flush_after = 0
 
-    def _release_request(self, pending: PendingReq) -> None:
+    def _release_request(self, req: Req) -> None:
         "Release row and pages of a request; they wait for what is in flight"
-        row = pending.table_idx
-        assert row is not None   # only requests with a row are released
-        self.cache.cache_finished(pending, keep=pending.shares_cache and not pending.kv_invalid)
-        pending.table_idx = None
+        row, pending = req.table_idx, req.pending
+        self.cache.cache_finished(req, keep=pending.shares_cache and not pending.kv_invalid)
+        pending.req = None
         self._deferred.rows.put([row], int(self.table.lengths.launched[row]))
 
     def _collect(self) -> None:
@@ -304,7 +303,8 @@ class Scheduler:
         "Send a request back to the waiting queue; it will go on where it was"
         self.decode.remove_req(pending.rid)
         self.prefill.remove(pending)
-        self._release_request(pending)
+        assert pending.req, f'{pending.rid} has no row'
+        self._release_request(pending.req)
         self._collect()
         self.prefill.requeue(pending, at_head)
         self.counts['retracted'] += 1
@@ -314,12 +314,12 @@ class Scheduler:
         "Retract the requests to recompute, as soon as nothing of them is in flight"
         if not self._deferred.to_recompute: return
         lengths = self.table.lengths
-        alive = [o for o in self._deferred.to_recompute if o.finish_reason is None]
+        alive = [o for o in self._deferred.to_recompute if o.pending.finish_reason is None]
         landed = [o for o in alive if lengths.launched[o.table_idx] <= self.completed]
         self._deferred.to_recompute = [o for o in alive if o not in landed]
-        for pending in landed:
-            self.retract(pending)
-            pending.kv_invalid = False
+        for req in landed:
+            self.retract(req.pending)
+            req.pending.kv_invalid = False
 
     # %% ../../../nbs/core/16_scheduler.lifecycle.ipynb #43cf30c9
     def _process_tokens(self, batch: Batch, output: ForwardOutput) -> None:
@@ -352,7 +352,7 @@ class Scheduler:
         if pending.ended: return
         if not finite and not pending.kv_invalid: self._invalidate(pending)
         if pending.to_finish: return self.finish(pending, *pending.to_finish)
-        if pending in self._deferred.to_recompute: return
+        if pending.req in self._deferred.to_recompute: return
         if not finite:
             error = 'the model gave no finite logits for this request'
             return self.finish(pending, FinishReason.ERROR, error=error)
@@ -384,22 +384,23 @@ class Scheduler:
     # %% ../../../nbs/core/16_scheduler.lifecycle.ipynb #26014ea3
     def _invalidate(self, pending: PendingReq) -> None:
         "Let no request build on what this one has computed"
-        pending.kv_invalid = True
-        started = [o for o in self.alive.values() if o.table_idx is not None and not o.ended]
-        for reader in self.cache.invalidate(pending, started): self._mark_to_recompute(reader)
-        if pending.handle is None or not pending.handle.borrowed: return
+        req, pending.kv_invalid = pending.req, True
+        assert req, f'{pending.rid} has no row'
+        started = [o.req for o in self.alive.values() if o.req and not o.ended]
+        for reader in self.cache.invalidate(req, started): self._mark_to_recompute(reader)
+        if not (req.handle and req.handle.borrowed): return
         self._deferred.flush_after = self.launched
-        self._mark_to_recompute(pending)
+        self._mark_to_recompute(req)
         pending.shares_cache = False
 
-    def _mark_to_recompute(self, pending: PendingReq) -> None:
+    def _mark_to_recompute(self, req: Req) -> None:
         "Take a request out of the queues, to be prefilled again when nothing of it is in flight"
-        if pending in self._deferred.to_recompute: return
-        pending.kv_invalid = True
-        self.decode.remove_req(pending.rid)
-        self.prefill.remove(pending)
-        self.table.lengths.watched[pending.table_idx] = True
-        self._deferred.to_recompute.append(pending)
+        if req in self._deferred.to_recompute: return
+        req.pending.kv_invalid = True
+        self.decode.remove_req(req.rid)
+        self.prefill.remove(req.pending)
+        self.table.lengths.watched[req.table_idx] = True
+        self._deferred.to_recompute.append(req)
 
     # %% ../../../nbs/core/16_scheduler.lifecycle.ipynb #35dea579
     def _process_prefill(self, batch: Batch, output: ForwardOutput) -> None:
@@ -514,7 +515,7 @@ class Scheduler:
     def _retract_until_fits(self, reqs: list[Req], mode: ForwardMode) -> BatchPlan:
         "Retract until the pages suffice: what that frees is counted, not assumed"
         while True:
-            plan = BatchPlan([o for o in reqs if o.pending.table_idx is not None], self.cache)
+            plan = BatchPlan([o for o in reqs if o.pending.req is not None], self.cache)
             if plan.new_pages <= self.cache.ready_size: return plan
             victims = self._retract_candidates(plan.reqs, mode)
             if not victims:
@@ -568,9 +569,9 @@ class Scheduler:
         cache, handle = self.cache, self.cache.match(head)
         cache.lock(handle)
         needed = pages_left(cache, head, handle.cached_len, self.decode.ratio.clip_max_new_tokens)
-        retracted_rows = np.array([o.table_idx for o in retracted], dtype=np.int64)
-        kept = np.setdiff1d(self.decode.rows, retracted_rows)
-        available = cache.available_size + cache.freed_by(retracted)
+        reqs = [o.req for o in retracted if o.req]
+        kept = np.setdiff1d(self.decode.rows, [o.table_idx for o in reqs])
+        available = cache.available_size + cache.freed_by(reqs)
         cache.unlock(handle)
         return needed + self.decode.pages_of(kept) <= available
 
@@ -588,7 +589,7 @@ class Scheduler:
             lengths.cached_len[batch.rows] = batch.device_lens
             lengths.advance(batch.rows[batch.sampled])
             running = self.decode.running
-            self._deferred.to_cache = [o.pending for o in batch.reqs if o.rid not in running]
+            self._deferred.to_cache = [o for o in batch.reqs if o.rid not in running]
             self.decode.filter_reqs(batch.reqs)
         if batch.mode is not ForwardMode.PREFILL: self.decode.ratio.decay()
         self.observer.launched(batch)
@@ -635,7 +636,7 @@ class Scheduler:
         self.engine.reset()
         self.completed = self._deferred.flush_after = self.launched   # nothing is in flight any more
         sentence = f'the engine failed: {str(error) or type(error).__name__}'
-        started = [o for o in self.alive.values() if o.table_idx is not None and not o.ended]
+        started = [o for o in self.alive.values() if o.req and not o.ended]
         for pending in started:
             pending.kv_invalid = True
             self.finish(pending, FinishReason.ERROR, error=sentence)
