@@ -8,9 +8,10 @@ class Copy:
     "The project in another folder."
     def __init__(self, folder: Path):
         self.folder, self.edited = folder, []   # chapters, to be exported
-        for name in ("nbs", "minisgl_lit", "tests"):
-            shutil.copytree(root/name, folder/name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "data"))
-        for name in ("settings.ini", "pyproject.toml"): shutil.copy(root/name, folder)
+        left_out = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "data", "_build", "_static", "images", "gpu", "src")
+        for name in ("nbs", "minisgl_lit", "tests", "docs"): shutil.copytree(root/name, folder/name, ignore=left_out)
+        for o in root.iterdir():
+            if o.is_file() and not o.name.startswith("."): shutil.copy(o, folder)
         self.env = os.environ | {"PYTHONPATH": str(folder)}
 
     def edit(self, chapter: str, old: str, new: str) -> None:
