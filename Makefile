@@ -18,8 +18,8 @@ help:            ## this list
 
 serve: .venv/.core       ## serve a model on PORT=1919 (MODEL=a checkpoint, default the embedded one; ARGS=more flags)
 	@exec $(BIN)/python -m minisgl_lit serve --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(ARGS)
-test: .venv/.all         ## run every notebook and every test
-	$(PYTEST)
+test: .venv/.all         ## run every notebook and every test (T=tests/test_policy.py for some)
+	$(PYTEST) $(T)
 test-long: .venv/.all .venv/.triton .venv/.ray  ## the same with the long tests and the slow cells (TST_FLAGS="slow gpu" for GPU cells too)
 	TST_LONG=1 TST_FLAGS="$(or $(TST_FLAGS),slow)" $(PYTEST)
 test-browser: .venv/.browser  ## use the page in Chromium as people do

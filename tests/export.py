@@ -29,9 +29,23 @@ module.write_text(text.replace(names, fill(names, 120, subsequent_indent=" " * 1
 _build_modidx()
 """
 
-def run(program, *args, cwd):
+# some chapters: what nbdev-clean and nbdev-export do, with one start and one index for all
+SOME = """
+import sys
+from nbdev.clean import nbdev_clean
+from nbdev.config import add_init, get_config
+from nbdev.doclinks import _build_modidx
+from nbdev.export import nb_export
+for o in sys.argv[1:]:
+    nbdev_clean(o)
+    nb_export(o)
+add_init(get_config().lib_path)
+_build_modidx()
+"""
+
+def run(program, cwd):
     "A program of the environment that runs this"
-    subprocess.run([Path(sys.executable).parent/program, *map(str, args)], cwd=cwd, check=True)
+    subprocess.run([Path(sys.executable).parent/program], cwd=cwd, check=True)
 
 def families(root):
     "{module: the notebooks that export into it, in order}, of those with several"
@@ -44,9 +58,9 @@ def families(root):
 def export(root, notebooks=()):
     "Write the modules of these notebooks, or of all"
     joined = {module: o for module, o in families(root).items() if not notebooks or {*o} & {*notebooks}}
-    for nb in notebooks or [None]:
-        run("nbdev-clean", *(["--fname", nb] if nb else []), cwd=root)
-        run("nbdev-export", *(["--path", nb] if nb else []), cwd=root)
+    if notebooks: subprocess.run([sys.executable, "-c", SOME, *map(str, notebooks)], cwd=root, check=True)
+    else:
+        for program in ("nbdev-clean", "nbdev-export"): run(program, cwd=root)
     for module, chapters in joined.items():
         named = next(o for o in chapters if module.endswith(o.stem.lstrip("0123456789_")))
         file = root/"minisgl_lit"/(module.replace(".", "/") + ".py")

@@ -2,6 +2,7 @@
 
 `…` in a shown output stands for anything. Blocks of a page run in order, Python in one namespace, commands in a
 folder where `./my-model` is a copy of the embedded checkpoint; `http://127.0.0.1:1919` becomes a server of ours.
+A block whose first line is `# name.py` or the like is a file of that folder. What a page registers is gone after it.
 Commands that cannot run here (`why_not`) are read instead: by the parser that would read them.
 """
 import contextlib, io, json, os, re, shlex, shutil, signal, subprocess, sys
@@ -15,6 +16,7 @@ import pytest, yaml
 from minisgl_lit import cli, cluster, serve
 from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.config_sources import from_args
+from minisgl_lit.core.registry import Registry
 from minisgl_lit.formats.hub import embedded_path
 
 root = Path(__file__).resolve().parents[1]
@@ -63,7 +65,18 @@ def folder(tmp_path, monkeypatch):
     shutil.copy(root/"tests"/"data"/"embedded-Q4_K_M.gguf", tmp_path/"my-model.gguf")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)   # as if Python had been started there
     return tmp_path
+
+@pytest.fixture
+def registries():
+    "All as they were, whatever a page adds"
+    known = {id(o): o for m in [*sys.modules.values()] if m.__name__.startswith("minisgl_lit") for o in vars(m).values() if isinstance(o, Registry)}
+    before = [(o, {**o}) for o in known.values()]
+    yield
+    for o, things in before:
+        o.clear()
+        o.update(things)
 
 class Page:
     "A guide while it is followed: its names, and the server that it has started, if any."
@@ -104,14 +117,15 @@ def follow(page, it):
     printed = None   # of the Python block just before
     for kind, body in blocks(page):
         if kind == "text" and printed is not None: check(body, printed, page.stem)
-        printed = it.python(body) if kind == "python" else None
-        if kind == "toml": Path(body.split()[1]).write_text(body)   # its first line is `# name`
+        file = re.match(r"# (\w+\.\w+)\n", body) if kind in ("python", "toml") else None
+        if file: Path(file[1]).write_text(body)
+        printed = it.python(body) if kind == "python" and not file else None
         if kind == "console":
             for command, expected in commands(body):
                 if not why_not(command): it.console(command, expected)
 
 @pytest.mark.parametrize("page", guides, ids=lambda o: o.stem)
-def test_guide(page, folder, shared):
+def test_guide(page, folder, shared, registries):
     if "$ curl" in page.read_text() and not shutil.which("curl"): pytest.skip("there is no curl here")
     if page.stem == "notebooks": pytest.importorskip("ipywidgets", reason="the extra viz is not installed")
     if page.stem == "many-machines": pytest.importorskip("ray", reason="the extra ray is not installed")

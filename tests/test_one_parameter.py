@@ -1,6 +1,5 @@
 """A sampling parameter is one entry: with it come its check, its help, a keyword argument, a field of the routes and hostile values. A processor of
 logits follows a parameter without a line in the engine."""
-import json, os, shutil, subprocess, sys
 from dataclasses import dataclass, fields
 
 import pytest
@@ -10,7 +9,7 @@ from minisgl_lit import LLM
 from minisgl_lit.core.engine.sampler import logits_processors
 from minisgl_lit.core.sampling_params import param, real, whole
 from minisgl_lit.text.sampling_params import SamplingParams
-from nbrun import root
+from copied import Copy
 
 def gaps(cls):
     "What is missing in the entries of sampling parameters, a sentence each"
@@ -48,7 +47,7 @@ def test_what_is_half_added_is_told():
     with pytest.raises(TypeError, match="missing 2 required positional arguments: 'rule' and 'help'"): param(0)
 
 NEW = "    top_a: float = param(0., real(0, 1), 'Leave out what is below so much of the largest, squared')\n"
-CELL, BEFORE = "nbs/core/01_sampling_params.ipynb", "    max_tokens: int | None = param("
+CHAPTER, BEFORE = "core/01_sampling_params", "    max_tokens: int | None = param("
 
 PROGRAM = '''
 import inspect, json, sys
@@ -84,19 +83,13 @@ print(json.dumps(told))
 '''
 
 def test_a_new_parameter_is_one_entry(tmp_path):
-    "In a copy of the project a line is added to one cell, and the chapters are exported"
-    for name in ("nbs", "minisgl_lit", "tests"): shutil.copytree(root/name, tmp_path/name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "data"))
-    for name in ("settings.ini", "pyproject.toml"): shutil.copy(root/name, tmp_path)
-    nb = json.loads((tmp_path/CELL).read_text(encoding="utf-8"))
-    [cell] = [c for c in nb["cells"] if "class SamplingParams" in "".join(c["source"])]
-    cell["source"] = "".join(cell["source"]).replace(BEFORE, NEW + BEFORE).splitlines(keepends=True)
-    (tmp_path/CELL).write_text(json.dumps(nb, indent=1, ensure_ascii=False), encoding="utf-8")
-    here = os.environ | {"PYTHONPATH": str(tmp_path)}
-    subprocess.run([sys.executable, tmp_path/"tests/export.py", tmp_path, tmp_path/CELL], check=True, capture_output=True, env=here)
+    "In a copy of the project a line is added to one cell, and the chapter is exported"
+    copy = Copy(tmp_path)
+    copy.edit(CHAPTER, BEFORE, NEW + BEFORE)
+    copy.export()
+    assert copy.touched() == {f"nbs/{CHAPTER}.ipynb"}
     assert "    top_a: float\n" in (tmp_path/"minisgl_lit/_keywords.py").read_text()
-    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=here, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    told, said = json.loads(run.stdout.splitlines()[-1]), "top_a must be a finite number from 0 to 1, not 2"
+    told, said = copy.run(PROGRAM), "top_a must be a finite number from 0 to 1, not 2"
     help = "Leave out what is below so much of the largest, squared"
     assert (told["check"], told["help"], told["types"]) == (said, [f"    top_a = 0.0: {help}"], [True, True])
     assert (told["LLM"], told["shown"]) == ([2, said], True)

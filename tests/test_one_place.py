@@ -1,5 +1,7 @@
-"What is spelled once: to add a route, one notebook is touched, that of its protocol."
-import ast, asyncio, json
+"""What is spelled once: a policy, a family of models, a route, an attention backend and a weight format are each added to a copy of the project, as
+a contributor would, and the files that it took are counted. A sampling parameter has a test of its own, `test_one_parameter.py`.
+"""
+import ast, asyncio, json, subprocess, sys
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from minisgl_lit.server.callers import Account, Callers
 from minisgl_lit.server.fields import ApiError, ApiObject
 from minisgl_lit.server.routes import Route
 from minisgl_lit.text.tokenizer import Tokenizer
+from copied import Copy
 
 server = Path(__file__).parents[1]/"minisgl_lit"/"server"
 
@@ -83,3 +86,114 @@ def test_no_path_stands_in_two_modules(tokenizer):
         for node in ast.walk(ast.parse(module.read_text())):
             if isinstance(node, ast.Constant) and node.value in paths: found[node.value].add(module.stem)
     assert len(found) > 40 and {path: o - {"batch_file"} for path, o in found.items() if len(o - {"batch_file"}) > 1} == {}
+
+# ---- in a copy of the project: what one edits, and what then runs
+
+MAP = "nbs/index.ipynb"   # where a new chapter has a line, whatever is in it
+ADDED = {   # by what it is: chapters, and what is put before a text in each; and the files that it may take
+    "policy": ({"core/13_scheduler.policy": ("def make_policy(", """class Shortest(Fcfs):
+    "The shortest prompt first."
+    def keys(self, waiting: Sequence[PendingReq]) -> Sequence[Key]:
+        "The length of each"
+        return [o.input_len for o in waiting]
+
+policies.register('shortest', Shortest)
+
+""")}, 1),
+    "family": ({"core/27_models.checkpoint": ("    MistralForCausalLM=Family(", "    NovaForCausalLM=Family(qk_norm=True),\n")}, 1),
+    "route": ({"server/messages_protocol": ("                route('/v1/messages/count_tokens'", "                Route('GET', '/v1/messages/limit', self.limit, error=messages_error),\n"),
+               }, 1),
+    "backend": ({"config": ("backends.announce('minisgl_lit.kernels.cpu_attention'", "backends.announce('minisgl_lit.kernels.near_attention', 'near')\n"),
+                 "index": ("[recorded steps](kernels/recorded_steps.ipynb)", "[near](kernels/near_attention.ipynb) · ")}, 2),
+    "weight format": ({"formats/packed_files": ("def method_of(", """def read_steps(layer: Layer, settings: Settings) -> torch.Tensor:
+    "Whole numbers, and a step for each output"
+    return layer['weight'].float() * layer['weight_step']
+
+quant_methods.register('steps', Method(('weight_step',), read_steps))
+
+""")}, 1)}
+METHOD = """    async def limit(self) -> dict[str, object]:
+        "The most blocks of an answer"
+        return {'blocks': 3}
+
+"""
+NEAR = ("#| default_exp kernels.near_attention", """#| export
+from collections.abc import Sequence
+import torch
+from minisgl_lit.core.attention.torch import TorchAttention
+from minisgl_lit.core.config import backends
+from minisgl_lit.core.kv_cache.pool import KVPool""", """#| export
+class NearAttention(TorchAttention):
+    "No token sees more than the last eight."
+    def __init__(self, pool: KVPool, page_table: torch.Tensor, windows: Sequence[int | None] = ()):
+        super().__init__(pool, page_table, [8] * len(pool.buffer))
+
+backends.register('near', NearAttention)""")
+
+USES = """
+import asyncio, json, shutil
+from pathlib import Path
+import httpx, torch
+from safetensors.torch import load_file, save_file
+from minisgl_lit import LLM
+from minisgl_lit.formats.hub import embedded_path
+from minisgl_lit.server.api_server import create_app
+from minisgl_lit.text.tokenizer import Tokenizer
+
+shutil.copytree(embedded_path(), "nova")
+raw, told = json.loads(Path("nova/config.json").read_text()), {}
+def greedy(model=None, **more):
+    with LLM(model, device="cpu", num_pages=64, dtype="float32", **more) as llm: return llm.chat("What is a lock?", temperature=0, max_tokens=20).token_ids
+def say(**fields): Path("nova/config.json").write_text(json.dumps(raw | fields))
+
+with LLM(device="cpu", num_pages=64, max_running_req=1, policy="shortest") as llm:
+    outs = llm.generate(["The page " * n for n in (30, 10, 20)], max_tokens=4)
+told["policy"] = sorted(range(3), key=lambda i: outs[i].times[0])
+
+told["plain"] = greedy()
+say(architectures=["NovaForCausalLM"])
+told["family"] = greedy("nova")
+told["backend"], told["one that sees all"] = greedy(attention="near"), greedy(attention="torch")
+
+tensors = load_file("nova/model.safetensors")
+for name in [o for o in tensors if o.endswith("_proj.weight")]:
+    step = torch.full((len(tensors[name]), 1), 2.**-12)
+    codes = (tensors[name] / step).round()
+    assert codes.abs().max() < 2**15
+    tensors |= {name: codes.to(torch.int16), name + "_step": step}
+save_file(tensors, "nova/model.safetensors")
+say(quantization_config=dict(quant_method="steps"))
+told["weight format"] = greedy("nova")
+
+class Engine: model, alive, trouble, why = "tiny", True, "", ""
+async def asked():
+    app = create_app(Engine(), Tokenizer(embedded_path()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as web:
+        got, wrong = await web.get("/v1/messages/limit"), await web.get("/v1/messages/limits")
+        return [got.json(), wrong.json()["type"], "/v1/messages/limit" in app.openapi()["paths"]]
+told["route"] = asyncio.run(asked())
+print(json.dumps(told))
+"""
+
+def test_each_thing_is_added_in_one_place(tmp_path, long):
+    """All are added to one copy, one after the other, and each is seen at work: greedy tokens through `LLM`, an answer of the application.
+
+    With time, that the copy is a project in order: no chapter reads ahead, each room imports what it may."""
+    copy, known = Copy(tmp_path), set()
+    for what, (edits, most) in ADDED.items():
+        for chapter, (before, new) in edits.items(): copy.edit(chapter, before, new + before)
+        if what == "route": copy.edit("server/messages_protocol", "    async def count_tokens(", METHOD + "    async def count_tokens(")
+        if what == "backend": copy.write("kernels/near_attention", *NEAR)
+        took = copy.touched() - known - {MAP}
+        assert len(took) == most, f"{what} took {took}"
+        known |= took | {MAP}
+    copy.export()
+    assert copy.touched() == known, "the export changes nothing but the package"
+    told = copy.run(USES)
+    assert told["policy"] == [1, 2, 0]
+    assert told["family"] == told["weight format"] == told["one that sees all"] == told["plain"] != told["backend"]
+    assert told["route"] == [{"blocks": 3}, "error", True]
+    if not long: return
+    order = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/test_project.py", "-k", "later or rooms or lines_fit or names_say or plain"]
+    done = subprocess.run(order, cwd=tmp_path, env=copy.env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -17,10 +17,10 @@ from safetensors import safe_open
 
 from .gguf import GgufTensor, block_formats, read_index, read_tensor
 from .gguf_text import has_index
-from .packed_files import SMALL, layer_form, methods
+from .packed_files import method_of
 from ..core.models.weights import (
-    MAPPED_BYTES, NUMBER_BYTES, Checkpoint, Rows, SafetensorsFiles, TensorInfo, formats, open_file,
-    quant_methods, read_batches, read_json)
+    MAPPED_BYTES, NUMBER_BYTES, Checkpoint, Rows, SafetensorsFiles, TensorInfo,
+    formats, open_file, read_batches, read_json)
 
 # %% ../../nbs/formats/checkpoints.ipynb #4fe18fba
 class GgufFiles:
@@ -66,7 +66,7 @@ class PackedFiles(SafetensorsFiles):
         settings: Mapping[str, object],   # `quantization_config` of its `config.json`
     ):
         super().__init__(path, tied)
-        self._settings, self._method = settings, methods[str(settings['quant_method'])]
+        self._settings, self._method = settings, method_of(settings)
         self._files, self._layers = self.tensors, defaultdict[str, dict[str, str]](dict)
         layers = {name.rpartition('.')[0] for name in self.tensors
                   if name.rpartition('.')[2] in self._method.marks}
@@ -88,8 +88,9 @@ class PackedFiles(SafetensorsFiles):
         "A layer as one tensor"
         infos = {part: self._files[name] for part, name in parts.items()}
         sizes = {part: (info.shape, info.dtype) for part, info in infos.items()}
-        small = {part: self._get(name, opened) for part, name in parts.items() if part in SMALL}
-        try: shape, groups = layer_form(sizes, small, self._settings)
+        small = {part: self._get(name, opened) for part, name in parts.items()
+                 if part in self._method.small}
+        try: shape, groups = self._method.form(sizes, small, self._settings)
         except KeyError as e:
             raise ValueError(f'a layer of the checkpoint has only {", ".join(parts.values())}; '
                              f'{e} is missing') from None
@@ -127,4 +128,3 @@ def open_packed(
 
 formats.register('gguf', open_gguf)
 formats.register('packed', open_packed)
-for name, method in methods.items(): quant_methods.register(name, method)

@@ -23,6 +23,7 @@ from ..core.outputs import EngineCoreOutput
 from ..core.request import FinishReason
 from ..core.sampling_params import RequestError
 from ..text.sampling_params import SamplingParams
+from .blocks import protocols
 from .callers import Account, Callers
 from .completions_protocol import CompletionRequest, CompletionWriter
 from .embedding_protocol import EmbeddingRoutes
@@ -342,7 +343,8 @@ class Api:
         store = ResponseStore(megabytes << 20) if isinstance(megabytes, int) else ResponseStore()
         about = ServedModel.of(self.tokenizer, self.info)
         others = (embeddings, self.operations, ResponsesProtocol(self, store), MessagesProtocol(self),
-                  OllamaProtocol(self, embeddings, self.client.model, self.info, about))
+                  OllamaProtocol(self, embeddings, self.client.model, self.info, about),
+                  *(make(self) for make in protocols.values()))
         return [*own, *(route for protocol in others for route in protocol.routes)]
 
 # %% ../../nbs/server/api_server.ipynb #7dee857d

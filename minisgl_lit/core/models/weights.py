@@ -313,7 +313,7 @@ class SafetensorsFiles:
                     for name in names: yield name, f.get_tensor(self.stored[name]), 0
 
 formats: Registry[OpenFiles] = Registry('format', {})       # besides safetensors
-quant_methods: Registry[object] = Registry('quant_method', {})   # of layers that are compressed
+quant_methods: Registry[object] = Registry('quant_method', {})   # how layers are compressed
 
 def _open(path: Path, tied: bool) -> Checkpoint:
     "All its tensors"
