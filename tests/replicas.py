@@ -3,11 +3,12 @@
     python tests/replicas.py nbs/experiments/replicas.json 5    # five seeds, 200,000 requests a rule: hours
 A run is a process of its own; what is there already is not run again."""
 import json, subprocess, sys
+from operator import itemgetter
 from pathlib import Path
 
 from script import load
-from minisgl_lit.tools.routing import RoutedStats, routing_rules, traffic
 
+RoutedStats, routing_rules, traffic = itemgetter('RoutedStats', 'routing_rules', 'traffic')(load('tools/routing'))
 Results = dict[str, dict[str, dict]]   # by kind and rule: which seeds, and the sum of their counts
 
 

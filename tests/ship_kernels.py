@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import minisgl_lit
-from minisgl_lit.kernels.compiler import LEVELS, levels_here, ship_libraries
+from minisgl_lit.kernels.compiler import LEVELS, levels_here
 from minisgl_lit.kernels.plan import entries, parameters, team_c
+from script import load
 
+ship_libraries = load('kernels/compiler')['ship_libraries']
 FOLDER = Path(__file__).resolve().parents[1]/'build'/'kernels'
 
 def sources() -> list[str]:

@@ -1,5 +1,6 @@
 "The simulated rule is the router's; whatever the rule, every request is served once and is charged to one replica."
 import asyncio
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ from minisgl_lit.distributed.kv_events import KVEvents
 from minisgl_lit.loop.messages import UserMsg
 from minisgl_lit.server.router import Prompt, Router
 from minisgl_lit.tools.roofline import ModelCosts
-from minisgl_lit.tools.routing import LeastCost, SimReplica, SimRouter, routing_rules, simulate_replicas
 from minisgl_lit.tools.simulator import CostModel
 from minisgl_lit.tools.traces import SessionShape, Turn, trace
+from script import load
+
+LeastCost, SimReplica, SimRouter, routing_rules, simulate_replicas = itemgetter(
+    'LeastCost', 'SimReplica', 'SimRouter', 'routing_rules', 'simulate_replicas')(load('tools/routing'))
 
 small = ModelCosts(layer_weights=1000, head_weights=500, token_kv=8, pair_flops=100, itemsize=2)
 cost = CostModel(costs=small, byte=1e-8, flop=1e-8, step=1e-3, token=1e-5, host_step=2e-4)

@@ -4,17 +4,20 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from operator import itemgetter
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from minisgl_lit.tools.calibrate import StepTimer, error, fit
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.tools.roofline import ModelCosts
 from minisgl_lit.tools.simulator import (
     CostModel, bin_of, bins, goodput, quantile, replay, sim_scheduler, simulate)
 from minisgl_lit.tools.traces import SessionShape, Turn, trace
+from script import load
+
+StepTimer, error, fit = itemgetter('StepTimer', 'error', 'fit')(load('tools/calibrate'))
 
 small = ModelCosts(layer_weights=1000, head_weights=500, token_kv=8, pair_flops=100, itemsize=2)
 cost = CostModel(costs=small, byte=1e-8, flop=1e-8, step=1e-3, token=1e-5, host_step=2e-4, host_req=1e-6, host_new=1e-4)

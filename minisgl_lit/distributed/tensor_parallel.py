@@ -257,17 +257,14 @@ def follow(
             in_flight.popleft().synchronize()
 
 # %% ../../nbs/distributed/tensor_parallel.ipynb #f8f06d0d
+@dataclass(eq=False)
 class LeaderEngine:
     "All ranks behind the core's `EngineProtocol`: it sends, then computes."
-    def __init__(
-        self,
-        engine: Engine,          # Computes rank 0's part
-        table: LeaderTable,      # Notes what the others have to know
-        ranks: 'RankProcesses',  # The others
-        audit: bool = False,     # Whether they check that they compute the same
-    ):
-        self.engine, self.table, self.ranks, self.audit = engine, table, ranks, audit
-        self._sent = 0
+    engine: Engine                             # Computes rank 0's part
+    table: LeaderTable                         # Notes what the others have to know
+    ranks: 'RankProcesses'                     # The others
+    audit: bool = False                        # Whether they check that they compute the same
+    _sent: int = field(default=0, init=False)  # Messages
 
     def forward(self, batch: Batch) -> Launched:
         "Enqueue a message to the others, then our part"

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LEVELS', 'vectors', 'find_compiler', 'flags', 'run_compiler', 'is_ours', 'cache_folder', 'library_folder',
            'find_library', 'build_library', 'compile_c', 'Level', 'processor_features', 'levels_here', 'target_here',
-           'shipped_name', 'shipped_folder', 'shipped_library', 'ship_libraries', 'Pointer', 'signatures',
-           'open_library', 'load', 'exp_c']
+           'shipped_name', 'shipped_folder', 'shipped_library', 'Pointer', 'signatures', 'open_library', 'load',
+           'exp_c']
 
 # %% ../../nbs/kernels/compiler.ipynb #41eec962
 import ctypes
@@ -199,20 +199,6 @@ def shipped_library(
     "The best library that came with the package and that this processor can run"
     paths = (folder/shipped_name(source, o) for o in levels_here())
     return next((o for o in paths if o.exists()), None)
-
-def ship_libraries(
-    source: str,    # C, complete
-    machine: str,   # As `platform.machine()` says there; `CC` may name a cross compiler
-    folder: Path,   # Where `shipped_library` will look
-    names: Sequence[str] = (),   # Of levels; none: all
-) -> None:
-    "Compile a text for the levels of a machine; `RuntimeError` if that cannot be done"
-    for level in LEVELS[machine]:
-        if names and level.name not in names: continue
-        with TemporaryDirectory(dir=folder) as work:
-            both = flags('Linux', machine, *level.target.split())
-            library = build_library(source, find_compiler(), *both, Path(work))
-            library.replace(folder/shipped_name(source, level))
 
 # %% ../../nbs/kernels/compiler.ipynb #595712f1
 class Pointer(ctypes.c_void_p):

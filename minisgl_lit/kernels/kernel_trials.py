@@ -9,11 +9,12 @@ __all__ = ['attention_seconds', 'timing', 'needed_trials', 'tried_attention']
 from dataclasses import replace
 import gc
 from importlib.util import find_spec
+from statistics import geometric_mean
 
 import torch
 
 from .attention_choice import (
-    Bench, Candidate, Served, attention_trial, candidates_of, left_open, mean_seconds,
+    Bench, Candidate, Served, attention_trial, candidates_of, left_open,
     measured_attention, stopwatch, works)
 from ..core.engine.cuda_graph import CudaCapture
 from ..core.attention.library import load_library
@@ -42,7 +43,8 @@ def attention_seconds(
     served = replace(served, device=device, page_size=candidate.page_size)
     seconds = stopwatch(CudaCapture(), lambda: torch.cuda.synchronize(device))
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(device)):
-        mean = mean_seconds(works(Bench(served), candidate.kind, candidate.kernel), seconds)
+        each = works(Bench(served), candidate.kind, candidate.kernel)
+        mean = geometric_mean(map(seconds, each))   # each is timed before the next is asked for
     gc.collect()   # its pool is the next one's room
     torch.cuda.empty_cache()
     return mean

@@ -10,6 +10,7 @@ __all__ = ['SMALL_KERNELS', 'numbers', 'small_pairs', 'small_trials', 'small_ker
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -90,13 +91,10 @@ def small_kernels(
     return frozenset(trials.keys() - failed.keys())
 
 # %% ../../nbs/kernels/library.ipynb #df0dcb5d
+@dataclass(eq=False)
 class NoKernel:
     "A kernel where nothing can run it."
-    def __init__(
-        self,
-        run: Callable[..., object],   # What each program would do
-    ):
-        self.run = run
+    run: Callable[..., object]  # What each program would do
 
     def __getitem__(
         self,

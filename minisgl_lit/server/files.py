@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -435,13 +436,10 @@ async def _received(
         await on_disk(lambda: to.unlink(missing_ok=True))
 
 # %% ../../nbs/server/files.ipynb #79787f8a
+@dataclass(eq=False)
 class FileRoutes:
     "The routes of files."
-    def __init__(
-        self,
-        folders: Folders,   # Of all callers
-    ):
-        self.folders = folders
+    folders: Folders  # Of all callers
 
     async def upload(self, request: Request) -> object:
         "Take a file"

@@ -324,13 +324,10 @@ def _prompt_too_long(sentence: str) -> str:
     return f'prompt is too long: {n} tokens > {min(most, n - 1)} maximum'
 
 # %% ../../nbs/server/messages_protocol.ipynb #8c461268
+@dataclass(eq=False)
 class MessagesProtocol:
     "The routes of Anthropic's Messages."
-    def __init__(
-        self,
-        server: ChatServer,   # Answers conversations
-    ):
-        self.server = server
+    server: ChatServer  # Answers conversations
 
     async def create(self, body: MessagesRequest, request: Request) -> Response:
         "Answer a conversation"

@@ -18,6 +18,7 @@ import traceback
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from time import perf_counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -74,14 +75,11 @@ def _request_id(scope: Scope) -> str:
 
 _ID_HEADERS = b'x-request-id', b'request-id'   # as OpenAI's clients read it, and Anthropic's
 
+@dataclass(eq=False)
 class AccessLogMiddleware:
     "Every call has a request id, and leaves one line in the log; a poll only if it fails."
-    def __init__(
-        self,
-        app: ASGIApp,            # The application inside
-        log_json: bool = False,  # Whether lines in the log are JSON
-    ):
-        self.app, self.log_json = app, log_json
+    app: ASGIApp            # The application inside
+    log_json: bool = False  # Whether lines in the log are JSON
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope['type'] != 'http': return await self.app(scope, receive, send)
@@ -113,15 +111,12 @@ async def _send_error(error: ApiError, body: object, send: Send) -> None:
     await send({'type': 'http.response.start', 'status': error.status, 'headers': raw})
     await send({'type': 'http.response.body', 'body': json.dumps(body).encode()})
 
+@dataclass(eq=False)
 class ErrorMiddleware:
     "Every call gets a response, even if the application fails; tracebacks go to the log."
-    def __init__(
-        self,
-        app: ASGIApp,            # The application inside
-        log_json: bool = False,  # Whether lines in the log are JSON
-        error_shape: ErrorShape = _usual_shape,   # What clients of a path expect
-    ):
-        self.app, self.log_json, self.error_shape = app, log_json, error_shape
+    app: ASGIApp                            # The application inside
+    log_json: bool = False                  # Whether lines in the log are JSON
+    error_shape: ErrorShape = _usual_shape  # What clients of a path expect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope['type'] != 'http': return await self.app(scope, receive, send)
@@ -141,17 +136,14 @@ class ErrorMiddleware:
         finally: del error   # it holds the frames that raised it, and they the body
 
 # %% ../../nbs/server/middleware.ipynb #0d9fd8f5
+@dataclass(eq=False)
 class ApiKeyMiddleware:
     """Calls need the key of a caller, or of the admin; else `ApiError` 401.
 
     Public paths need none. A call beyond a caller's limits is an `ApiError` 429."""
-    def __init__(
-        self,
-        app: ASGIApp,                       # The application inside
-        callers: Callers,                   # Who may call; routes find theirs in the state
-        public_paths: Collection[str] = (), # Paths that need no key
-    ):
-        self.app, self.callers, self.public_paths = app, callers, public_paths
+    app: ASGIApp                        # The application inside
+    callers: Callers                    # Who may call; routes find theirs in the state
+    public_paths: Collection[str] = ()  # Paths that need no key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope['type'] != 'http' or scope['path'] in self.public_paths:

@@ -353,18 +353,14 @@ def _level(tensors: Sequence[_Tensor], packed: Mapping[str, object]) -> str:
 # %% ../../nbs/server/ollama_protocol.ipynb #12e509eb
 _VERSION = '0.12.0'   # of Ollama, whose protocol this is
 
+@dataclass(eq=False)
 class OllamaProtocol:
     "The routes of Ollama."
-    def __init__(
-        self,
-        server: ChatServer,          # Answers conversations
-        embeddings: EmbeddingRoutes, # Embeds texts
-        model: str,                  # The served model
-        info: Mapping[str, object],  # Settings of the server
-        about: ServedModel,          # What there is to say of it
-    ):
-        self.server, self.embeddings = server, embeddings
-        self.model, self.info, self.about = model, info, about
+    server: ChatServer           # Answers conversations
+    embeddings: EmbeddingRoutes  # Embeds texts
+    model: str                   # The served model
+    info: Mapping[str, object]   # Settings of the server
+    about: ServedModel           # What there is to say of it
 
     async def chat(self, body: OllamaChatRequest, request: Request) -> Response:
         "Answer a conversation"

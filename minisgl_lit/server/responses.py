@@ -132,14 +132,11 @@ class ResponseStore:
         return resolved
 
 # %% ../../nbs/server/responses.ipynb #80b4e408
+@dataclass(eq=False)
 class ResponsesProtocol:
     "The routes of OpenAI's Responses."
-    def __init__(
-        self,
-        server: ChatServer,     # Answers conversations
-        store: ResponseStore,   # Of answers
-    ):
-        self.server, self.store = server, store
+    server: ChatServer    # Answers conversations
+    store: ResponseStore  # Of answers
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         "Answer a conversation"

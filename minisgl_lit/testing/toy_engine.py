@@ -456,13 +456,10 @@ def toy_states(
     return np.where(hashes == nan_hash, np.nan, hashes >> np.uint64(52)).astype(np.float32)
 
 # %% ../../nbs/testing/toy_engine.ipynb #2f40a446
+@dataclass(eq=False)
 class ToyRules:
     "The `AnswerRules` of a toy: a function gives each request its grammar, or none."
-    def __init__(
-        self,
-        make_grammar: Callable[[PendingReq], Grammar | None],  # Of each new request
-    ):
-        self.make_grammar = make_grammar
+    make_grammar: Callable[[PendingReq], Grammar | None]  # Of each new request
 
     def validate(self, params: SamplingParams) -> None:
         "All parameters will do"

@@ -157,14 +157,11 @@ class Language:
         return acc + x.to(acc.dtype) @ y.to(acc.dtype)
 
 # %% ../../nbs/testing/triton_emulator.ipynb #f906b7d1
+@dataclass(eq=False)
 class TritonKernel:
     "A function as `triton.jit` makes it."
-    def __init__(
-        self,
-        run: Callable[..., object],  # What each program does
-        tl: Language,                # The language that it is written in
-    ):
-        self.run, self.tl = run, tl
+    run: Callable[..., object]  # What each program does
+    tl: Language                # The language that it is written in
 
     def __call__(self, *args: object) -> Block:
         "Called by another kernel"
