@@ -5,7 +5,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
-from .config import KVDTypeName, ProductName, QuantizationName
+from .config import KVDTypeName, ProductName
 from .core.config import CacheName, DTypeName
 from .text.tool_calling import ToolLike
 
@@ -39,7 +39,7 @@ class EngineSettings(TypedDict, total=False):
     seed: int | None
     max_queued_req: int
     threads: int | None
-    quantization: QuantizationName | None
+    quantization: Literal['int8', 'int4', 'fp8'] | str | None
     quantization_group: int
     quantization_compute: ProductName
     kv_dtype: KVDTypeName

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from .config import EngineConfig
+from .core.config import compressions
 from .core.request import Batch, ForwardMode, LogitEdits, SamplingArrays
 from .core.device import ProcessGroup, make_stream, resolve_device
 from .core.engine.assembly import (
@@ -52,7 +53,7 @@ from .formats import ropes
 from .formats.hub import resolve_model
 from .core.models.operations import Weight
 from .formats.quantization import (
-    Compression, Fp8Projections, Quantization, pack_parts, stored_bytes, weight_bytes)
+    Compression, Quantization, pack_parts, stored_bytes, weight_bytes)
 from .formats.weight_update import Put, WeightUpdater
 from .formats.dummy_weights import dummy_weights
 from .formats.coded_rows import CodedAssembly
@@ -114,11 +115,12 @@ class ResolvedConfig(EngineSpec):
         path = resolve_model(config.model)
         model, device = read_config(path), choose_device(config, rank)
         dtype = choose_dtype(config, model.dtype, device)
-        if config.quantization in ('int8', 'int4') and device.type != 'cpu':
-            raise ValueError(f'quantization={config.quantization!r} is for a CPU; on {device} '
-                             "it can be 'fp8'")
         longest = choose_max_seq_len(config, model)
         found = cls(config, path, model, device, dtype, dtype, longest, rank)
+        compressed = found.quantization
+        if compressed and compressed.only_cpu and device.type != 'cpu':
+            raise ValueError(f'quantization={config.quantization!r} is for a CPU; on {device} '
+                             "it can be 'fp8'")
         no_kernel = config.dtype == 'auto' and device.type == 'cpu' and dtype == torch.float16
         if no_kernel and found.stored_bytes(): found = replace(found, dtype=torch.bfloat16)
         kept = choose_kv_dtype(config, model.head_dim, found.dtype, device)
@@ -135,9 +137,8 @@ class ResolvedConfig(EngineSpec):
         "How weights are compressed while they load; `None`: not at all"
         c = self.config
         if c.quantization is None: return None
-        if c.quantization == 'fp8': return Fp8Projections()
-        bits = int(c.quantization.removeprefix('int'))
-        return Quantization(bits, c.quantization_group, c.quantization_compute == 'int8')
+        make = compressions.find(c.quantization)
+        return make(c.quantization_group, c.quantization_compute == 'int8')
 
     def stored_bytes(self) -> int | None:
         "Bytes of a rank's weights, if the checkpoint is compressed itself; `ValueError` if twice"

@@ -1,4 +1,4 @@
-"""What is spelled once: a policy, a family of models, a route, an attention backend and a weight format are each added to a copy of the project, as
+"""What is spelled once: a policy, a family of models, a route, an attention backend, a weight format and a compression are each added to a copy of the project, as
 a contributor would, and the files that it took are counted. A sampling parameter has a test of its own, `test_one_parameter.py`.
 """
 import ast, asyncio, json, subprocess, sys
@@ -102,7 +102,7 @@ policies.register('shortest', Shortest)
 """)}, 1),
     "family": ({"core/27_models.checkpoint": ("    MistralForCausalLM=Family(", "    NovaForCausalLM=Family(qk_norm=True),\n")}, 1),
     "route": ({"server/messages_protocol": ("                route('/v1/messages/count_tokens'", "                Route('GET', '/v1/messages/limit', self.limit, error=messages_error),\n"),
-               }, 1),
+}, 1),
     "backend": ({"config": ("backends.announce('minisgl_lit.kernels.cpu_attention'", "backends.announce('minisgl_lit.kernels.near_attention', 'near')\n"),
                  "index": ("[recorded steps](kernels/recorded_steps.ipynb)", "[near](kernels/near_attention.ipynb) · ")}, 2),
     "weight format": ({"formats/packed_files": ("def method_of(", """def read_steps(layer: Layer, settings: Settings) -> torch.Tensor:
@@ -111,7 +111,8 @@ policies.register('shortest', Shortest)
 
 quant_methods.register('steps', Method(('weight_step',), read_steps))
 
-""")}, 1)}
+""")}, 1),
+    "compression": ({"formats/quantization": ("def weight_bytes(", "compressions.register('sixteens', lambda group, rounds_input: Quantization(4, 16, rounds_input))\n\n")}, 1)}
 METHOD = """    async def limit(self) -> dict[str, object]:
         "The most blocks of an answer"
         return {'blocks': 3}
@@ -164,6 +165,7 @@ for name in [o for o in tensors if o.endswith("_proj.weight")]:
 save_file(tensors, "nova/model.safetensors")
 say(quantization_config=dict(quant_method="steps"))
 told["weight format"] = greedy("nova")
+told["compression"] = [greedy(quantization="sixteens"), greedy(quantization="int4", quantization_group=16)]
 
 class Engine: model, alive, trouble, why = "tiny", True, "", ""
 async def asked():
@@ -192,6 +194,8 @@ def test_each_thing_is_added_in_one_place(tmp_path, long):
     told = copy.run(USES)
     assert told["policy"] == [1, 2, 0]
     assert told["family"] == told["weight format"] == told["one that sees all"] == told["plain"] != told["backend"]
+    sixteens, four_bits = told["compression"]
+    assert sixteens == four_bits
     assert told["route"] == [{"blocks": 3}, "error", True]
     if not long: return
     order = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/test_project.py", "-k", "later or rooms or lines_fit or names_say or plain"]

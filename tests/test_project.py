@@ -2,7 +2,7 @@
 import ast, filecmp, importlib, inspect, json, re, shutil, subprocess, sys, tomllib
 from dataclasses import fields
 from importlib import metadata
-from typing import get_args, get_type_hints
+from typing import Union, get_args, get_type_hints
 import pytest
 from nbrun import cfg, chapter, notebooks, root
 import minisgl_lit
@@ -167,9 +167,10 @@ def test_every_field_is_a_named_parameter():
     from minisgl_lit.keywords import EngineSettings, SamplingFields
     hints, typed = get_type_hints(EngineConfig), get_type_hints(EngineSettings)
     settings = {f.name: f for f in fields(EngineConfig)}
-    offered = {name: get_args(t) for name, t in typed.items() if settings[name].metadata["choices"] is not None}   # those of a registry, and any other text
-    assert all(t is str and {*settings[name].metadata["choices"].names} <= {*get_args(names)} for name, (names, t) in offered.items())
-    assert {"model": hints["model"], **typed} | dict.fromkeys(offered, str) == {name: hints[name] for name in settings}
+    offered = {name: get_args(t) for name, t in typed.items() if settings[name].metadata["choices"] is not None}   # those of a registry, and what else it takes
+    assert all({*settings[name].metadata["choices"].names} <= {*get_args(names)} for name, (names, *_) in offered.items())
+    other = {name: Union[*more] for name, (_, *more) in offered.items()}   # any other text, perhaps `None`
+    assert {"model": hints["model"], **typed} | other == {name: hints[name] for name in settings}
     assert get_type_hints(SamplingFields).keys() == {f.name for f in fields(SamplingParams)}
     for model in (LLM, AsyncLLM):
         parameters = inspect.signature(model).parameters
