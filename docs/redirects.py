@@ -69,15 +69,21 @@ def newest(chapter):
     return newest(chapters[chapter]) if chapter in chapters else chapter
 
 def module(chapter):
-    "What a chapter exports"
+    "The module that has a chapter's name"
     return "minisgl_lit." + re.sub(r"(^|/)\d+[a-z]?_", r"\1", chapter).replace("/", ".")
+
+def exported(chapter):
+    "The module that a chapter is in today, if any"
+    text = Path(__file__).parents[1].joinpath(f"nbs/{chapter}.ipynb").read_text(encoding="utf-8")
+    found = re.search(r"#\|\s*default_exp\s+([\w.]+)", text)
+    return found and f"minisgl_lit.{found[1]}"
 
 def pages():
     "(old address, new address) of each page that has moved, without the ending"
     for old in chapters:
         new = newest(old)
         yield f"nbs/{old}", f"nbs/{new}"
-        if module(old) != module(new) and not new.startswith("experiments/"): yield f"src/{module(old)}", f"src/{module(new)}"
+        if (now := exported(new)) and module(old) != now: yield f"src/{module(old)}", f"src/{now}"
 
 def page(old, new):
     "What stands at an old address"
