@@ -8,7 +8,7 @@ __all__ = ['Kind', 'protocols', 'ConversationRequest', 'Block', 'BlockWriter', '
 # %% ../../nbs/server/blocks.ipynb #47481da3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 from uuid import uuid4
 
 import numpy as np
@@ -22,6 +22,7 @@ from .openai_protocol import (
 from .fields import explain
 from .protocol import ApiError, SamplingRequest
 from .routes import Route
+from .sse import sse
 from ..text.json_object import arguments_of
 from ..text.reasoning import AnswerPart, ReasoningDelta
 from ..text.tokenizer import Piece, RequestOutput
@@ -90,6 +91,11 @@ _Json = dict[str, object]
 class BlockWriter(ConversationWriter):
     "Writes one answer as blocks; a subclass says what they look like."
     blocks: list[Block] = field(default_factory=list)   # Of the answer, so far
+    last: ClassVar[str] = ''
+
+    def line(self, event: _Json) -> str:
+        "An event, as it is sent: named by its type"
+        return sse(event, str(event['type']))
 
     def begin(self, block: Block) -> list[_Json]:
         "Events that announce a block"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from fastapi import Request, Response
 from pydantic import BeforeValidator, Field, model_validator
@@ -24,14 +24,11 @@ from .blocks import (
 from .fields import ApiError, ApiObject, JsonObject, Refused
 from .openai_protocol import (
     Arguments, ChatMessage, ChatRequest, Function, FunctionCall, MessageCall, NamedFunction,
-    NamedSchema, NamedTool, OtherTool, ResponseFormat, Tool, new_id)
+    NamedSchema, NamedTool, OtherTool, ResponseFormat, Tool, ToolName, new_id)
 from .routes import Route
-from .sse import sse
 from ..text.tokenizer import RequestOutput
 
 # %% ../../nbs/server/messages_protocol.ipynb #032c8429
-_TOOL_NAME = r'^[a-zA-Z0-9_-]{1,64}$'
-
 def _is_theirs(block: object) -> bool:
     "Whether a block tells of a tool that only its maker's server runs"
     kind = block.get('type') if isinstance(block, dict) else None
@@ -128,7 +125,7 @@ class ToolDescription(ApiObject):
     without_effect = {'cache_control', 'input_examples', 'eager_input_streaming',
                       'defer_loading', 'allowed_callers'}
     type: Literal['custom'] | None = None   # Before the others, so that another is named first
-    name: str = Field(pattern=_TOOL_NAME)
+    name: ToolName
     description: str | None = None          # For the model to read
     input_schema: JsonObject                # A JSON schema of its arguments
     strict: bool | None = None              # Whether each call must follow it
@@ -234,11 +231,6 @@ _DELTAS = {'text': ('text_delta', 'text'), 'thinking': ('thinking_delta', 'think
 class MessagesWriter(BlockWriter):
     "Writes a response of `/v1/messages`."
     limit: int | None = None   # `max_tokens`, which may be more than there is room for
-    last: ClassVar[str] = ''
-
-    def line(self, event: _Json) -> str:
-        "An event, as it is sent"
-        return sse(event, str(event['type']))
 
     def begin(self, block: Block) -> list[_Json]:
         "The event that announces a block"

@@ -32,7 +32,7 @@ from .embedding_protocol import EmbeddingRequest, EmbeddingRoutes
 from .fields import ApiError, ApiObject, JsonObject, Refused
 from .openai_protocol import (
     ChatMessage, ChatRequest, FunctionCall, MessageCall, NamedSchema, ResponseFormat, Tools)
-from .openai_protocol import Arguments, check_model, new_id
+from .openai_protocol import check_model, new_id
 from .protocol import model_of
 from .routes import Route
 from .sse import ndjson
@@ -68,11 +68,9 @@ class Options(_Same):
 # %% ../../nbs/server/ollama_protocol.ipynb #daaf1f89
 class OllamaCall(ApiObject):
     "A call in an assistant's message; its arguments are an object."
-    class Function(ApiObject):
+    class Function(FunctionCall):
         "A function that was called."
         without_effect = {'index', 'description'}
-        name: str
-        arguments: Arguments = ''
     without_effect = {'type'}
     id: str = ''
     function: Function
@@ -190,7 +188,6 @@ def _now() -> str: return datetime.now(UTC).isoformat().replace('+00:00', 'Z')
 @dataclass(frozen=True)
 class OllamaChatWriter(BlockWriter):
     "Writes a response of `/api/chat`."
-    last: ClassVar[str] = ''
     media_type: ClassVar[str] = 'application/x-ndjson'
 
     def line(self, event: _Json) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
 from time import time
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -23,8 +23,7 @@ from .blocks import (
 from .fields import ApiError, ApiObject, JsonObject, Refused
 from .openai_protocol import (
     Arguments, ChatMessage, ChatRequest, Function, FunctionCall, MessageCall, NamedFunction,
-    NamedSchema, NamedTool, OtherTool, ResponseFormat, Tool)
-from .sse import sse
+    NamedSchema, NamedTool, OtherTool, ResponseFormat, Tool, ToolName)
 from ..text.template_sandbox import written_size
 from ..text.tokenizer import RequestOutput
 
@@ -134,7 +133,7 @@ class FunctionTool(ApiObject):
     "A tool that may be called: a function, or a `custom` one, which is given one text."
     without_effect = {'async', 'allowed_callers', 'defer_loading', 'output_schema'}
     type: Literal['function', 'custom']   # First, so that another type is named first
-    name: str = Field(pattern=r'^[a-zA-Z0-9_-]{1,64}$')
+    name: ToolName
     description: str | None = None               # For the model to read
     parameters: JsonObject | None = None         # A JSON schema of its arguments
     strict: bool | None = None                   # Whether each call must follow it
@@ -329,11 +328,6 @@ class ResponsesWriter(BlockWriter):
     offers: Mapping[str, tuple[str | None, FunctionTool]] = field(default_factory=dict)
     keep: Callable[[_Json], None] | None = None       # Called with the response, once it is whole
     _numbers: Iterator[int] = field(default_factory=count)   # of events
-    last: ClassVar[str] = ''
-
-    def line(self, event: _Json) -> str:
-        "An event, as it is sent"
-        return sse(event, str(event['type']))
 
     def _event(self, kind: str, **fields: object) -> _Json:
         return {'type': f'response.{kind}', **fields, 'sequence_number': next(self._numbers)}
