@@ -58,7 +58,7 @@ done: .venv/.all         ## done NB=core/09_kv_cache.table: text back to noteboo
 	$(need_nb)@if test -e nbs/$(NB).py; then $(BIN)/jupytext --quiet --update --update-metadata \
 	  '{"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}' --to ipynb nbs/$(NB).py -o nbs/$(NB).ipynb; fi
 	@$(LOCK) $(BIN)/python tests/export.py . nbs/$(NB).ipynb
-	@$(BIN)/python tests/nbrun.py --save --fresh nbs/$(NB).ipynb
+	@$(BIN)/python tests/nbrun.py --save nbs/$(NB).ipynb
 	@rm -f nbs/$(NB).py; $(BIN)/python docs/readme.py
 nbs: export              ## run all notebooks and store their true outputs (NB=nbs/core/09_*.ipynb for some)
 	$(BIN)/python tests/nbrun.py --save -j $(J) $(NB)

@@ -46,7 +46,7 @@ def test_what_is_half_added_is_told():
         "alone": "alone edits logits, and no processor has its name: logits_processors.register('alone', …)"}
     with pytest.raises(TypeError, match="missing 2 required positional arguments: 'rule' and 'help'"): param(0)
 
-NEW = "    top_a: float = param(0., real(0, 1), 'Leave out what is below so much of the largest, squared')\n"
+NEW = "    zz_test: float = param(0., real(0, 1), 'Leave out what is below so much of the largest, squared')\n"
 CHAPTER, BEFORE = "core/01_sampling_params", "    max_tokens: int | None = param("
 
 PROGRAM = '''
@@ -65,20 +65,20 @@ def posted(server, path, **body):
     r = httpx.post(server.url + path, json=body, timeout=60, trust_env=False)
     return [r.status_code, r.json().get("error", {}).get("message")]
 
-told = {"check": refusal(SamplingParams, top_a=2), "help": [o for o in LLM.chat.__doc__.splitlines() if "top_a" in o]}
-told["types"] = [get_type_hints(o).get("top_a") is float for o in (SamplingFields, ChatFields)]
+told = {"check": refusal(SamplingParams, zz_test=2), "help": [o for o in LLM.chat.__doc__.splitlines() if "zz_test" in o]}
+told["types"] = [get_type_hints(o).get("zz_test") is float for o in (SamplingFields, ChatFields)]
 with LLM(device="cpu", num_pages=64) as llm:
-    told["LLM"] = [len(llm.generate(["A page"], top_a=.5, max_tokens=2)[0].token_ids), refusal(llm.generate, ["A page"], top_a=2)]
-    told["shown"] = "top_a" in inspect.signature(llm.generate).parameters
+    told["LLM"] = [len(llm.generate(["A page"], zz_test=.5, max_tokens=2)[0].token_ids), refusal(llm.generate, ["A page"], zz_test=2)]
+    told["shown"] = "zz_test" in inspect.signature(llm.generate).parameters
 with serve(port=0, device="cpu", num_pages=64, log_interval=0) as server:
     for path, body in (("/v1/completions", {"prompt": "x", "max_tokens": 1}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1})):
-        told[path] = [posted(server, path, **body, top_a=o) for o in (.5, 2, "x")]
-    told["/generate"] = [posted(server, "/generate", text="x", sampling_params={"max_tokens": 1, "top_a": o}) for o in (.5, 2, "x")]
+        told[path] = [posted(server, path, **body, zz_test=o) for o in (.5, 2, "x")]
+    told["/generate"] = [posted(server, "/generate", text="x", sampling_params={"max_tokens": 1, "zz_test": o}) for o in (.5, 2, "x")]
     schemas = httpx.get(server.url + "/openapi.json", trust_env=False).json()["components"]["schemas"]
-    told["openapi"] = [schemas[o]["properties"]["top_a"]["description"] for o in ("ChatRequest", "CompletionRequest", "NativeSamplingRequest")]
+    told["openapi"] = [schemas[o]["properties"]["zz_test"]["description"] for o in ("ChatRequest", "CompletionRequest", "NativeSamplingRequest")]
 sys.path.insert(0, "tests")
 import hostile
-told["hostile"] = "top_a" in hostile.NUMBERS
+told["hostile"] = "zz_test" in hostile.NUMBERS
 print(json.dumps(told))
 '''
 
@@ -88,16 +88,16 @@ def test_a_new_parameter_is_one_entry(tmp_path):
     copy.edit(CHAPTER, BEFORE, NEW + BEFORE)
     copy.export()
     assert copy.touched() == {f"nbs/{CHAPTER}.ipynb"}
-    assert "    top_a: float\n" in (tmp_path/"minisgl_lit/_keywords.py").read_text()
-    told, said = copy.run(PROGRAM), "top_a must be a finite number from 0 to 1, not 2"
+    assert "    zz_test: float\n" in (tmp_path/"minisgl_lit/_keywords.py").read_text()
+    told, said = copy.run(PROGRAM), "zz_test must be a finite number from 0 to 1, not 2"
     help = "Leave out what is below so much of the largest, squared"
-    assert (told["check"], told["help"], told["types"]) == (said, [f"    top_a = 0.0: {help}"], [True, True])
+    assert (told["check"], told["help"], told["types"]) == (said, [f"    zz_test = 0.0: {help}"], [True, True])
     assert (told["LLM"], told["shown"]) == ([2, said], True)
     for path in ("/v1/completions", "/v1/chat/completions", "/generate"):
         where = "sampling_params." if path == "/generate" else ""
         (good, _), wrong, text = told[path]
         assert good == 200 and wrong == [400, f"{said}.0"], told[path]
-        assert text == [400, f"{where}top_a must be a number, not 'x'"], told[path]
+        assert text == [400, f"{where}zz_test must be a number, not 'x'"], told[path]
     assert told["openapi"] == [help] * 3 and told["hostile"]
 
 # ---- a processor of logits, through the core's engine

@@ -103,7 +103,7 @@ class BlockWriter(ConversationWriter):
 
     def extend(self, block: Block, text: str) -> list[_Json]:
         "Events for more of its text"
-        return []
+        raise NotImplementedError
 
     def end(self, block: Block) -> list[_Json]:
         "Events after the last of it"

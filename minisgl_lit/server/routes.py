@@ -7,6 +7,7 @@ __all__ = ['Route', 'nearest', 'as_api_error', 'add_routes']
 
 # %% ../../nbs/server/routes.ipynb #82ce26de
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -114,7 +115,10 @@ def add_routes(
     routes: Sequence[Route],       # All that it shall have; the first has what is usual
     refuse_unknown: bool = True,   # Whether unknown fields are refused, or ignored
 ) -> None:
-    "Add routes to an application, and the way of their errors"
+    "Add routes to an application, and the way of their errors; `ValueError` for one there twice"
+    counts = Counter((r.method, r.path) for r in routes)
+    if twice := [' '.join(o) for o, n in counts.items() if n > 1]:
+        raise ValueError(f'{", ".join(twice)}: a route that is there already')
     for r in routes:
         app.add_api_route(
             r.path, checking_fields(r.handler, refuse_unknown, r.field_names), methods=[r.method],

@@ -106,6 +106,9 @@ def _with_head(name: str) -> str:
     "The architecture that one without a head is a part of"
     return f'{name.removesuffix("Model")}ForCausalLM' if name.endswith('Model') else name
 
+_ONLY = dict(hidden_act='silu', embedding_multiplier=1, residual_multiplier=1, logits_scaling=1,
+             attn_logit_softcapping=None, final_logit_softcapping=None, clip_qkv=None)
+
 def check_supported(
     raw: Mapping[str, object],  # A `config.json`
 ) -> None:
@@ -114,8 +117,9 @@ def check_supported(
     if not isinstance(name, str) or _with_head(name) not in families:
         raise ValueError(f'architecture {name!r:.80} of config.json is not served; '
                          f'known are {", ".join(families)}')
-    if (act := raw.get('hidden_act', 'silu')) != 'silu':
-        raise ValueError(f"hidden_act={act!r:.80} of config.json is not served; only 'silu' is")
+    for name, only in _ONLY.items():
+        if (value := raw.get(name, only)) not in (only, None):
+            raise ValueError(f'{name}={value!r:.80} of config.json is not served; only {only!r} is')
     if found := read_optional(raw, 'quantization_config', dict):
         if (method := read_optional(found, 'quant_method', str)) in quant_methods.names: return
         known = ''.join(f'{o}, ' for o in quant_methods.names)
