@@ -157,8 +157,8 @@ def apply_mask(
         raise ValueError(f'a mask for {n} rows of {vocab_size} tokens is int32, '
                          f'[{n}, {width}], not {mask.dtype}, {list(mask.shape)}')
     rows = np.flatnonzero((mask != -1).any(-1))   # those that forbid anything
-    words = to_device(mask[rows], logits.device)
-    table, which = _of_bytes(logits.device, logits.dtype), words.view(torch.uint8).int()
+    which = to_device(mask[rows].view(np.uint8), logits.device).int()
+    table = _of_bytes(logits.device, logits.dtype)
     added = torch.embedding(table, which).flatten(1)[:, :vocab_size]
     logits.index_add_(0, to_device(rows, logits.device), added)
 
