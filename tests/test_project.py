@@ -217,31 +217,6 @@ def test_plain_code(rule):
     bad = [f"{m}:{line}" for m in modules(root) for line in rule(ast.parse((root/m).read_text()))]
     assert not bad, f"{rule.__doc__}: {bad}"
 
-OLD = set("""Door Wishes NativeWishes Mailbox Anteroom Orders obey News Reply last_reply doom _misled _mislead disown _disown Setup Edits Reports
-Scores PromptScores StopFinder EngineProcess ProcessClient Job Ticket Loaded LeadTable LeadEngine TorchGroup anteroom mailbox HttpMiddleware
-put_back anybody one_of_each OneOfEach edits_of reports_of _hand_over _begin_anew CallerGone unless_gone add_wishes read_wishes
-keep_watch NativeAnswer power_c text_stop other_rank DIRECT""".split())   # in code, and in backticks
-OLD_MODULES = """core toy native news products kv pictures model scheduler.finish scheduler.prepare scheduler.loop scheduler.cost engine.resources
-engine.sampling engine.graph engine.parallel engine.build serving limits load traces viz bench sim calibrate""".split()
-OLD_WORDS = ["wishes", "anteroom", "mailbox", "doomed", "softening", "are no numbers", "token for nobody", "disown"]   # in prose and comments, too
-
-def texts():
-    "(name, text, the code in it) of every chapter's cells, of every module and guide"
-    def quoted(text): return " ".join(re.findall(r"`([^`]+)`", text))
-    for nb in notebooks():
-        for c in json.loads(nb.read_text(encoding="utf-8"))["cells"]:
-            yield nb.name, (s := "".join(c["source"])), s if c["cell_type"] == "code" else quoted(s)
-    for p in [*(root/pkg).rglob("*.py"), *(root/"docs").glob("*.md"), *(root/"docs/guides").glob("*.md"), root/"README.md", root/"CONTRIBUTING.md"]:
-        s = p.read_text(encoding="utf-8")
-        if p.name not in ("_modidx.py", "changelog.md"): yield p.relative_to(root).as_posix(), s, s if p.suffix == ".py" else quoted(s)
-
-def test_no_old_name_is_left():
-    "What was renamed in 0.2.0; the changelog alone still has it"
-    paths = re.compile(rf"\b{pkg}\.({'|'.join(map(re.escape, OLD_MODULES))})\b(?![._](?=[a-z]))")
-    words = re.compile(rf"\b({'|'.join(OLD_WORDS)})\b", re.I)
-    bad = {f"{name}: {o}" for name, text, code in texts() for o in {*(set(re.findall(r"\w+", code)) & OLD), *(m[0] for m in paths.finditer(text)), *(m[0] for m in words.finditer(text))}}
-    assert not bad, "\n".join(sorted(bad))
-
 def room(module):
     "The folder of a module, or the module itself where it stands at the top"
     return module.removeprefix(f"{pkg}.").partition(".")[0]
