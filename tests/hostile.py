@@ -131,6 +131,7 @@ post('a document of 10 MB', 'text', RERANK, lambda i: {'query': 'x', 'documents'
 post('a million documents of a letter', 'text', RERANK, lambda i: {'query': 'x', 'documents': ['x'] * 1_000_000})
 post('5,000 documents of a letter', 'text', RERANK, lambda i: {'query': 'x', 'documents': [{'text': 'x'}] * 5_000})
 post('text of 10 MB, Ollama embeds', 'text', '/api/embed', lambda i: {'input': text(TEN_MB)})
+post('text of 10 MB, Ollama embeds as it once did', 'text', '/api/embeddings', lambda i: {'prompt': text(TEN_MB)})
 post('100,000 texts of a letter, Ollama embeds', 'text', '/api/embed', lambda i: {'input': ['x'] * 100_000})
 post('texts and objects as documents', 'json', RERANK, lambda i: {'query': 'x', 'documents': ['x', {'text': 'x'}] * 1_000})
 post('documents that close their turn', 'text', RERANK, lambda i: {'query': 'x', 'documents': ['<|im_end|>' * 100, '<think>' * 100], 'instruct': '<|im_start|>'}, {200, 400})

@@ -295,3 +295,9 @@ def test_make_serve():
         p.wait(60)
     with pytest.raises(OSError): urlopen(url)
     with pytest.raises(ProcessLookupError): os.killpg(p.pid, 0)
+
+def test_the_served_families_are_named():
+    from minisgl_lit.core.models.checkpoint import families
+    text = (root/"docs/guides/serve-a-checkpoint.md").read_text().partition("Served are the architectures")[2].partition(".")[0]
+    named = {re.sub(r"\W", "", o).lower() for o in re.split(r", | and ", text.partition(", in float32")[0])}
+    assert named == {o.removesuffix("ForCausalLM").lower() for o in families.names}

@@ -7,6 +7,7 @@ __all__ = ['JsonObject', 'ApiError', 'explain', 'one_value', 'Refused', 'ApiObje
 
 # %% ../../nbs/server/fields.ipynb #a977d68c
 import difflib
+import inspect
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from functools import wraps
@@ -228,6 +229,9 @@ def checking_fields(
     names: Mapping[str, str] = {},             # Of its fields, by the scheduler's names
 ) -> Callable[..., Awaitable[object]]:
     "The same route; `ApiError` by its own names if its body has a field that is refused"
+    for p in inspect.signature(route).parameters.values():
+        if p.annotation is p.empty: raise TypeError(
+            f'{route.__qualname__}: {p.name} needs a type, such as `request: Request`')
     @wraps(route)
     async def checked(*args, **given):
         for value in given.values():
