@@ -51,6 +51,7 @@ class EngineSettings(TypedDict, total=False):
     control_tokens_in_messages: bool
     additional_properties: bool
     tp: int
+    plugins: str | None
     dummy_weights: bool
 
 class SamplingFields(TypedDict, total=False):

@@ -25,7 +25,7 @@ from .cli_arguments import (
     Parser, add_sampling_arguments, add_settings, engine_settings, interruptible,
     read_sampling_params, sampling_fields)
 from .config import EngineConfig
-from .core.config import check_names, setting
+from .core.config import EngineConfig as CoreConfig, check_names, setting
 from .server.config import ServerConfig
 from .config_sources import PREFIX, from_args, sourced_settings
 from .log import LogFile, write_text
@@ -218,7 +218,7 @@ def settings_of(
            for k, o in params.items() if k != 'config']
     bases = (EngineConfig,) if 'config' in params else ()
     return make_dataclass(function.__name__, own, bases=bases, frozen=True,
-                          namespace=dict(__post_init__=EngineConfig.__post_init__))
+                          namespace=dict(__post_init__=(*bases, CoreConfig)[0].__post_init__))
 
 def _measure(function: Callable[..., 'Report'], config: object) -> 'Report':
     "Call a benchmark with the settings of a config that `settings_of` made"

@@ -14,7 +14,7 @@ from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import TypeVar, cast
 
-from .config import EngineConfig, names_of, read, renamed
+from .config import EngineConfig, import_plugins, names_of, read, renamed
 from .core.config import accepts, allowed, check_names
 from .server.config import ServerConfig
 
@@ -72,8 +72,11 @@ def gather(
 ) -> dict[str, Sourced]:
     "The value of every setting, and its source; `ValueError` says which one is wrong, and where"
     in_file, gathered = read_file(path) if path else {}, {}
+    def first_of(f: Field) -> Sourced: return _sources(f, flags, environ, in_file, path or '')[0]
     for f in fields(cls):
-        first, *_ = _sources(f, flags, environ, in_file, path or '')
+        if f.name == 'plugins': import_plugins(first_of(f).value)   # what others may name
+    for f in fields(cls):
+        first = first_of(f)
         if not accepts(f, first.value):
             shown = 'this one' if f.name.endswith('_key') else repr(first.value)
             where = '' if f.name in flags else f' ({first.source})'

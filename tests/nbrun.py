@@ -177,7 +177,7 @@ def run(path, flags=(), save=False, timeout=900, package=False, fresh=False, env
         if a.cell_type != "code" or "skip-execution" in b.metadata.get("tags", []): continue
         d = directives(a)
         if not save and marks & d.keys(): continue   # stored by a machine that can run them
-        if "machine" in d and a.outputs and not fresh: continue
+        if "machine" in d and (a.outputs or not save) and not fresh: continue
         volatile = "volatile" in d
         if fresh and a.outputs != b.outputs or _key(a.outputs, volatile, save) != _key(b.outputs, volatile, save):
             stale.append(a.id)

@@ -51,7 +51,7 @@ ELSEWHERE = dict(   # settings that the scheduler does not see
     model='parity', reasoning_parser='reasoning', device='parity', dtype='parity', attention='parity', memory_ratio='engine', max_seq_len='fixed: rows of 40 tokens',
     max_recv_per_step='workers', threads='engine', dummy_weights='weights', tp='parallel', cuda_graph_max_bs='graph',
     kv_dtype='attention', quantization='quantized', quantization_group='quantized', quantization_compute='quantized',
-    additional_properties='grammar', control_tokens_in_messages='tokenizer')
+    additional_properties='grammar', control_tokens_in_messages='tokenizer', plugins='plugins')
 
 def test_every_setting_is_drawn():
     assert {f.name for f in fields(EngineConfig)} == {*SETTINGS, *ELSEWHERE}
