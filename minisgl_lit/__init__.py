@@ -70,6 +70,7 @@ class _Moved(MetaPathFinder, Loader):
     def exec_module(self, module):
         old = module.__name__.removeprefix(f"{__name__}.")
         if old in _moved: sys.modules[module.__name__] = import_module(f"{__name__}.{_moved[old]}")
+        if old.startswith('models.'): import_module(f"{__name__}.formats.checkpoints")   # what these knew, it registers
 
 
 sys.meta_path.insert(0, _Moved())

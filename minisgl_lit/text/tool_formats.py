@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LLAMA', 'MISTRAL', 'MISTRAL_V11', 'DEEPSEEK_V3', 'DEEPSEEK_V31', 'GPT_OSS', 'PYTHONIC', 'QWEN3_CODER', 'tool_formats',
-           'PythonReader', 'value_types', 'typed_value', 'XmlReader', 'choose_formats', 'markers']
+           'FORMATS', 'PythonReader', 'value_types', 'typed_value', 'XmlReader', 'choose_formats', 'markers']
 
 # %% ../../nbs/text/tool_formats.ipynb #68ddd065
 import json
@@ -310,6 +310,7 @@ QWEN3_CODER = ToolFormat(
 _BY_DEFAULT = (GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V31, QWEN3_CODER, MISTRAL_V11, MISTRAL, HERMES,
                PYTHONIC, LLAMA)   # a template is that of the first that it shows
 tool_formats = Registry('tool_call_parser', {o.name: o for o in _BY_DEFAULT})
+FORMATS = tool_formats   # until 0.4: its old name
 
 def choose_formats(
     name: str,    # The setting `tool_call_parser`: 'auto', or the name of a format
