@@ -57,8 +57,8 @@ def import_plugins(
     "Import them; `ValueError` if one cannot be"
     for module in re.findall(r'[\w.]+', names) if isinstance(names, str) else ():
         try: import_module(module)
-        except ImportError as e:
-            raise ValueError(f'plugins={module!r} cannot be loaded: {e}') from None
+        except Exception as e:   # whatever a module of somebody's raises
+            raise ValueError(f'plugins={module!r} cannot be loaded: {e}') from e
 
 @dataclass(frozen=True)
 class EngineConfig(CoreConfig):

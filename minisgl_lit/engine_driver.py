@@ -162,8 +162,8 @@ class EngineDriver:
 
     def _step(self) -> list[ControlReply]:
         "A turn, for all open requests; replies to commands. Called with the lock"
-        messages = [*self._take_in(), *self.core.turn()]
-        for message in messages: self._deliver(message)
+        self._take_in()
+        for message in (messages := self.core.turn()): self._deliver(message)
         if not self.core.scheduler.has_work and self.core.grammar_queue: time.sleep(self.core.wait)
         return [o for o in messages if isinstance(o, ControlReply)]
 
@@ -188,9 +188,8 @@ class EngineDriver:
         "These have something for their callers, who look by themselves after each step"
 
     # %% ../nbs/engine_driver.ipynb #6d8c8d86
-    def _take_in(self) -> list[FromScheduler]:
-        "Open what was submitted, end what was released; what is answered at once"
-        answers: list[FromScheduler] = []
+    def _take_in(self) -> None:
+        "Open what was submitted, end what was released; before the turn, which may fail"
         n_released = len(self._released)   # of these, each was submitted before; later ones perhaps not
         while self._submitted:
             self._backlog.append(request := self._submitted.popleft())
@@ -202,9 +201,8 @@ class EngineDriver:
         while self._backlog:
             request = self._backlog.popleft()
             answer = self.core.handle(UserMsg(request.rid, request.input_ids, request.params))
-            if answer: answers.append(answer)
+            if answer: self._deliver(answer)   # one that is refused for now waits at the head again
             if isinstance(answer, RefusedMsg) and answer.busy: break
-        return answers
 
     # %% ../nbs/engine_driver.ipynb #c63dedca
     def release(self, requests: Sequence[RequestState]) -> None:

@@ -118,7 +118,7 @@ def check_supported(
         raise ValueError(f'architecture {name!r:.80} of config.json is not served; '
                          f'known are {", ".join(families)}')
     for name, only in _ONLY.items():
-        if (value := raw.get(name, only)) not in (only, None):
+        if (value := raw.get(name, only)) != only:
             raise ValueError(f'{name}={value!r:.80} of config.json is not served; only {only!r} is')
     if found := read_optional(raw, 'quantization_config', dict):
         if (method := read_optional(found, 'quant_method', str)) in quant_methods.names: return
