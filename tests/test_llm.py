@@ -162,6 +162,23 @@ def without_weights(driver):
     return driver
 
 
+def test_a_step_that_fails_loses_nobody_who_waits_for_room():
+    "The queue is full, and the step raises: those that were refused for now are served all the same"
+    driver, params, prompts = toy_driver(False, queued=1), SamplingParams(max_tokens=5, temperature=0), [[k] for k in range(9)]
+    requests = driver.make_requests(prompts, np.array, params)
+    driver.submit(requests)
+    step, driver.core.scheduler.step = driver.core.scheduler.step, failing
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError): driver.wait(requests[0])
+    driver.core.scheduler.step = step
+    for _ in range(500):
+        if all(o.output for o in requests): break
+        driver._advance()
+    assert [o.output and o.output.token_ids for o in requests] == [expected(o, 5) for o in prompts]
+    driver.release(requests)
+    driver.close()
+
+
 def test_an_update_that_fails_holds_nobody():
     "New weights wait for what has begun; if that fails, those who waited meanwhile may start"
     driver, params = without_weights(toy_driver(False)), SamplingParams(max_tokens=9, temperature=0)

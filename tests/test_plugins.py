@@ -46,6 +46,10 @@ def test_a_plugin_is_known_in_all_processes(tmp_path):
             assert said["usage"]["completion_tokens"] == 3
         finally: p.terminate()
 
-def test_a_plugin_that_is_not_there():
+def test_a_plugin_that_is_not_there(tmp_path, monkeypatch):
+    (tmp_path/"breaks.py").write_text("1/0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="plugins='breaks' cannot be loaded: division by zero"): EngineConfig(plugins="breaks")
+    with pytest.raises(ValueError, match="cannot be loaded"): EngineConfig(plugins="..")
     with pytest.raises(ValueError, match="plugins='no_such' cannot be loaded: No module named 'no_such'"): EngineConfig(plugins="no_such")
     with pytest.raises(ValueError, match="plugins must be names of modules"): EngineConfig(plugins="json;")
