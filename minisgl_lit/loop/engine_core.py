@@ -185,6 +185,7 @@ class EngineCore:
         self.memory = MemoryReleases(self.control, weights)
         self.kv_events: KVEventLog | None = None   # once they were asked for
         self._quiet = True   # no message has come since the last turn
+        self._unsent: list[FromScheduler | None] = []   # what stays if a step raises
         self._tidying, self._halfway = scheduler.tidy(), False
 
     @property
@@ -302,12 +303,13 @@ class EngineCore:
 
     def turn(self) -> list[FromScheduler]:
         "Run a step, and what is due between two: all that is to be sent"
-        sent = [self.handle(message) for message in self.grammar_queue.ready()]
+        self._unsent += [self.handle(message) for message in self.grammar_queue.ready()]
         if self._quiet and not self.has_work: self._halfway = next(self._tidying, 'done') is None
         self._quiet = True
         self.profiler.keep_bound()
-        sent += [self.scheduler.step(), self.updates.finish()]
-        if events := self.kv_events and self.kv_events.take(): sent.append(KVEventsMsg(events))
+        self._unsent += [self.scheduler.step(), self.updates.finish()]
+        if events := self.kv_events and self.kv_events.take(): self._unsent.append(KVEventsMsg(events))
+        sent, self._unsent = self._unsent, []
         return [message for message in sent if message]
 
 # %% ../../nbs/loop/engine_core.ipynb #572f623e
