@@ -88,6 +88,9 @@ def check_keywords(
         if name in known: continue
         if name in _CHAT: raise RequestError(
             name, f'{name} is a parameter of chat, or of a stream of messages, not of a prompt')
+        own = [o for o in SamplingParams.__subclasses__() if name in {f.name for f in fields(o)}]
+        if own: raise RequestError(name, f'{name} is a parameter of {own[0].__name__}, and no '
+                                         f'keyword: pass {own[0].__name__}({name}=…)')
         near = difflib.get_close_matches(name, known, 1, cutoff=.7)
         hint = f'did you mean {near[0]}?' if near else f'there are {", ".join(known)}'
         raise RequestError(name, f'{name} is no sampling parameter; {hint}')

@@ -82,6 +82,7 @@ told["hostile"] = "zz_test" in hostile.NUMBERS
 print(json.dumps(told))
 '''
 
+@pytest.mark.long   # test_one_place.py adds one, too, and looks at less of it
 def test_a_new_parameter_is_one_entry(tmp_path):
     "In a copy of the project a line is added to one cell, and the chapter is exported"
     copy = Copy(tmp_path)

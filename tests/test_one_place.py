@@ -1,5 +1,5 @@
-"""What is spelled once: a policy, a family of models, a route, an attention backend, a weight format and a compression are each added to a copy of the project, as
-a contributor would, and the files that it took are counted. A sampling parameter has a test of its own, `test_one_parameter.py`.
+"""What is spelled once: a policy, a sampling parameter, a family of models, a route, an attention backend, a weight format and a compression are each added to a
+copy of the project, as a contributor would, and the files that it took are counted. All that comes with a sampling parameter tells `test_one_parameter.py`.
 """
 import ast, asyncio, json, subprocess, sys
 from collections import defaultdict
@@ -100,6 +100,7 @@ ADDED = {   # by what it is: chapters, and what is put before a text in each; an
 policies.register('shortest', Shortest)
 
 """)}, 1),
+    "parameter": ({"core/01_sampling_params": ("    max_tokens: int | None = param(", "    zz_test: float = param(0., real(0, 1), 'A number that does nothing')\n")}, 1),
     "family": ({"core/27_models.checkpoint": ("    MistralForCausalLM=Family(", "    NovaForCausalLM=Family(qk_norm=True),\n")}, 1),
     "route": ({"server/messages_protocol": ("                route('/v1/messages/count_tokens'", "                Route('GET', '/v1/messages/limit', self.limit, error=messages_error),\n"),
 }, 1),
@@ -149,6 +150,9 @@ def say(**fields): Path("nova/config.json").write_text(json.dumps(raw | fields))
 
 with LLM(device="cpu", num_pages=64, max_running_req=1, policy="shortest") as llm:
     outs = llm.generate(["The page " * n for n in (30, 10, 20)], max_tokens=4)
+    told["parameter"] = [len(llm.generate("x", max_tokens=2, ignore_eos=True, zz_test=1)[0].token_ids)]
+    try: llm.generate("x", zz_test=2)
+    except ValueError as e: told["parameter"].append(str(e))
 told["policy"] = sorted(range(3), key=lambda i: outs[i].times[0])
 
 told["plain"] = greedy()
@@ -192,7 +196,7 @@ def test_each_thing_is_added_in_one_place(tmp_path, long):
     copy.export()
     assert copy.touched() == known, "the export changes nothing but the package"
     told = copy.run(USES)
-    assert told["policy"] == [1, 2, 0]
+    assert told["policy"] == [1, 2, 0] and told["parameter"] == [2, "zz_test must be a finite number from 0 to 1, not 2"]
     assert told["family"] == told["weight format"] == told["one that sees all"] == told["plain"] != told["backend"]
     sixteens, four_bits = told["compression"]
     assert sixteens == four_bits

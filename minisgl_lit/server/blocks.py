@@ -20,7 +20,7 @@ from ..core.request import FinishReason
 from .openai_protocol import (
     ApiRequest, ChatMessage, ChatRequest, ConversationWriter)
 from .fields import explain
-from .protocol import ApiError, SamplingRequest
+from .protocol import ApiError
 from .routes import Route
 from .sse import sse
 from ..text.json_object import arguments_of
@@ -30,7 +30,6 @@ from ..text.tool_calls import ArgumentsDelta, ToolCall
 
 # %% ../../nbs/server/blocks.ipynb #7bd95ee8
 _MAX_MESSAGES = 10_000   # as on the other routes
-_SHARED = 'model', 'stream', 'user'   # fields that all bodies have, beside those of sampling
 
 class ConversationRequest(ApiRequest):
     "A body of another protocol for conversations: it means a `ChatRequest`."
@@ -48,7 +47,7 @@ class ConversationRequest(ApiRequest):
                            f'not {len(messages):,}', param=field)
         if (n := self.asked('n')) not in (None, 1):
             raise ApiError(f'n must be 1, not {n}', param='n')
-        own = {name: getattr(self, name) for name in [*SamplingRequest.model_fields, *_SHARED]}
+        own = {name: getattr(self, name) for name in ApiRequest.model_fields}
         given = {**own, 'messages': messages, **{k: v for k, v in fields.items() if v is not None}}
         try: return ChatRequest.model_validate({k: v for k, v in given.items() if v is not None})
         except ValidationError as invalid: raise explain(invalid.errors()) from None

@@ -12,15 +12,15 @@ from itertools import accumulate
 
 from ..core.request import Logprob
 from .fields import ApiError, Refused
-from .openai_protocol import ApiRequest, ResponseWriter
+from .openai_protocol import OpenAIRequest, ResponseWriter
 from .protocol import Prompts, as_prompts
 from ..text.reasoning import AnswerPart, ReasoningDelta
 from ..text.tokenizer import Piece, RequestOutput
 
 # %% ../../nbs/server/completions_protocol.ipynb #8e3fc292
-class CompletionRequest(ApiRequest):
+class CompletionRequest(OpenAIRequest):
     "The body of `/v1/completions`."
-    refused = ApiRequest.refused | {
+    refused = OpenAIRequest.refused | {
         'messages': Refused('send a prompt'), 'response_format': Refused('send a json_schema')}
     prompt: Prompts
     echo: bool | None = None   # Repeat the prompt before the output

@@ -9,7 +9,7 @@ __all__ = ['PAGE_FILES', 'UpdateWeightsRequest', 'MemoryRequest', 'WeightVersion
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
@@ -33,6 +33,7 @@ from .openai_protocol import check_model
 from .routes import Route
 from .sse import EventStream, unless_disconnected
 from ..loop.weight_updates import PARTS, WeightUpdate
+from ..text.sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
 
 # %% ../../nbs/server/operations.ipynb #eabc56e2
@@ -97,7 +98,8 @@ class ServerRoutes:
                 'tokenizer_path': self.info.get('model'), 'served_model_name': self.client.model,
                 'is_generation': True, 'max_model_len': self.info.get('max_seq_len'),
                 'vocab_size': self.info.get('vocab_size'),
-                'weight_version': weights.get('weight_version')}
+                'weight_version': weights.get('weight_version'),
+                'sampling_parameters': {o.name: o.metadata['help'] for o in fields(SamplingParams)}}
 
     async def load(self) -> dict[str, int]:
         "How many requests run or wait"

@@ -216,7 +216,7 @@ class ResponsesRequest(ConversationRequest):
     "The body of `/v1/responses`."
     without_effect = {'include', 'service_tier', 'safety_identifier', 'prompt_cache_key',
                       'prompt_cache_retention', 'prompt_cache_options', 'max_tool_calls',
-                      'client_metadata'}
+                      'client_metadata', 'stream_options'}
     refused = {'background': Refused('an answer is made while its caller waits'),
                'conversation': Refused('name the last answer in previous_response_id'),
                'prompt': Refused('send instructions and input'),

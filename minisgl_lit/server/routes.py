@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, get_type_hints
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -53,7 +53,17 @@ class Route:
         kinds = ['application/json', self.stream] if self.stream else ['application/json']
         told: dict[int | str, dict[str, object]] = {
             status: {'description': what, 'content': errors} for status, what in _STATUSES.items()}
-        return {**told, 200: {'description': 'The answer', 'content': dict.fromkeys(kinds, {})}}
+        content: dict[str, object] = dict.fromkeys(kinds, {})
+        answer: dict[str, object] = {'description': 'The answer', 'content': content}
+        if (returned := self.returned) is not None: answer['model'] = returned
+        return {**told, 200: answer}
+
+    @property
+    def returned(self) -> object:
+        "The type of its JSON, as its handler says it; `None` for a whole response, or unsaid"
+        returned = get_type_hints(self.handler).get('return', object)
+        is_response = isinstance(returned, type) and issubclass(returned, Response)
+        return None if returned is object or is_response else returned
 
 # %% ../../nbs/server/routes.ipynb #58021b95
 def nearest(

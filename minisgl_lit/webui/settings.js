@@ -45,8 +45,19 @@ export const FIELDS = {
   logit_bias: field('json', 'token: number, as JSON'),
   extra_key: field('text', 'share the cache within this name only')}
 
+// not in the form: what the page asks for itself, and what is no chat
+const OTHERS = ['n', 'logprobs', 'prompt_logprobs', 'logprob_start_len', 'token_ids_logprob', 'pooling', 'visible_tokens', 'separate_reasoning']
+
+let unknown = []   // fields that the page has not heard of before
+
+// what the server samples by: names, and what each is about
+export function learn(parameters) {
+  const names = Object.keys(parameters).filter(o => !FIELDS[o] && !OTHERS.includes(o))
+  unknown = names.map(o => [o, field('json', parameters[o])])
+}
+
 // those that this server takes; plain: each server of OpenAI's chat does
-const fields = () => Object.entries(FIELDS).filter(([, o]) => offers.more || o.plain)
+const fields = () => [...Object.entries(FIELDS).filter(([, o]) => offers.more || o.plain), ...unknown]
 
 const LINES = ['lines', 'schema', 'json']   // kinds with room for several lines
 

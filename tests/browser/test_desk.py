@@ -35,6 +35,21 @@ def test_settings_are_sent_kept_and_named(page):
     assert (value("temperature"), value("top_k")) == ("0.5", "7")
     page.quiet()
 
+def test_a_parameter_that_the_page_does_not_know(page):
+    "The server names it; it has a field with its help, and is sent as what stands there: a number, a text, a list"
+    page.driver.execute_async_script("""const [done] = arguments
+        import('./settings.js').then(o => { o.learn({no_repeat: 'No token comes twice', seed: 'known', n: 'no field'}); o.build(); done() })""")
+    page("tab-settings").click()
+    page.fill("no_repeat", "[1, true]")
+    assert page.all("[name=no_repeat]")[0].get_attribute("title") == "No token comes twice"
+    assert [len(page.all(f"[name={o}]")) for o in ("seed", "n")] == [1, 0]
+    page.driver.execute_script("""window.bodies = []; const plain = fetch
+        window.fetch = (url, o) => String(url).endsWith('completions') ? (bodies.push(JSON.parse(o.body)), Promise.resolve(new Response(arguments[0]))) : plain(url, o)""", piece("Yes", "stop"))
+    page("text").send_keys("Hello", Keys.ENTER)
+    page.answered()
+    assert page.js("bodies[0].no_repeat") == [1, True] and "seed" not in page.js("bodies[0]")
+    page.quiet()
+
 def test_an_answer_of_a_schema(page):
     page("tab-settings").click()
     page.fill("json_schema", "{oops")

@@ -25,8 +25,8 @@ from .weights import is_base, open_file, quant_methods, read_json
 @dataclass(frozen=True)
 class Family:
     "What the name of an architecture implies and its `config.json` does not say."
-    qkv_bias: bool | None = None   # See `ModelConfig`; `None`: `attention_bias` of the file
-    o_bias: bool | None = None     # The same
+    qkv_bias: bool | str = 'attention_bias'   # See `ModelConfig`; a text: that field of the file
+    o_bias: bool | str = 'attention_bias'     # The same
     qk_norm: bool = False          # See `ModelConfig`
     has_window: Callable[[int, int], bool] | None = None   # Of (layer, max_window_layers)
     window_switch: bool = True     # Windows are off unless `use_sliding_window` is true
@@ -107,7 +107,8 @@ def _with_head(name: str) -> str:
     return f'{name.removesuffix("Model")}ForCausalLM' if name.endswith('Model') else name
 
 _ONLY = dict(hidden_act='silu', embedding_multiplier=1, residual_multiplier=1, logits_scaling=1,
-             attn_logit_softcapping=None, final_logit_softcapping=None, clip_qkv=None)
+             attn_logit_softcapping=None, final_logit_softcapping=None, clip_qkv=None,
+             attention_multiplier=None, no_rope_layers=None)
 
 def check_supported(
     raw: Mapping[str, object],  # A `config.json`
@@ -217,14 +218,15 @@ def read_shape(
         raise ValueError(f'num_attention_heads={heads} of config.json must be a multiple of '
                          f'num_key_value_heads={kv_heads}')
     if head_dim % 2: raise ValueError(f'head_dim={head_dim} of config.json must be even')
-    family, bias = families[name], read_field(raw, 'attention_bias', bool, False)
+    family = families[name]
+    def switch(value: bool | str) -> bool:
+        return read_field(raw, value, bool, False) if isinstance(value, str) else value
     return dict(
         architecture=name, vocab_size=read_count(raw, 'vocab_size'),
         hidden_size=hidden, intermediate_size=read_count(raw, 'intermediate_size'),
         num_layers=read_count(raw, 'num_hidden_layers'),
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, qk_norm=family.qk_norm,
-        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
-        o_bias=bias if family.o_bias is None else family.o_bias,
+        qkv_bias=switch(family.qkv_bias), o_bias=switch(family.o_bias),
         mlp_bias=read_field(raw, 'mlp_bias', bool, False), mlps=read_mlps(raw),
         rms_norm_eps=read_field(raw, 'rms_norm_eps', float, 1e-6, low=0))
 
