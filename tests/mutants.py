@@ -3,13 +3,16 @@
     python tests/mutants.py               all of them, two at a time
     python tests/mutants.py -k lock       those whose name has this in it
 
-A mutant is a copy of the package with one line changed. Its own chapter's tests run first, on the copy, then
-random lives of a server and of the tree, or the tests of kernels. Whoever survives is named, and the exit code is 1: write the test that
+A mutant is a copy of the package with one line changed. Its own chapter runs first, on the copy, then random lives of a
+server and of the tree, or the tests of kernels, then the chapters above. Whoever survives is named, and the exit code is 1: write the test that
 is missing. A line that is no longer there is an error too.
 """
 import argparse, os, shutil, subprocess, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
+
+from nbrun import chapter, notebooks, run
 
 root = Path(__file__).resolve().parents[1]
 chapters = {'process': 'process', 'core/kv_cache/table': 'core/09_kv_cache.table', 'core/kv_cache/eviction': 'core/10_kv_cache.eviction', 'core/kv_cache/radix': 'core/11_kv_cache.radix', 'distributed/kv_events': 'distributed/kv_events',
@@ -21,7 +24,10 @@ chapters = {'process': 'process', 'core/kv_cache/table': 'core/09_kv_cache.table
             'kernels/fused_heads': 'kernels/fused_heads', 'kernels/sampling': 'kernels/sampling', 'kernels/grouped_matmul': 'kernels/grouped_matmul',
             'kernels/page_list': 'kernels/page_list', 'kernels/trials': 'kernels/trials', 'kernels/kernel_trials': 'kernels/kernel_trials', 'kernels/fp8': 'kernels/fp8', 'kernels/gpu_operations': 'kernels/gpu_operations', 'kernels/experts': 'kernels/experts',
             'kernels/attention_choice': 'kernels/attention_choice', 'core/attention/library': 'core/22_attention.library', 'formats/weight_control': 'formats/weight_control'}
-gpu = 'kernels/', 'kernels/attention_choice'   # their other tests are those of kernels
+gpu = 'kernels/'   # its other tests are those of kernels
+KERNELS = ['tests/test_triton.py', 'tests/test_fp8.py', 'tests/test_flashinfer.py']
+LIVES = ['tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_scheduler.py', 'tests/test_hostile_chunks.py']
+ROUTED = ['tests/test_router.py', 'tests/test_prefill.py']   # of what stands before several engines
 
 mutants = [   # what breaks, module, the line, what becomes of it
     ('a row is allocated twice', 'core/kv_cache/table', 'row = self._free.pop()', 'row = self._free[-1]'),
@@ -350,32 +356,49 @@ mutants = [   # what breaks, module, the line, what becomes of it
     ('callers from vLLM are misunderstood', 'core/scheduler/scheduler', 'params = replace(params, priority=-params.priority)', 'pass'),
 ]
 
-def make(folder: Path, module: str, line: str, instead: str) -> None:
-    "A copy of the project with one line changed"
-    others = {o.name for o in (root/'nbs').glob('[35]*') if o.stem not in chapters.values()}
-    for name in ('minisgl_lit', 'tests', 'nbs'): shutil.copytree(root/name, folder/name, ignore=shutil.ignore_patterns('__pycache__', '*.safetensors', *others))
+def make(folder: Path, module: str = '', line: str = '', instead: str = '') -> None:
+    "A copy of the project with one line changed; without a module: as it is"
+    for name in ('minisgl_lit', 'tests', 'nbs'): shutil.copytree(root/name, folder/name)
     for name in ('settings.ini', 'pyproject.toml', 'setup.py'): shutil.copy(root/name, folder)
+    if not module: return
     path = folder/'minisgl_lit'/f'{module}.py'
     text = path.read_text()
     if text.count(line) != 1: raise SystemExit(f'{module}: {line!r} is there {text.count(line)} times, not once')
     path.write_text(text.replace(line, instead))
 
+def fails(path: Path, folder: Path) -> bool:
+    "Whether a chapter fails on the package of a folder"
+    here = {'PYTHONPATH': str(folder), 'PYTHONDONTWRITEBYTECODE': '1'}
+    return bool(run(folder/path.relative_to(root), package=True, timeout=120, env=here)[0])
+
+@cache
+def fails_anyway(path: Path) -> bool:
+    "Whether it fails on the package as it is: some chapters only hold with functions of their own cells"
+    return fails(path, root)
+
+def failing_chapter(folder: Path, names: list[str]) -> str | None:
+    "The first of these chapters that fails on a copy: each a name, or a part of one"
+    chosen = (o for o in notebooks() if any(name in chapter(o) for name in names))
+    return next((chapter(o) for o in chosen if not fails_anyway(o) and fails(o, folder)), None)
+
+def failing_test(folder: Path, files: list[str]) -> str | None:
+    "The first test of these files that fails on a copy"
+    env = {**os.environ, 'TST_PACKAGE': '1', 'TST_LIVES': '300', 'TST_SHRINK': '0', 'OMP_NUM_THREADS': '1', 'PYTHONDONTWRITEBYTECODE': '1', 'PYTHONPATH': str(folder)}
+    found = subprocess.run([sys.executable, '-m', 'pytest', '-qx', '--timeout=120', '-p', 'no:cacheprovider', '-p', 'no:xdist', '-k', 'not every', *files], cwd=folder,
+                           env=env, capture_output=True, text=True)
+    if found.returncode == 1: return next((o.split(' ')[1].removeprefix('tests/') for o in found.stdout.splitlines() if o.startswith(('FAILED', 'ERROR'))), 'a test that never ends')
+    if found.returncode: raise SystemExit(f'the tests did not run\n{found.stdout[-2000:]}{found.stderr[-2000:]}')
+
 def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
-    "The first test that fails on a mutant"
+    "The first chapter or test that fails on a mutant"
     name, module, line, instead = mutant
-    env = {**os.environ, 'TST_PACKAGE': '1', 'TST_LIVES': '300', 'TST_SHRINK': '0', 'OMP_NUM_THREADS': '1', 'PYTHONDONTWRITEBYTECODE': '1'}
-    above = [o for o in chapters.values() if o > chapters[module]]
-    tries = [['tests/test_notebooks.py', '-k', chapters[module]],
-             [*(['tests/test_router.py', 'tests/test_prefill.py'] if module in ('process', 'distributed/handoff') or module.startswith('server/') else []), 'tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_scheduler.py', 'tests/test_hostile_chunks.py', '-k', 'not every'],
-             ['tests/test_notebooks.py', '-k', ' or '.join(above) or 'none']]
-    if module.startswith(gpu): tries = [tries[0], ['tests/test_triton.py', 'tests/test_fp8.py', 'tests/test_flashinfer.py']]
-    with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder), module, line, instead)
-        for args in tries:
-            found = subprocess.run([sys.executable, '-m', 'pytest', '-qx', '--timeout=120', '-p', 'no:cacheprovider', '-p', 'no:xdist', *args], cwd=folder,
-                                   env={**env, 'PYTHONPATH': folder}, capture_output=True, text=True)
-            if found.returncode == 1: return next((o.split(' ')[1].removeprefix('tests/') for o in found.stdout.splitlines() if o.startswith(('FAILED', 'ERROR'))), 'a test that never ends')
-            if found.returncode not in (0, 5): raise SystemExit(f'{name}: the tests did not run\n{found.stdout[-2000:]}{found.stderr[-2000:]}')
+    callers = ROUTED if module in ('process', 'distributed/handoff') or module.startswith('server/') else []
+    own = chapters[module].split(' or ')
+    above = [] if module.startswith(gpu) else [part for o in chapters.values() if o > chapters[module] for part in o.split(' or ')]
+    with tempfile.TemporaryDirectory() as found:
+        folder = Path(found)
+        make(folder, module, line, instead)
+        return failing_chapter(folder, own) or failing_test(folder, KERNELS if module.startswith(gpu) else callers + LIVES) or failing_chapter(folder, above)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -383,6 +406,9 @@ def main() -> int:
     parser.add_argument('-j', type=int, default=2, help='how many at once')
     args = parser.parse_args()
     chosen = [o for o in mutants if args.k in o[0]]
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder))
+        if test := failing_test(Path(folder), [*KERNELS, *ROUTED, *LIVES]): raise SystemExit(f'{test} fails without a mutant')
     with ThreadPoolExecutor(args.j) as pool:
         found = []
         for mutant, test in zip(chosen, pool.map(caught_by, chosen)):

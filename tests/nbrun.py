@@ -114,6 +114,7 @@ def _kernel(args, env, cwd):
     os.setsid()   # a process group of its own
     os.environ.clear()
     os.environ.update(env)
+    sys.path[:0] = [o for o in env.get("PYTHONPATH", "").split(os.pathsep) if o]   # read long ago, by the server
     os.chdir(cwd)
     from ipykernel.kernelapp import launch_new_instance
     launch_new_instance(argv=[*args, f"--IPKernelApp.parent_handle={os.getppid()}"])
