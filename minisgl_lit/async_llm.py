@@ -53,6 +53,11 @@ class AsyncEngineDriver(EngineDriver):
         for request in requests: self._waiting.pop(request.rid, None)
         self._start()
 
+    def control(self, command: str, argument: str = '') -> dict[str, object]:
+        "The same; a request that has come meanwhile may have found the thread at its end"
+        try: return super().control(command, argument)
+        finally: self._start()
+
     def close(self) -> None:
         "Abort all requests, and end the engine; a second time does nothing"
         try: super().close()

@@ -440,6 +440,7 @@ def main(
     argv: list[str] | None = None,  # Arguments; `None`: those of this program
 ) -> int:                           # Exit code
     "The program `minisgl-lit`, also `python -m minisgl_lit`"
+    if (here := os.getcwd()) not in sys.path: sys.path.append(here)   # of `module:thing`, plugins
     try:
         complete()
         try: return _run(sys.argv[1:] if argv is None else argv)

@@ -63,7 +63,7 @@ def start_module(
     "Run a module as a process and a session of its own; it finds the modules that this one finds"
     chosen = threads_wait.keys() & os.environ.keys()   # by the user
     env = {**({} if chosen else threads_wait), **os.environ,
-           'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
+           'PYTHONPATH': os.pathsep.join(o or os.getcwd() for o in sys.path)}
     start = [sys.executable, '-P', '-m', 'minisgl_lit.process', str(os.getpid()), f'{orphaned:d}']
     files = [o if isinstance(o, int) else o.fileno() for o in (stdin, stdout)]
     started: Future[subprocess.Popen[bytes]] = Future()

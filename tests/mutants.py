@@ -3,8 +3,8 @@
     python tests/mutants.py               all of them, two at a time
     python tests/mutants.py -k lock       those whose name has this in it
 
-A mutant is a copy of the package with one line changed. Its own chapter runs first, on the copy, then random lives of a
-server and of the tree, or the tests of kernels, then the chapters above. Whoever survives is named, and the exit code is 1: write the test that
+A mutant is a copy of the package with one line changed. Its own chapter runs first, on the copy, then the chapters
+above, then random lives of a server and of the tree, or the tests of kernels. Whoever survives is named, and the exit code is 1: write the test that
 is missing. A line that is no longer there is an error too.
 """
 import argparse, os, shutil, subprocess, sys, tempfile
@@ -366,20 +366,21 @@ def make(folder: Path, module: str = '', line: str = '', instead: str = '') -> N
     if text.count(line) != 1: raise SystemExit(f'{module}: {line!r} is there {text.count(line)} times, not once')
     path.write_text(text.replace(line, instead))
 
-def fails(path: Path, folder: Path) -> bool:
-    "Whether a chapter fails on the package of a folder"
+def wrong(path: Path, folder: Path) -> set[str]:
+    "What is wrong in a chapter on the package of a folder: cells whose stored output is another, or its end"
     here = {'PYTHONPATH': str(folder), 'PYTHONDONTWRITEBYTECODE': '1'}
-    return bool(run(folder/path.relative_to(root), package=True, timeout=120, env=here)[0])
+    error, stale, _ = run(folder/path.relative_to(root), package=True, timeout=120, env=here)
+    return {'it raises'} if error else {*stale}
 
 @cache
-def fails_anyway(path: Path) -> bool:
-    "Whether it fails on the package as it is: some chapters only hold with functions of their own cells"
-    return fails(path, root)
+def wrong_anyway(path: Path) -> set[str]:
+    "The same on the package as it is: some chapters only hold with functions of their own cells"
+    return wrong(path, root)
 
 def failing_chapter(folder: Path, names: list[str]) -> str | None:
     "The first of these chapters that fails on a copy: each a name, or a part of one"
     chosen = (o for o in notebooks() if any(name in chapter(o) for name in names))
-    return next((chapter(o) for o in chosen if not fails_anyway(o) and fails(o, folder)), None)
+    return next((chapter(o) for o in chosen if wrong(o, folder) - wrong_anyway(o) and 'it raises' not in wrong_anyway(o)), None)
 
 def failing_test(folder: Path, files: list[str]) -> str | None:
     "The first test of these files that fails on a copy"
@@ -398,7 +399,7 @@ def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     with tempfile.TemporaryDirectory() as found:
         folder = Path(found)
         make(folder, module, line, instead)
-        return failing_chapter(folder, own) or failing_test(folder, KERNELS if module.startswith(gpu) else callers + LIVES) or failing_chapter(folder, above)
+        return failing_chapter(folder, own) or failing_chapter(folder, above) or failing_test(folder, KERNELS if module.startswith(gpu) else callers + LIVES)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

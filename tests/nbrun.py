@@ -172,7 +172,7 @@ def run(path, flags=(), save=False, timeout=900, package=False, fresh=False, env
         if d.get("eval", "").lower() == "false" or (marks - set(flags)) & d.keys(): c.metadata.tags = ["skip-execution"]
     if package: use_package(nb)
     err = execute(nb, path, timeout, env=env)
-    if err or package: return err, [], time.time()-t0
+    if err: return err, [], time.time()-t0
     nb = _fix_widget_ids(nb)
     for a, b in zip(old.cells, nb.cells):
         if a.cell_type != "code" or "skip-execution" in b.metadata.get("tags", []): continue

@@ -39,7 +39,9 @@ def bodies(server):
         if "requestBody" not in routes.get("post", {}): continue
         schema = routes["post"]["requestBody"]["content"]["application/json"]["schema"]
         kinds = [o["$ref"].rpartition("/")[2] for o in (schema, *schema.get("anyOf", ())) if "$ref" in o]
-        yield path, {name: VALUES[name] for kind in kinds for name in told["components"]["schemas"][kind].get("required", ())}
+        needed = {name for kind in kinds for name in told["components"]["schemas"][kind].get("required", ())}
+        assert needed <= VALUES.keys(), f"{path}: add a value for {needed - VALUES.keys()} to VALUES of tests/test_fields.py"
+        yield path, {name: VALUES[name] for name in needed}
 
 def test_an_unknown_field_is_refused_on_every_route(server):
     for path, body in bodies(server):

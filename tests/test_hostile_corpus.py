@@ -238,7 +238,7 @@ def test_memory_of_large_bodies_is_given_back_once(monkeypatch):
         await trimmed.wait()
     async def main():
         monkeypatch.setattr(middleware, 'trim_memory', trim)
-        limited, scope = middleware.BodyLimitMiddleware(app), {'type': 'http', 'headers': []}
+        limited, scope = middleware.BodyLimitMiddleware(app), {'type': 'http', 'headers': [], 'path': '/', 'method': 'POST'}
         async def receive(n): return {'type': 'http.request', 'body': b' ' * n}
         async def call(n):
             await limited(scope, lambda: receive(n), None)
@@ -259,7 +259,7 @@ def test_large_bodies_rest_by_their_size(monkeypatch):
         rests.append(seconds)
         await sleep(0)
     async def main(sizes):
-        limited, scope = middleware.BodyLimitMiddleware(app), {'type': 'http', 'headers': []}
+        limited, scope = middleware.BodyLimitMiddleware(app), {'type': 'http', 'headers': [], 'path': '/', 'method': 'POST'}
         async def call(n):
             async def receive(): return {'type': 'http.request', 'body': b' ' * n}
             await limited(scope, receive, None)

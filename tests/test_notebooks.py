@@ -20,6 +20,7 @@ FOR_A_WHILE = ["experiments/fewer_bits", "experiments/prefill_apart", "experimen
 def test_notebook(path):
     err, stale, _ = run(path, flags, package=package)
     if err: pytest.fail(err, pytrace=False)
+    if package: return   # which need not print what the cells' own functions do
     if stale and no_compiler and path.stem in SHOW_KERNELS: pytest.skip(f"needs a C compiler: cells {stale} show what kernels compute")
     if stale: pytest.fail(f"stored outputs are not those of this code, in cells {stale}: run `make nbs`", pytrace=False)
 

@@ -303,11 +303,12 @@ class EngineCore:
 
     def turn(self) -> list[FromScheduler]:
         "Run a step, and what is due between two: all that is to be sent"
-        self._unsent += [self.handle(message) for message in self.grammar_queue.ready()]
+        for message in self.grammar_queue.ready(): self._unsent.append(self.handle(message))
         if self._quiet and not self.has_work: self._halfway = next(self._tidying, 'done') is None
         self._quiet = True
         self.profiler.keep_bound()
-        self._unsent += [self.scheduler.step(), self.updates.finish()]
+        self._unsent.append(self.scheduler.step())
+        self._unsent.append(self.updates.finish())
         if events := self.kv_events and self.kv_events.take(): self._unsent.append(KVEventsMsg(events))
         sent, self._unsent = self._unsent, []
         return [message for message in sent if message]

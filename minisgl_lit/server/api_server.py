@@ -41,7 +41,7 @@ from .openai_protocol import (
     ChatRequest, ChatWriter, ConversationWriter, ResponseWriter, check_model, new_id)
 from .protocol import GenerateRequest
 from .responses import ResponsesProtocol, ResponseStore
-from .routes import Route, add_routes, nearest
+from .routes import Route, add_routes, are_for, nearest
 from .sse import EventStream, in_one_line, json_in_steps, unless_disconnected
 from .tokenizing import AsyncTokenizer, token_bytes
 from .web_pages import WebPages
@@ -368,8 +368,8 @@ def create_app(
     public = ['public'] if protect_metrics else ['public', 'metrics']
     app.add_middleware(middleware_stack, max_body=max_body_mb << 20,
                        callers=callers or Callers(), log_json=log_json,
-                       public_paths={o.path for o in known if o.access in public},
-                       streamed={o.path for o in known if o.reads_body},
+                       is_public=are_for(o for o in known if o.access in public),
+                       streamed=are_for(o for o in known if o.reads_body),
                        error_shape=lambda error, path: nearest(known, path).error(error),
                        pages=pages or WebPages())
     return app

@@ -232,6 +232,10 @@ def checking_fields(
     for p in inspect.signature(route).parameters.values():
         if p.annotation is p.empty: raise TypeError(
             f'{route.__qualname__}: {p.name} needs a type, such as `request: Request`')
+        kind = p.annotation if isinstance(p.annotation, type) else object
+        if issubclass(kind, BaseModel) and not issubclass(kind, ApiObject): raise TypeError(
+            f'{route.__qualname__}: {kind.__name__} must be an ApiObject: it knows its fields')
+    if not inspect.iscoroutinefunction(route): raise TypeError(f'{route!r} must be async')
     @wraps(route)
     async def checked(*args, **given):
         for value in given.values():

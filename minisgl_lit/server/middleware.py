@@ -16,7 +16,7 @@ import re
 import sys
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..log import LogFile
 from .callers import Callers
 from .protocol import ApiError
+from .routes import are_for
 from .web_pages import WebPages, WebPagesMiddleware
 
 # %% ../../nbs/server/middleware.ipynb #2f63a0a8
@@ -140,13 +141,13 @@ class ErrorMiddleware:
 class ApiKeyMiddleware:
     """Calls need the key of a caller, or of the admin; else `ApiError` 401.
 
-    Public paths need none. A call beyond a caller's limits is an `ApiError` 429."""
+    Public ones need none. A call beyond a caller's limits is an `ApiError` 429."""
     app: ASGIApp                        # The application inside
     callers: Callers                    # Who may call; routes find theirs in the state
-    public_paths: Collection[str] = ()  # Paths that need no key
+    is_public: Callable[[Scope], bool] = are_for(())   # Whether a call needs no key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope['type'] != 'http' or scope['path'] in self.public_paths:
+        if scope['type'] != 'http' or self.is_public(scope):
             return await self.app(scope, receive, send)
         given = _header(scope, b'authorization'), _header(scope, b'x-api-key')
         state = scope.setdefault('state', {})
@@ -284,7 +285,7 @@ class BodyLimitMiddleware:
         self,
         app: ASGIApp,               # The application inside
         max_body: int = 32 << 20,   # Longest body, in bytes
-        streamed: Collection[str] = (),   # Paths whose route reads its body, and bounds it
+        streamed: Callable[[Scope], bool] = are_for(()),   # Whether a route reads its body
     ):
         self.app, self.max_body, self.streamed = app, max_body, streamed
         self._arriving = _Arriving(_BODIES * max_body)
@@ -292,7 +293,7 @@ class BodyLimitMiddleware:
         self._trim: asyncio.Future[None] | None = None   # the last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope['type'] != 'http' or scope.get('path') in self.streamed:
+        if scope['type'] != 'http' or self.streamed(scope):
             return await self.app(scope, receive, send)
         encoding = _header(scope, b'content-encoding').decode('latin-1')
         if encoding.lower() not in ('', 'identity'):
@@ -334,15 +335,15 @@ def middleware_stack(
     app: ASGIApp,                        # The application
     max_body: int = 32 << 20,            # Longest body, in bytes
     callers: Callers | None = None,      # Who may call; `None`: it is not asked
-    public_paths: Collection[str] = (),  # Paths that need no key
+    is_public: Callable[[Scope], bool] = are_for(()),   # Whether a call needs no key
     log_json: bool = False,              # Whether lines in the log are JSON
     error_shape: ErrorShape = _usual_shape,   # What clients of a path expect
-    streamed: Collection[str] = (),      # Paths whose route reads its body, and bounds it
+    streamed: Callable[[Scope], bool] = are_for(()),    # Whether a route reads its body
     pages: WebPages | None = None,       # Which pages may call; `None`: it is not asked
 ) -> ASGIApp:
     "The application inside all middleware; the outermost is the access log"
     app = BodyLimitMiddleware(app, max_body, streamed)
-    if callers is not None: app = ApiKeyMiddleware(app, callers, public_paths)
+    if callers is not None: app = ApiKeyMiddleware(app, callers, is_public)
     if pages is not None:   # which may read errors, too
         app = WebPagesMiddleware(ErrorMiddleware(app, log_json, error_shape), pages)
     return AccessLogMiddleware(ErrorMiddleware(app, log_json, error_shape), log_json)

@@ -2,6 +2,7 @@
 import os, shutil
 
 import pytest
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver import Chrome, ChromeOptions, Keys
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
@@ -50,7 +51,10 @@ class Page:
     def __call__(self, id): return self.driver.find_element(By.ID, id)
     def all(self, css): return self.driver.find_elements(By.CSS_SELECTOR, css)
     def js(self, code, *given): return self.driver.execute_script(f"return {code}", *given)
-    def until(self, true, seconds=20): return WebDriverWait(self.driver, seconds, .05).until(lambda _: true())
+    def until(self, true, seconds=20, message=""):
+        "What it gives once it gives something; what was drawn anew meanwhile is looked for again"
+        return WebDriverWait(self.driver, seconds, .05, [NoSuchElementException, StaleElementReferenceException]).until(lambda _: true(), message)
+
     def type(self, *keys): self.driver.switch_to.active_element.send_keys(*keys)
     def number(self, id): return float(self(id).text.replace(",", "").replace("–", "0"))
     def picture(self): return self.js("document.getElementById('timeline').toDataURL()")
@@ -60,10 +64,13 @@ class Page:
 
     def press(self, name, within="body"):
         "Press the last visible button with this name"
-        found = [o for o in self.all(f"{within} button, {within} summary") if o.text == name and o.is_displayed()]
-        assert found, f"no button {name!r} in {within}"
-        self.js("arguments[0].scrollIntoView({block: 'center'})", found[-1])
-        found[-1].click()
+        def pressed():
+            found = [o for o in self.all(f":is({within}) :is(button, summary)") if o.text == name and o.is_displayed()]
+            if found:
+                self.js("arguments[0].scrollIntoView({block: 'center'})", found[-1])
+                found[-1].click()
+            return bool(found)
+        self.until(pressed, message=f"no button {name!r} in {within}")
 
     def fill(self, name, value):
         "A field of the settings"

@@ -56,7 +56,7 @@ def test_stop(page, server, how):
         assert not page.all(".turn") and page("send").is_displayed()
         page.ask("Hi")
         page.answered()
-        page("found").find_element("xpath", ".//button[.='Hello']").click()
+        page.press("Hello", "#found")
         assert page.all(".running") and page("stop").is_displayed()
         page("stop").click()
     page.until(lambda: info(server)["running"] == 0)

@@ -35,16 +35,32 @@ def test_settings_are_sent_kept_and_named(page):
     assert (value("temperature"), value("top_k")) == ("0.5", "7")
     page.quiet()
 
-def test_a_parameter_that_the_page_does_not_know(page):
+# in the page before its own programs: the server has more parameters, and the bodies that it is sent are noted
+MORE_PARAMETERS = """window.bodies = []
+    const plain = fetch, more = {no_repeat: 'No token comes twice', seed: 'known', n: 'no field'}
+    window.fetch = async (url, o) => {
+        if (String(url).endsWith('completions')) { bodies.push(JSON.parse(o.body)); return new Response(%s) }
+        const response = await plain(url, o)
+        return String(url).endsWith('get_model_info') ? new Response(JSON.stringify({...await response.json(), sampling_parameters: more})) : response
+    }"""
+
+@pytest.fixture
+def page_of_another(page):
+    "The page of a server that has parameters which the page does not know"
+    source = MORE_PARAMETERS % json.dumps(piece("Yes", "stop"))
+    added = page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", dict(source=source))
+    page.open()
+    yield page
+    page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+def test_a_parameter_that_the_page_does_not_know(page_of_another):
     "The server names it; it has a field with its help, and is sent as what stands there: a number, a text, a list"
-    page.driver.execute_async_script("""const [done] = arguments
-        import('./settings.js').then(o => { o.learn({no_repeat: 'No token comes twice', seed: 'known', n: 'no field'}); o.build(); done() })""")
+    page = page_of_another
+    page.until(lambda: page.all("[name=no_repeat]"))
     page("tab-settings").click()
     page.fill("no_repeat", "[1, true]")
     assert page.all("[name=no_repeat]")[0].get_attribute("title") == "No token comes twice"
     assert [len(page.all(f"[name={o}]")) for o in ("seed", "n")] == [1, 0]
-    page.driver.execute_script("""window.bodies = []; const plain = fetch
-        window.fetch = (url, o) => String(url).endsWith('completions') ? (bodies.push(JSON.parse(o.body)), Promise.resolve(new Response(arguments[0]))) : plain(url, o)""", piece("Yes", "stop"))
     page("text").send_keys("Hello", Keys.ENTER)
     page.answered()
     assert page.js("bodies[0].no_repeat") == [1, True] and "seed" not in page.js("bodies[0]")

@@ -32,7 +32,7 @@ def test_a_reload_loses_nothing(page):
     seen = page.last()[:40]
     page.open()
     assert page.last().startswith(seen) and "broke off" in page.all(".bill")[0].text.replace("\u00a0", " ")
-    page("found").find_element("xpath", ".//button[.='What is a page?']").click()
+    page.press("What is a page?", "#found")
     assert page("text").get_attribute("value") == "and half a thou"
     page.quiet()
 

@@ -175,7 +175,7 @@ class RadixCache:
         self._heap: EvictionHeap[Node] = EvictionHeap(eviction)
         self._hidden = count(1)   # namespaces of hidden nodes
         self._step = 0            # counts operations: the clock of the eviction policies
-        self.observer = TreeObserver()   # is told what can be matched (chapter 12a)
+        self.observer = TreeObserver()   # is told what can be matched
 
     def _name(self, ids: np.ndarray, namespace: Namespace) -> Name:
         "The name of a node that begins with these tokens"

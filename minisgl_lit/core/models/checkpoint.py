@@ -48,13 +48,11 @@ _kinds = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 
           list: 'a list', dict: 'an object'}
 _T = TypeVar('_T', bool, int, float, str, list, dict)
 
-# %% ../../../nbs/core/27_models.checkpoint.ipynb #0b93dc34
 def _in_range(value: object, low: float | None) -> bool:
     "Whether a number is at least `low`, and neither NaN nor near infinity; others have no range"
     if isinstance(value, bool) or not isinstance(value, (int, float)): return True
     return (-1e300 if low is None else low) <= value < 1e300
 
-# %% ../../../nbs/core/27_models.checkpoint.ipynb #06517243
 def read_optional(
     raw: Mapping[str, object],  # An object of a JSON file
     name: str,                  # A field

@@ -47,7 +47,7 @@ class Fcfs:
         self._count(waiting)
         keys = self.keys(waiting)
         if self._equal(waiting, keys): return list(waiting)
-        ranks = list(map(self._order_key, waiting, keys))
+        ranks = [self._order_key(o, key) for o, key in zip(waiting, keys, strict=True)]
         return [waiting[i] for i in sorted(range(len(waiting)), key=ranks.__getitem__)]
 
     def is_starving(self, pending: PendingReq) -> bool:
@@ -253,6 +253,8 @@ def make_policy(
 ) -> Policy:
     "The policy that a configuration asks for"
     kind = policies.find(name)
+    if not (isinstance(kind, type) and issubclass(kind, Fcfs)):
+        raise ValueError(f'policy={name!r} must be a class derived from Fcfs')
     if issubclass(kind, CacheAware) and isinstance(cache.prefix, NaiveCache):
         warnings.warn(f"policy={name!r} looks at the prefix cache, and cache='none' keeps "
                       'nothing there: first come, first served instead', stacklevel=2)
