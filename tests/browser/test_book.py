@@ -52,16 +52,30 @@ for (const e of article.querySelectorAll('*'))
 for (const o of article.querySelectorAll('img')) if (!o.naturalWidth) found.add('no picture ' + o.src);
 return [...found]"""
 
+PUT = """
+const [path, done] = arguments
+fetch(path).then(o => o.text()).then(async text => {
+    const article = new DOMParser().parseFromString(text, 'text/html').querySelector('article')
+    document.head.querySelector('base')?.remove()
+    document.head.prepend(Object.assign(document.createElement('base'), {href: path}))
+    document.querySelector('article').replaceWith(document.adoptNode(article))
+    await Promise.all([...document.images].map(o => { o.loading = 'eager'; return o.decode().catch(() => null) }))
+    done()
+})"""
+
 @pytest.mark.parametrize("width", [pytest.param(390, id="phone"), pytest.param(1280, id="desk", marks=pytest.mark.long)])   # what fits on a phone, fits
 def test_every_page_fits(visit, site, width):
-    "Nothing reaches beyond the page, but in a box of its own that can be scrolled"
+    "Nothing reaches beyond the page, but in a box of its own that can be scrolled. What no script changes is put into a page that is there"
+    texts = {o.relative_to(BUILT).as_posix(): o.read_text() for o in BUILT.rglob("*.html") if "_static" not in o.parts}
+    texts = {path: text for path, text in texts.items() if 'http-equiv="refresh"' not in text}
+    drawn = {path for path, text in texts.items() if re.search(r'class="(?:math |mermaid|[^"]*lit-run)|<script type="application/vnd.jupyter', text)}
     page, bad = visit("index.html"), {}
     page.size(width, 820, mobile=width < 500)
-    for path in sorted(o.relative_to(BUILT).as_posix() for o in BUILT.rglob("*.html") if "_static" not in o.parts and 'http-equiv="refresh"' not in o.read_text()):
-        page.driver.get(site + path)
-        page.until(lambda: page.js("document.readyState") == "complete")
+    for path in sorted(texts.keys() - drawn) + sorted(drawn):
+        if path in drawn: page.driver.get(site + path)
+        else: page.driver.execute_async_script(PUT, site + path)
         if found := page.driver.execute_script(BEYOND, width): bad[path] = found
-    assert not bad
+    assert len(texts) > 300 and not bad
 
 def test_a_chapter_goes_on_to_the_next(visit):
     page = visit("nbs/core/11_kv_cache.radix.html")

@@ -62,7 +62,7 @@ def test_a_parameter_that_the_page_does_not_know(page_of_another):
     assert page.all("[name=no_repeat]")[0].get_attribute("title") == "No token comes twice"
     assert [len(page.all(f"[name={o}]")) for o in ("seed", "n")] == [1, 0]
     page("text").send_keys("Hello", Keys.ENTER)
-    page.answered()
+    page.until(lambda: page.last() == "Yes")
     assert page.js("bodies[0].no_repeat") == [1, True] and "seed" not in page.js("bodies[0]")
     page.quiet()
 
