@@ -50,10 +50,12 @@ const OTHERS = ['n', 'logprobs', 'prompt_logprobs', 'logprob_start_len', 'token_
 
 let unknown = []   // fields that the page has not heard of before
 
-// what the server samples by: names, and what each is about
-export function learn(parameters) {
+// what the server samples by: names, and what each is about; and the model's chat template
+export function learn(parameters, template) {
   const names = Object.keys(parameters).filter(o => !FIELDS[o] && !OTHERS.includes(o))
   unknown = names.map(o => [o, field('json', parameters[o])])
+  thinks = /\b(enable_thinking|reasoning_effort|thinking)\b/.test(template)
+  if (parts() !== built) build()   // else somebody may be typing into it
 }
 
 // those that this server takes; plain: each server of OpenAI's chat does
@@ -136,9 +138,12 @@ function check(text, on, act) {
 
 let unfolded = false   // whether all fields are seen
 let thinks = false   // whether the model's template has a switch for thinking
+let built = ''       // what the form was built of
 
-export function build(template = null) {
-  if (template !== null) thinks = /\b(enable_thinking|reasoning_effort|thinking)\b/.test(template)
+const parts = () => JSON.stringify([unknown, thinks, offers])
+
+export function build() {
+  built = parts()
   const values = state.sets[shown], system = element('textarea', '')
   Object.assign(system, {id: 'system', rows: 3, value: values.system ?? '', placeholder: 'none'})
   system.addEventListener('input', () => change('system', system.value))

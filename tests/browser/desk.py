@@ -35,7 +35,7 @@ def browser(tmp_path_factory, downloads):
 
 class Page:
     "The page, and what people do with it"
-    def __init__(self, driver, url, ready=lambda page: page.js("document.getElementById('model').textContent && document.getElementById('running').textContent !== '–'")):
+    def __init__(self, driver, url, ready=lambda page: page.met() and page("running").text != "–"):
         self.driver, self.url, self.ready = driver, url, ready
         self.look(light=True)
         self.size(1280, 820)
@@ -48,10 +48,12 @@ class Page:
         self.driver.get(self.url)
         self.until(lambda: self.ready(self))
 
+    def met(self): return bool(self.all("#suggestions li"))   # it knows which model this is
+
     def __call__(self, id): return self.driver.find_element(By.ID, id)
     def all(self, css): return self.driver.find_elements(By.CSS_SELECTOR, css)
     def js(self, code, *given): return self.driver.execute_script(f"return {code}", *given)
-    def until(self, true, seconds=20, message=""):
+    def until(self, true, seconds=60, message=""):
         "What it gives once it gives something; what was drawn anew meanwhile is looked for again"
         return WebDriverWait(self.driver, seconds, .05, [NoSuchElementException, StaleElementReferenceException]).until(lambda _: true(), message)
 

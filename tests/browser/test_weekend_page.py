@@ -16,7 +16,7 @@ def weekend():
     server.server_close()
 
 def test_a_chat_with_the_readers_engine(browser, weekend):
-    page = Page(browser, weekend, ready=lambda page: page("model").text == "weekend")
+    page = Page(browser, weekend, ready=lambda page: page.met() and page("model").text == "weekend")
     page.type(QUESTION)
     page("send").click()
     page.answered()
