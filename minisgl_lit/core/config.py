@@ -27,7 +27,7 @@ policies.announce(
 evictions: Registry[Callable[..., tuple[int, ...]]] = Registry('eviction')   # a leaf's rank
 evictions.announce('minisgl_lit.core.kv_cache.eviction',
                    'lru', 'lfu', 'fifo', 'mru', 'filo', 'priority', 'slru')
-admissions: Registry[Callable] = Registry('admission')   # how much room a request must find
+admissions: Registry[Callable] = Registry('admission')   # how many free pages a request must find
 admissions.announce('minisgl_lit.core.scheduler.decode', 'reserve', 'optimistic')
 backends: Registry[Callable] = Registry('attention')
 backends.announce('minisgl_lit.core.attention.torch', 'torch')

@@ -67,7 +67,7 @@ class EngineCoreOutputs:
     rids: list[str] = field(default_factory=list)       # Requests with a new token that go on
     token_ids: list[int] = field(default_factory=list)  # That token of each
     outputs: list[EngineCoreOutput] = field(default_factory=list)  # Of requests with more to say
-    started: list[EngineCoreOutput] = field(default_factory=list)  # Without a token, see below
+    started: list[EngineCoreOutput] = field(default_factory=list)  # Of those that begin; no token
 
     def __post_init__(self):
         if (n := len(self.rids)) != (m := len(self.token_ids)):
