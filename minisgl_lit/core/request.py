@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['AnswerEnd', 'PendingFinish', 'Caller', 'PendingReq', 'Lengths', 'CacheHandle', 'Req', 'Logprob',
-           'PromptLogprobs', 'PooledStates', 'FinishReason', 'SearchedTokens', 'StopCheck', 'Grammar', 'AnswerRules',
-           'ForwardResult', 'SamplingArrays', 'ForwardMode', 'LogitEdits', 'LogprobRequests', 'PoolingRequests',
-           'Batch', 'Event', 'LogprobResults', 'ForwardOutput', 'EngineProtocol']
+           'PromptLogprobs', 'PooledStates', 'FinishReason', 'ForwardResult', 'SamplingArrays', 'ForwardMode',
+           'LogitEdits', 'LogprobRequests', 'PoolingRequests', 'Batch', 'Event', 'LogprobResults', 'ForwardOutput',
+           'EngineProtocol', 'Grammar', 'SearchedTokens', 'StopCheck', 'AnswerRules']
 
 # %% ../../nbs/core/02_request.ipynb #a29a3ccb
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum, Enum
 from typing import NamedTuple, Protocol, Self, TypeVar
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -251,50 +251,6 @@ class FinishReason(StrEnum):
 AnswerEnd = tuple[FinishReason, str | int | None]   # why an answer ended, and the stop in it
 PendingFinish = tuple[FinishReason, str | None]   # why a request will end; an error's sentence
 
-# %% ../../nbs/core/02_request.ipynb #9512d5e9
-@dataclass(slots=True)
-class SearchedTokens:
-    "Tokens of an answer, in order, whose text has been searched for stop strings."
-    token_ids: list[int]
-    logprobs: list[Logprob] | None   # Of each, if asked for
-    shown: int | None      # Characters of the answer that may be shown by now; `None`: all
-    end: AnswerEnd | None  # If the last of them ends the answer
-
-class StopCheck(Protocol):
-    "Finds the stop strings of one answer; a search may be put off to a later step."
-    @property
-    def behind(self) -> bool:
-        "Whether some text is still to be searched"
-        ...
-    def push(self, token: int, logprob: Logprob | None, end: AnswerEnd | None) -> None:
-        "Take in a new token; `end`: why it is the last, stop strings apart"
-        ...
-    def take(self) -> SearchedTokens | None:
-        "What has become certain, if anything; `RequestError` if the search takes too long"
-        ...
-
-class Grammar(Protocol):
-    "What one answer may go on with; knows all of its tokens that the host knows."
-    def mask(self, out: np.ndarray) -> None:
-        "Write which tokens may be next, as packed bits, int32, [vocab_size / 32, rounded up]"
-        ...
-    def accept(self, token: int) -> bool:
-        "Take in a new token; whether it completes the answer"
-        ...
-
-# %% ../../nbs/core/02_request.ipynb #6cbf4133
-class AnswerRules(Protocol):
-    "What answers must follow that only their text can tell; a scheduler asks for each request."
-    def validate(self, params: SamplingParams) -> None:
-        "`RequestError` if these could never be followed"
-        ...
-    def begin(self, pending: PendingReq, ends: Collection[int]) -> None:
-        "Give a new request its grammar and its stop check; `ends`: tokens that end it"
-        ...
-    def search(self, checks: Sequence[StopCheck]) -> None:
-        "Let these search, for a bounded time together"
-        ...
-
 # %% ../../nbs/core/03_request.step.ipynb #423dd9cd
 class SamplingArrays(dict[str, np.ndarray]):
     "What the sampler reads: an array for each parameter, by name, with an entry for each row."
@@ -447,4 +403,49 @@ class EngineProtocol(Protocol[ForwardResult]):
         ...
     def reset(self) -> None:
         "Be ready again after a failure; what was enqueued is lost"
+        ...
+
+# %% ../../nbs/core/03_request.step.ipynb #f02100e0
+class Grammar(Protocol):
+    "What one answer may go on with; knows all of its tokens that the host knows."
+    def mask(self, out: np.ndarray) -> None:
+        "Write which tokens may be next, as packed bits, int32, [vocab_size / 32, rounded up]"
+        ...
+    def accept(self, token: int) -> bool:
+        "Take in a new token; whether it completes the answer"
+        ...
+
+# %% ../../nbs/core/03_request.step.ipynb #3078fa75
+@dataclass(slots=True)
+class SearchedTokens:
+    "Tokens of an answer, in order, whose text has been searched for stop strings."
+    token_ids: list[int]
+    logprobs: list[Logprob] | None   # Of each, if asked for
+    shown: int | None      # Characters of the answer that may be shown by now; `None`: all
+    end: AnswerEnd | None  # If the last of them ends the answer
+
+class StopCheck(Protocol):
+    "Finds the stop strings of one answer; a search may be put off to a later step."
+    @property
+    def behind(self) -> bool:
+        "Whether some text is still to be searched"
+        ...
+    def push(self, token: int, logprob: Logprob | None, end: AnswerEnd | None) -> None:
+        "Take in a new token; `end`: why it is the last, stop strings apart"
+        ...
+    def take(self) -> SearchedTokens | None:
+        "What has become certain, if anything; `RequestError` if the search takes too long"
+        ...
+
+# %% ../../nbs/core/03_request.step.ipynb #33ead603
+class AnswerRules(Protocol):
+    "What answers must follow that only their text can tell; a scheduler asks for each request."
+    def validate(self, params: SamplingParams) -> None:
+        "`RequestError` if these could never be followed"
+        ...
+    def begin(self, pending: PendingReq, ends: Collection[int]) -> None:
+        "Give a new request its grammar and its stop check; `ends`: tokens that end it"
+        ...
+    def search(self, checks: Sequence[StopCheck]) -> None:
+        "Let these search, for a bounded time together"
         ...
