@@ -165,7 +165,7 @@ class BufferPool(Generic[T]):
         record_event: Callable[[], Event],  # Makes an event for what was launched so far
     ):
         self._mark = record_event
-        # each thing, and room for the event of its reader
+        # each thing, and the event of its reader, if any
         self._queue = deque((o, deque[Event](maxlen=1)) for o in things)
 
     @contextmanager
@@ -274,7 +274,7 @@ class ProcessGroup:
 
     def broadcast(
         self,
-        x: torch.Tensor,  # On rank 0 what to send; elsewhere room for it
+        x: torch.Tensor,  # On rank 0 what to send; elsewhere a tensor like it
     ) -> torch.Tensor:    # What rank 0 has sent
         "Send from rank 0 to all"
         return x
