@@ -10,7 +10,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # several people may work in one checkout: whoever writes notebooks into the package does so alone
 LOCK := $(if $(shell command -v flock),flock .venv/.lock)
 PYTEST = $(BIN)/python -m pytest -n $(J) --dist worksteal
-need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=core/09_kv_cache.table))
+need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=core/10_kv_cache.table))
 .PHONY: help serve test test-browser test-clients replicas screenshot vendor test-long mutants docs wheel wheel-arm nbs export edit done check embedded readme try exercises lab cov install flashinfer clean
 
 help:            ## this list
@@ -51,10 +51,10 @@ wheel-arm: .venv/.all  ## a wheel with kernels for arm64 beside it (Debian: gcc-
 	@rm -rf build/lib* build/bdist.*
 	CC=aarch64-linux-gnu-gcc $(BIN)/python tests/ship_kernels.py aarch64
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist . >/dev/null
-edit: .venv/.all         ## edit NB=core/09_kv_cache.table: write the chapter as text, nbs/core/09_kv_cache.table.py
+edit: .venv/.all         ## edit NB=core/10_kv_cache.table: write the chapter as text, nbs/core/09_kv_cache.table.py
 	$(need_nb)@test ! -e nbs/$(NB).py || { echo 'nbs/$(NB).py is there already: make done NB=$(NB), or remove it'; exit 1; }
 	@$(BIN)/jupytext --quiet --to py:percent nbs/$(NB).ipynb -o nbs/$(NB).py && echo 'edit nbs/$(NB).py, then: make done NB=$(NB)'
-done: .venv/.all         ## done NB=core/09_kv_cache.table: text back to notebook (or a new one), export, run, store outputs
+done: .venv/.all         ## done NB=core/10_kv_cache.table: text back to notebook (or a new one), export, run, store outputs
 	$(need_nb)@if test -e nbs/$(NB).py; then $(BIN)/jupytext --quiet --update --update-metadata \
 	  '{"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}' --to ipynb nbs/$(NB).py -o nbs/$(NB).ipynb; fi
 	@$(LOCK) $(BIN)/python tests/export.py . nbs/$(NB).ipynb
@@ -65,7 +65,7 @@ nbs: export              ## run all notebooks and store their true outputs (NB=n
 	@$(BIN)/python docs/readme.py
 export: .venv/.all       ## notebooks -> minisgl_lit/
 	@$(LOCK) $(BIN)/python tests/export.py
-try: .venv/.all          ## try NB=core/11_kv_cache.radix EX=2: an exercise's edit in a copy of its chapter, and which cells fail
+try: .venv/.all          ## try NB=core/12_kv_cache.radix EX=2: an exercise's edit in a copy of its chapter, and which cells fail
 	$(need_nb)@$(BIN)/python tests/exercises.py $(NB) $(EX)
 exercises: .venv/.all    ## try all exercises of the weekend path
 	TST_EXERCISES=1 $(PYTEST) -q tests/test_chapters.py -k goes_as

@@ -61,6 +61,18 @@ moved = {   # before 0.3.0: folders, and the chapters that have moved there, wit
         54j_server.completions_protocol 54k_server.batch_file 54l_server.files 54m_server.batches 54x_server.operations 55_server.api_server
         56_server.serve""",
 }
+renumbered = """03_registry=04_registry 04_config=05_config 05_device=06_device 06_host=07_host 07_outputs=08_outputs
+        08_kv_cache.pool=09_kv_cache.pool 09_kv_cache.table=10_kv_cache.table 10_kv_cache.eviction=11_kv_cache.eviction
+        11_kv_cache.radix=12_kv_cache.radix 12_kv_cache.manager=14_kv_cache.manager 13_scheduler.policy=16_scheduler.policy
+        14_scheduler.prefill=17_scheduler.prefill 15_scheduler.decode=18_scheduler.decode
+        16_scheduler.lifecycle=19_scheduler.lifecycle 17_scheduler.batch=21_scheduler.batch
+        18_scheduler.scheduler=22_scheduler.scheduler 19_scheduler.control=23_scheduler.control
+        20_models.operations=24_models.operations 21_attention.torch=25_attention.torch 22_attention.library=26_attention.library
+        23_attention.flashinfer=27_attention.flashinfer 24_models.decoder=30_models.decoder 25_models.moe=31_models.moe
+        26_models.weights=33_models.weights 27_models.checkpoint=34_models.checkpoint 28_engine.memory=35_engine.memory
+        29_engine.sampler=36_engine.sampler 30_engine.pooling=37_engine.pooling 31_engine.engine=38_engine.engine
+        32_engine.cuda_graph=39_engine.cuda_graph 33_engine.assembly=40_engine.assembly 34_tokenizer=41_tokenizer 35_llm=42_llm"""   # in core, when long chapters became two
+chapters |= {f"core/{old}": f"core/{new}" for old, new in (o.split("=") for o in renumbered.split())}
 chapters |= {old: f"{room}/{new or old.partition('_')[2].rpartition('.')[2]}".removeprefix("/")
              for room, names in moved.items() for old, _, new in (o.partition("=") for o in names.split())}
 

@@ -25,7 +25,7 @@ class Copy:
 
     def write(self, chapter: str, *cells: str) -> None:
         "A new chapter of code cells"
-        like = json.loads((self.folder/"nbs/core/03_registry.ipynb").read_text(encoding="utf-8"))
+        like = json.loads((self.folder/"nbs/core/04_registry.ipynb").read_text(encoding="utf-8"))
         made = [dict(cell_type="code", id=f"{i:08x}", metadata={}, source=o.splitlines(keepends=True), execution_count=None, outputs=[]) for i, o in enumerate(cells)]
         self._save(self.folder/"nbs"/f"{chapter}.ipynb", like | dict(cells=made))
 

@@ -1,7 +1,7 @@
 """Exercises that cannot rot: apply the edit of a solution to a copy of its chapter, run it, and say which cells fail.
 
-    python tests/exercises.py core/11_kv_cache.radix       list the chapter's exercises
-    python tests/exercises.py core/11_kv_cache.radix 2     try the second; fail if it goes otherwise than its solution says
+    python tests/exercises.py core/12_kv_cache.radix       list the chapter's exercises
+    python tests/exercises.py core/12_kv_cache.radix 2     try the second; fail if it goes otherwise than its solution says
 
 In a chapter, `**Exercise 2.**` asks, and `<summary>Solution 2</summary>` answers: a ```diff (its `-` lines stand in one cell,
 once), then `Fails:` with a line of each cell that will fail, in backticks, or `Nothing fails.`; and, if it says so,
@@ -110,7 +110,7 @@ def verdict(exercise):
 
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("chapter", help="e.g. core/11_kv_cache.radix"); ap.add_argument("number", nargs="?", type=int, help="which exercise")
+    ap.add_argument("chapter", help="e.g. core/12_kv_cache.radix"); ap.add_argument("number", nargs="?", type=int, help="which exercise")
     a = ap.parse_args()
     path = next((p for p in notebooks() if p.stem == Path(a.chapter).name.removesuffix(".ipynb")), None)
     if not path: sys.exit(f"no chapter {a.chapter}")

@@ -901,8 +901,8 @@ def tests(args) -> Figures:
     if done.returncode: raise AssertionError(done.stdout[-1500:] + done.stderr[-500:])
     yield dict(pytest=done.stdout.strip().splitlines()[-1])
 
-CELL_CHAPTERS = ['core/05_device', 'core/21_attention.torch', 'core/31_engine.engine', 'core/32_engine.cuda_graph']
-WIDE_CHAPTERS = ['core/23_attention.flashinfer']   # has shapes that FlashInfer would have to compile for minutes
+CELL_CHAPTERS = ['core/06_device', 'core/25_attention.torch', 'core/38_engine.engine', 'core/39_engine.cuda_graph']
+WIDE_CHAPTERS = ['core/27_attention.flashinfer']   # has shapes that FlashInfer would have to compile for minutes
 
 def script_of(notebook: dict) -> str:
     "The code cells of a chapter as one program, those for a GPU included; slow ones and those that are never run left out"

@@ -15,15 +15,15 @@ from pathlib import Path
 from nbrun import chapter, notebooks, run
 
 root = Path(__file__).resolve().parents[1]
-chapters = {'process': 'process', 'core/kv_cache/table': 'core/09_kv_cache.table', 'core/kv_cache/eviction': 'core/10_kv_cache.eviction', 'core/kv_cache/radix': 'core/11_kv_cache.radix', 'distributed/kv_events': 'distributed/kv_events',
+chapters = {'process': 'process', 'core/kv_cache/table': 'core/10_kv_cache.table', 'core/kv_cache/eviction': 'core/11_kv_cache.eviction', 'core/kv_cache/radix': 'core/12_kv_cache.radix or core/13_kv_cache.namespaces', 'distributed/kv_events': 'distributed/kv_events',
             'distributed/page_file': 'distributed/page_file', 'distributed/tier': 'distributed/tier', 'distributed/handoff': 'distributed/handoff',
-            'core/kv_cache/manager': 'core/12_kv_cache.manager', 'server/router': 'server/router', 'server/prefill_router': 'server/prefill_router',
-            'rules/fairness': 'rules/fairness', 'core/scheduler/policy': 'core/13_scheduler.policy', 'core/scheduler/prefill': 'core/14_scheduler.prefill',
-            'core/scheduler/decode': 'core/15_scheduler.decode', 'core/scheduler/batch': 'core/17_scheduler.batch',
-            'core/scheduler/scheduler': 'core/16_scheduler.lifecycle or core/18_scheduler.scheduler or core/19_scheduler.control',
+            'core/kv_cache/manager': 'core/14_kv_cache.manager or core/15_kv_cache.release', 'server/router': 'server/router', 'server/prefill_router': 'server/prefill_router',
+            'rules/fairness': 'rules/fairness', 'core/scheduler/policy': 'core/16_scheduler.policy', 'core/scheduler/prefill': 'core/17_scheduler.prefill',
+            'core/scheduler/decode': 'core/18_scheduler.decode', 'core/scheduler/batch': 'core/21_scheduler.batch',
+            'core/scheduler/scheduler': 'core/19_scheduler.lifecycle or core/20_scheduler.results or core/22_scheduler.scheduler or core/23_scheduler.control',
             'kernels/fused_heads': 'kernels/fused_heads', 'kernels/sampling': 'kernels/sampling', 'kernels/grouped_matmul': 'kernels/grouped_matmul',
             'kernels/page_list': 'kernels/page_list', 'kernels/trials': 'kernels/trials', 'kernels/kernel_trials': 'kernels/kernel_trials', 'kernels/fp8': 'kernels/fp8', 'kernels/gpu_operations': 'kernels/gpu_operations', 'kernels/experts': 'kernels/experts',
-            'kernels/attention_choice': 'kernels/attention_choice', 'core/attention/library': 'core/22_attention.library', 'formats/weight_control': 'formats/weight_control'}
+            'kernels/attention_choice': 'kernels/attention_choice', 'core/attention/library': 'core/26_attention.library', 'formats/weight_control': 'formats/weight_control'}
 gpu = 'kernels/'   # its other tests are those of kernels
 KERNELS = ['tests/test_triton.py', 'tests/test_fp8.py', 'tests/test_flashinfer.py']
 LIVES = ['tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_scheduler.py', 'tests/test_hostile_chunks.py']

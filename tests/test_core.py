@@ -11,7 +11,8 @@ FILES = sorted(core.rglob("*.py"))
 OTHERS = "|".join(sorted(o.stem for o in core.parent.iterdir() if o.name[0] != "_" and o != core))   # rooms, and what stands beside them
 MOST_LINES = 8000        # of the whole core; may only shrink
 MOST_FUNCTIONS = 230     # that one answer runs through; may only shrink
-BESIDE = "tools.drawing", "testing.manual_stream", "testing.toy_engine", "testing.flashinfer_emulator", "testing.triton_emulator"   # what its chapters draw and try with
+WEEKEND = [f"weekend.{o.stem}" for o in sorted((core.parent/"weekend").glob("*.py")) if o.stem[0] != "_"]   # where its chapters begin
+BESIDE = ["tools.drawing", "testing.manual_stream", "testing.toy_engine", "testing.flashinfer_emulator", "testing.triton_emulator", *WEEKEND]   # what they draw and try with
 
 ALONE = """
 import json, sys

@@ -9,8 +9,8 @@ from test_products import no_compiler
 flags, package = os.environ.get("TST_FLAGS", "").split(), bool(os.environ.get("TST_PACKAGE"))
 
 # chapters whose stored outputs only a compiler can give; all others are compared without one, too
-SHOW_KERNELS = ["kernels/compiler", "kernels/plan", "kernels/linear", "kernels/vector_math", "kernels/quantized", "kernels/cpu_attention", "core/32_engine.cuda_graph",
-                "core/23_attention.flashinfer", "core/29_engine.sampler", "kernels/recorded_steps", "tools/bench"]
+SHOW_KERNELS = ["kernels/compiler", "kernels/plan", "kernels/linear", "kernels/vector_math", "kernels/quantized", "kernels/cpu_attention", "core/39_engine.cuda_graph",
+                "core/27_attention.flashinfer", "core/36_engine.sampler", "kernels/recorded_steps", "tools/bench"]
 
 # ten seconds and more each, and nothing else leans on them
 FOR_A_WHILE = ["experiments/fewer_bits", "experiments/prefill_apart", "experiments/hostile", "experiments/page_size", "experiments/policies", "experiments/batching",

@@ -91,7 +91,7 @@ def test_no_path_stands_in_two_modules(tokenizer):
 
 MAP = "nbs/index.ipynb"   # where a new chapter has a line, whatever is in it
 ADDED = {   # by what it is: chapters, and what is put before a text in each; and the files that it may take
-    "policy": ({"core/13_scheduler.policy": ("def make_policy(", """class Shortest(Fcfs):
+    "policy": ({"core/16_scheduler.policy": ("def make_policy(", """class Shortest(Fcfs):
     "The shortest prompt first."
     def keys(self, waiting: Sequence[PendingReq]) -> Sequence[Key]:
         "The length of each"
@@ -101,7 +101,7 @@ policies.register('shortest', Shortest)
 
 """)}, 1),
     "parameter": ({"core/01_sampling_params": ("    max_tokens: int | None = param(", "    zz_test: float = param(0., real(0, 1), 'A number that does nothing')\n")}, 1),
-    "family": ({"core/27_models.checkpoint": ("    MistralForCausalLM=Family(", "    NovaForCausalLM=Family(qk_norm=True),\n")}, 1),
+    "family": ({"core/34_models.checkpoint": ("    MistralForCausalLM=Family(", "    NovaForCausalLM=Family(qk_norm=True),\n")}, 1),
     "route": ({"server/messages_protocol": ("                route('/v1/messages/count_tokens'", "                Route('GET', '/v1/messages/limit', self.limit, error=messages_error),\n"),
 }, 1),
     "backend": ({"config": ("backends.announce('minisgl_lit.kernels.cpu_attention'", "backends.announce('minisgl_lit.kernels.near_attention', 'near')\n"),

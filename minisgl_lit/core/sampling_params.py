@@ -28,7 +28,7 @@ class QueueFull(RequestError):
     "Too many requests are waiting; the same request may be accepted later."
 
 class ContextTooLong(RequestError):
-    "Prompt and answer are longer than the model, or the KV cache, has room for."
+    "Prompt and answer are longer than the model, or the KV cache, can hold."
 
 # %% ../../nbs/core/01_sampling_params.ipynb #eeabcb58
 def quote(

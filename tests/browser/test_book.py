@@ -34,7 +34,7 @@ def test_home_leads_everywhere(visit):
     for place in ("guides/index", "guides/coming-from", "made/cli", "made/benchmarks", "nbs/core/02_request", "nbs/tools/widgets", "made/path", "design", "glossary", "changelog", "contributing"):
         assert any(place + ".html" in o for o in links), place
 
-@pytest.mark.parametrize("path", ["index.html", "nbs/core/11_kv_cache.radix.html", "nbs/tools/widgets.html", "made/cli.html", "guides/tune.html", "glossary.html"])
+@pytest.mark.parametrize("path", ["index.html", "nbs/core/12_kv_cache.radix.html", "nbs/tools/widgets.html", "made/cli.html", "guides/tune.html", "glossary.html"])
 @pytest.mark.parametrize("width, height", [(390, 800), (1280, 820)], ids=["phone", "desk"])
 def test_nothing_sticks_out(visit, path, width, height):
     page = visit(path)
@@ -78,7 +78,7 @@ def test_every_page_fits(visit, site, width):
     assert len(texts) > 300 and not bad
 
 def test_a_chapter_goes_on_to_the_next(visit):
-    page = visit("nbs/core/11_kv_cache.radix.html")
+    page = visit("nbs/core/12_kv_cache.radix.html")
     assert "Who may share a page" in text(page)
     on = page.all("a.next-page")[0]
     page.driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", on)
@@ -86,9 +86,9 @@ def test_a_chapter_goes_on_to_the_next(visit):
     page.until(lambda: "testing/toy_engine" in page.driver.current_url)
 
 @pytest.mark.parametrize("words, chapter", [
-    ("retract", "core/15_scheduler.decode"), ("middleware", "server/middleware"), ("continuous batching", "core/18_scheduler.scheduler"),
-    ("online softmax", "kernels/cpu_attention"), ("causal mask", "core/21_attention.torch"), ("GQA", "core/21_attention.torch"), ("chunked prefill", "core/14_scheduler.prefill"),
-    ("block table", "core/09_kv_cache.table"), ("radix cache", "core/11_kv_cache.radix"), ("CUDA graph", "core/32_engine.cuda_graph")])
+    ("retract", "core/18_scheduler.decode"), ("middleware", "server/middleware"), ("continuous batching", "core/22_scheduler.scheduler"),
+    ("online softmax", "kernels/cpu_attention"), ("causal mask", "core/25_attention.torch"), ("GQA", "core/25_attention.torch"), ("chunked prefill", "core/17_scheduler.prefill"),
+    ("block table", "core/10_kv_cache.table"), ("radix cache", "core/12_kv_cache.radix"), ("CUDA graph", "core/39_engine.cuda_graph")])
 def test_search_finds_the_chapter_that_builds_it(visit, words, chapter):
     page = visit(f"search.html?q={quote(words)}")
     page.until(lambda: page.all("#search-results li a"))
@@ -97,7 +97,7 @@ def test_search_finds_the_chapter_that_builds_it(visit, words, chapter):
 
 def test_the_menu_is_the_map(visit):
     "Parts fold; the one of the open chapter is open, and shows numbers"
-    page = visit("nbs/core/11_kv_cache.radix.html")
+    page = visit("nbs/core/12_kv_cache.radix.html")
     visible = [o.text for o in page.all(".sidebar-tree a.reference.internal") if o.is_displayed()]
     assert "1 Where the KV lives" in visible and "11 radix cache" in visible and "2 Scheduling" in visible
     assert not any(o.startswith(("18 ", "2 request")) for o in visible)
@@ -118,7 +118,7 @@ def test_checks_are_folded(visit):
 
 def test_dark(visit):
     def brightness(page): return sum(map(int, page.js("getComputedStyle(document.body).backgroundColor").strip("rgba()").split(",")[:3]))
-    page = visit("nbs/core/11_kv_cache.radix.html")
+    page = visit("nbs/core/12_kv_cache.radix.html")
     assert brightness(page) > 600
     page.look(light=False)
     page.until(lambda: brightness(page) < 200)
