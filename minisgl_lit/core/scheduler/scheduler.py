@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from itertools import compress, islice
 
 import numpy as np
-from minisgl_lit.core.request import (
-    AnswerRules, Batch, Caller, EngineProtocol, FinishReason, ForwardOutput, Logprob, PendingReq,
-    Req, StopCheck)
 
 from ..config import EngineConfig, admissions
+from ..request import (
+    AnswerRules, Batch, Caller, EngineProtocol, FinishReason, ForwardOutput, Logprob, PendingReq,
+    Req, StopCheck, AnswerEnd, Lengths, LogprobRequests, LogprobResults, PoolingRequests,
+    ForwardMode, PooledStates, PromptLogprobs)
 from ..sampling_params import QueueFull, RequestError, SamplingParams
 from ..kv_cache.manager import CacheManager, ReleaseList
 from ..kv_cache.table import TableManager, dummy_batch
@@ -27,9 +28,6 @@ from ..outputs import EngineCoreOutputs, final_output, EngineCoreOutput
 from .decode import DecodeManager, retract_order
 from .policy import make_policy
 from .prefill import RequestValidator, PrefillManager, ChunkedReq, pages_left
-from ..request import (
-    AnswerEnd, Batch, FinishReason, ForwardOutput, Lengths, Logprob, LogprobRequests,
-    LogprobResults, PendingReq, PoolingRequests, Req, ForwardMode, PooledStates, PromptLogprobs)
 from .batch import BatchPlan, make_batch
 
 # %% ../../../nbs/core/19_scheduler.lifecycle.ipynb #ad115266
