@@ -163,7 +163,7 @@ class Scheduler:
 
     # %% ../../../nbs/core/19_scheduler.lifecycle.ipynb #ec18135d
     def _make_room(self, newcomer: PendingReq) -> None:
-        "Make sure that the queue has room: if it is full, only by displacing a waiting request"
+        "Make a place in the queue: if it is full, only by displacing a waiting request"
         waiting = list(self.prefill.waiting.values())
         if len(waiting) < self.config.max_queued_req: return
         displaced = self.prefill.policy.displaced_by(waiting, newcomer)
@@ -507,7 +507,7 @@ class Scheduler:
                                   np.array([o.max_len - o.input_len for o in running]))
 
     def _retract_candidates(self, reqs: list[Req], mode: ForwardMode) -> list[PendingReq]:
-        "Requests that may be retracted to make room for this batch, first to last"
+        "Requests that may be retracted for the pages of this batch, first to last"
         started = [o.pending for o in self.decode.schedule()]
         if self.prefill.chunked: started.append(self.prefill.chunked)
         if mode is not ForwardMode.DECODE:   # requests that prefill in this batch stay
@@ -516,7 +516,7 @@ class Scheduler:
         return retract_order(started)
 
     def _finish_out_of_pages(self, pending: PendingReq) -> None:
-        "The last one that runs, and still no room: it never will be"
+        "The last one that runs, and its pages do not suffice: they never will"
         cache = self.cache
         error = (f'the KV cache of {cache.num_pages} pages of {cache.page_size} tokens '
                  f'has no room for this request at {pending.n_tokens} tokens')
