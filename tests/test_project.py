@@ -69,11 +69,15 @@ def test_only_init_is_hand_written():
 def test_notebook_names_say_their_module():
     for mod, nb in chapters().items(): assert has_name_of(nb, mod.removeprefix(pkg + ".")), nb.name
 
+def writes(nb):
+    "The modules that a chapter exports into; several chapters may share one"
+    return {f"{pkg}.{m[1]}" for s in sources(nb) if (m := re.match(r"#\|\s*default_exp[ \t]+(\S+)", s))}
+
 def reads_ahead(mods, texts):
-    "Sentences about each import of a chapter with a higher number; `texts`: (name, its notebook, source, module)"
+    "Sentences about each import of a chapter with a higher number, of its own module apart; `texts`: (name, its notebook, source, module)"
     for name, nb, src, home in texts:
         for m in imports(src, home):
-            if m in mods and mods[m] != nb and number(mods[m]) > number(nb): yield f"{name} imports {m} ({mods[m].name})"
+            if m in mods and mods[m] != nb and number(mods[m]) > number(nb) and m not in writes(nb): yield f"{name} imports {m} ({mods[m].name})"
 
 def test_no_chapter_imports_a_later_one():
     py = lambda s: re.sub(r"^(\s*)[%!].*$", r"\1pass", s, flags=re.M)   # magics are not Python

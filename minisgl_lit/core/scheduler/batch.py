@@ -43,6 +43,22 @@ class BatchPlan:
         self.end_pages = -(-self.device_lens // page_size)     # and one past the last
         self.new_pages = int((self.end_pages - self.first_pages).sum())
 
+# %% ../../../nbs/core/21_scheduler.batch.ipynb #d1821809
+def _add_pages(plan: BatchPlan, mode: ForwardMode) -> None:
+    "Allocate what a plan needs, and write it to the table"
+    owner, cols = flatten(plan.first_pages, plan.end_pages)
+    table, pages = plan.cache.table, plan.cache.allocate(plan.new_pages)
+    write = table.begin if mode is ForwardMode.DECODE else table.write
+    write(plan.rows[owner], cols, pages)
+
+def _tokens(plan: BatchPlan, mode: ForwardMode) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    "Each token's request and position, [n_tokens]; and which requests are sampled, as indices"
+    if mode is ForwardMode.DECODE:   # one token of each
+        indices = np.arange(len(plan.rows))
+        return indices, plan.cached_lens, indices
+    sampled = np.flatnonzero([not isinstance(o, ChunkedReq) for o in plan.reqs])
+    return *flatten(plan.cached_lens, plan.device_lens), sampled
+
 # %% ../../../nbs/core/21_scheduler.batch.ipynb #06010dff
 def _biases(req: Req, n_made: int) -> Iterator[tuple[int, float]]:
     "Tokens of one request and what is added to their logits, when so many tokens are made"
@@ -116,23 +132,6 @@ def make_pooling_requests(
     if not len(owners): return None
     offset = (end - start).cumsum() - end   # from a position to the token's place in the batch
     return PoolingRequests(owners, (first + offset)[owners], (end + offset)[owners])
-
-# %% ../../../nbs/core/21_scheduler.batch.ipynb #3574e4d6
-def _add_pages(plan: BatchPlan, mode: ForwardMode) -> None:
-    "Allocate what a plan needs, and write it to the table"
-    owner, cols = flatten(plan.first_pages, plan.end_pages)
-    table, pages = plan.cache.table, plan.cache.allocate(plan.new_pages)
-    write = table.begin if mode is ForwardMode.DECODE else table.write
-    write(plan.rows[owner], cols, pages)
-
-# %% ../../../nbs/core/21_scheduler.batch.ipynb #8a5cee05
-def _tokens(plan: BatchPlan, mode: ForwardMode) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    "Each token's request and position, [n_tokens]; and which requests are sampled, as indices"
-    if mode is ForwardMode.DECODE:   # one token of each
-        indices = np.arange(len(plan.rows))
-        return indices, plan.cached_lens, indices
-    sampled = np.flatnonzero([not isinstance(o, ChunkedReq) for o in plan.reqs])
-    return *flatten(plan.cached_lens, plan.device_lens), sampled
 
 # %% ../../../nbs/core/21_scheduler.batch.ipynb #caa7a822
 def make_batch(

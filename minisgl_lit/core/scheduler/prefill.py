@@ -17,12 +17,12 @@ from ..kv_cache.manager import CacheManager
 from ..kv_cache.radix import PrefixHandle
 from .policy import Policy
 
-# %% ../../../nbs/core/17_scheduler.prefill.ipynb #2be1aac3
+# %% ../../../nbs/core/17_scheduler.prefill.ipynb #a4fe2004
 unlimited = 2**62   # tokens: more than any sequence has
 
 def kv_len(
     pending: PendingReq,   # It has no row yet, or its prompt is computed in chunks
-    clip_max_new_tokens: int = unlimited,   # Longest output to reckon with, in tokens
+    clip_max_new_tokens: int = unlimited,   # Longest output to expect, in tokens
 ) -> int:                  # Tokens
     "Tokens that will need keys and values: all but the last one made"
     new_tokens = min(pending.max_len - pending.n_tokens, clip_max_new_tokens)
@@ -32,7 +32,7 @@ def pages_left(
     cache: CacheManager,
     pending: PendingReq,        # Waiting, or its prompt is computed in chunks
     start: int,                 # Tokens from the start that have their pages
-    clip_max_new_tokens: int,   # Longest output to reckon with, in tokens
+    clip_max_new_tokens: int,   # Longest output to expect, in tokens
 ) -> int:
     "Pages that a request will still need"
     end = kv_len(pending, clip_max_new_tokens)
@@ -46,7 +46,7 @@ class ChunkedReq(Req):
         "Never: its next token is known already, or not wanted"
         return False
 
-# %% ../../../nbs/core/17_scheduler.prefill.ipynb #0ec21359
+# %% ../../../nbs/core/17_scheduler.prefill.ipynb #6e759701
 class PrefillAdder:
     "Fills one prefill batch: takes requests in order while tokens, rows and pages last."
     max_passed_over = 64   # prompts that must wait, in one step; to look at more takes too long
@@ -57,7 +57,7 @@ class PrefillAdder:
         chunk_size: int,       # Of them, for one request
         reserved_pages: int,   # Pages that running requests will still need
         cache: CacheManager,   # Allocates pages, and rows of its table
-        clip_max_new_tokens: int = unlimited,   # Longest output to reckon with, in tokens
+        clip_max_new_tokens: int = unlimited,   # Longest output to expect, in tokens
         mixed_decode_tokens: int = 0,   # Tokens of the requests that decode in the same step
     ):
         # at least one token, or no prompt would ever start beside a large decode batch
@@ -70,10 +70,11 @@ class PrefillAdder:
         self.travelling = False   # whether some wait for pages that are on their way
         self.cache, self.table, self.lengths = cache, cache.table, cache.table.lengths
 
+    # %% ../../../nbs/core/17_scheduler.prefill.ipynb #cbbb70ac
     def try_add(
         self,
         pending: PendingReq,  # Waiting, or its latest chunk has been launched
-    ) -> Req | None:          # Its view for this batch; `None` if there is no room
+    ) -> Req | None:          # Its view for this batch; `None`: it has to wait
         "Admit a request, or let it go on"
         if self.closed: return None
         limit = self.chunk_size if self._whole_chunk else min(self.chunk_size, self.token_budget)
@@ -144,7 +145,7 @@ class PrefillAdder:
         self.passed_over += 1
         return True
 
-# %% ../../../nbs/core/17_scheduler.prefill.ipynb #1cf9a34f
+# %% ../../../nbs/core/17_scheduler.prefill.ipynb #c6d0a185
 class PrefillManager:
     "The waiting queue: requests that wait, and the one whose prompt is computed in chunks."
     def __init__(
@@ -153,7 +154,7 @@ class PrefillManager:
         max_prefill_tokens: int,  # Prompt tokens a step may compute
         chunk_size: int,          # Of them, for one request
         policy: Policy,           # Order in which waiting requests are tried
-        clip_max_new_tokens: int = unlimited,   # Longest output to reckon with, in tokens
+        clip_max_new_tokens: int = unlimited,   # Longest output to expect, in tokens
     ):
         self.cache, self.policy, self.clip_max_new_tokens = cache, policy, clip_max_new_tokens
         self.max_prefill_tokens, self.chunk_size = max_prefill_tokens, chunk_size
