@@ -290,6 +290,18 @@ class CacheManager:
         own = sum(len(self._own_pages(o)) for o in reqs)
         return own + self.prefix.freed_by([_locked_prefix(o) for o in reqs])
 
+    # %% ../../../nbs/core/15_kv_cache.release.ipynb #d209e757
+    def checks(self) -> Iterator[None]:
+        "`check_integrity` while no request has a row, bit by bit; nothing may change meanwhile"
+        owned = np.append(self._stack[:self.free_size], self.releasing.items())
+        n_owners = np.bincount(owned, minlength=self.num_pages)
+        for node in self.prefix.nodes():
+            n_owners[node.pages] += 1
+            yield
+        if (n_owners != 1).any() or self._allocated.any(): self.check_integrity()   # it knows whose
+        yield from self.prefix.checks()
+        for source in self.sources.values(): source.check_integrity()
+
     # %% ../../../nbs/core/15_kv_cache.release.ipynb #680bcc51
     def invalidate(
         self,
@@ -376,18 +388,6 @@ class CacheManager:
             self._push(pages := self.prefix.evict(n, self._offer))
             return len(pages)
         for source in self.sources.values(): source.close(evict)
-
-    # %% ../../../nbs/core/15_kv_cache.release.ipynb #d209e757
-    def checks(self) -> Iterator[None]:
-        "`check_integrity` while no request has a row, bit by bit; nothing may change meanwhile"
-        owned = np.append(self._stack[:self.free_size], self.releasing.items())
-        n_owners = np.bincount(owned, minlength=self.num_pages)
-        for node in self.prefix.nodes():
-            n_owners[node.pages] += 1
-            yield
-        if (n_owners != 1).any() or self._allocated.any(): self.check_integrity()   # it knows whose
-        yield from self.prefix.checks()
-        for source in self.sources.values(): source.check_integrity()
 # %% ../../../nbs/core/14_kv_cache.manager.ipynb #79f61aeb
 
 def _locked_prefix(req: Req) -> PrefixHandle:
