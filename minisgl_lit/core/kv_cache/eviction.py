@@ -37,10 +37,10 @@ Item = TypeVar('Item', bound=Evictable)
 SWEEP_AT_LEAST = 1000   # entries: a shorter heap is not worth sweeping
 
 class EvictionHeap(Generic[Item]):
-    """Finds the item of lowest rank among those on offer.
+    """Finds the item of lowest rank among those that are offered.
 
-    Each item on offer has one valid entry, at its rank or a lower one. To withdraw an item,
-    set its `entry_no` to 0. A rank may fall only while its item is not on offer.
+    Each of them has one valid entry, at its rank or a lower one. To withdraw an item, set its
+    `entry_no` to 0. A rank may fall only while its item is withdrawn.
     """
     def __init__(
         self,

@@ -120,6 +120,6 @@ class KVPool:
         self,
         page: int,        # Its number
     ) -> torch.Tensor:    # uint8, [num_layers, 2, page_size, num_kv_heads, bytes of a row]
-        "The bytes of one page in all layers: a view, for whoever copies it elsewhere"
+        "The bytes of one page in all layers: a view, to be copied elsewhere"
         slots = slice(page * self.page_size, (page + 1) * self.page_size)
         return self.buffer[:, :, slots].view(torch.uint8)
