@@ -393,7 +393,7 @@ class StepBlock:
 ListPages = Callable[..., None]   # As `plain_list`
 
 def plain_list(
-    indices: torch.Tensor,     # Room for the pages of all rows, and one number more; is written
+    indices: torch.Tensor,     # As many as all rows have, and one number more; is written
     page_table: torch.Tensor,  # Pages of each row, int32, [n_rows, max_pages]; is written
     rows: torch.Tensor,        # Table row of each request, int64, [n]
     positions: torch.Tensor,   # Position of its new token, int64, [n]
@@ -414,7 +414,7 @@ class GraphMemory(PlanMemory):
     def __init__(
         self,
         plans: dict[int | None, torch.Tensor],   # By window, on the device
-        pages: torch.Tensor,   # int32, room for all pages of all rows, and one number more
+        pages: torch.Tensor,   # int32, as many as all rows have, and one number more
     ):
         super().__init__()
         self.plans, self.pages = plans, pages

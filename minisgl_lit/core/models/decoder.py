@@ -267,7 +267,7 @@ class Decoder:
         self.operations = operations
         self.embedding = weights['model.embed_tokens.weight']
         self.norm, self.weights = _norm(weights, 'model.norm.weight'), weights
-        tied = config.tie_word_embeddings or config.headless   # then nobody reads the logits
+        tied = config.tie_word_embeddings or config.headless   # then its logits are not read
         self.head = self.embedding if tied else weights['lm_head.weight']
         self.mlps = [self.shard.mlp(i) for i in range(config.num_layers)]
         def layer(i: int, mlp: Mlp) -> Weights:
