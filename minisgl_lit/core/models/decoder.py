@@ -17,7 +17,7 @@ import torch
 from ..device import ProcessGroup
 from ..registry import Registry
 from .operations import (
-    Attend, Llama3Scaling, Operations, RotaryAngles, Slots, Weight, inverse_frequencies, linear)
+    Llama3Scaling, Operations, Weight, inverse_frequencies, Attend, RotaryAngles, Slots, linear)
 
 # %% ../../../nbs/core/29_models.shapes.ipynb #7df841db
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +119,6 @@ def _bias(weights: Weights, name: str) -> torch.Tensor | None:
     bias = weights.get(name)
     assert bias is None or isinstance(bias, torch.Tensor), f'{name} is packed'
     return bias
-
-def _norm(weights: Weights, name: str) -> torch.Tensor:
-    "The weight of an RMSNorm"
-    norm = weights[name]
-    assert isinstance(norm, torch.Tensor), f'{name} is packed'
-    return norm
 
 # %% ../../../nbs/core/29_models.shapes.ipynb #9b738e1d
 @dataclass(frozen=True)
@@ -248,7 +242,13 @@ def shard_config(
         vocab_size=shard_size(config.vocab_size, size),
         mlps=tuple(mlp.shard(size) for mlp in config.mlps))
 
-# %% ../../../nbs/core/30_models.decoder.ipynb #886c82dc
+# %% ../../../nbs/core/30_models.decoder.ipynb #e52446f5
+def _norm(weights: Weights, name: str) -> torch.Tensor:
+    "The weight of an RMSNorm"
+    norm = weights[name]
+    assert isinstance(norm, torch.Tensor), f'{name} is packed'
+    return norm
+
 class Decoder:
     """The model: token ids and positions in, logits of the next token out.
 
@@ -267,7 +267,7 @@ class Decoder:
         self.operations = operations
         self.embedding = weights['model.embed_tokens.weight']
         self.norm, self.weights = _norm(weights, 'model.norm.weight'), weights
-        tied = config.tie_word_embeddings or config.headless   # then nobody reads the logits
+        tied = config.tie_word_embeddings or config.headless   # then its logits are not read
         self.head = self.embedding if tied else weights['lm_head.weight']
         self.mlps = [self.shard.mlp(i) for i in range(config.num_layers)]
         def layer(i: int, mlp: Mlp) -> Weights:
