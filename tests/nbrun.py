@@ -6,7 +6,7 @@
 `#| volatile` outputs are compared without their numbers, `#| machine` outputs not at all; `#| slow` and `#| gpu` cells run only if
 `--flags` names them. What a cell writes to stderr (progress bars, warnings) is not an output.
 """
-import argparse, ast, json, os, re, sys, time
+import argparse, ast, gc, json, os, re, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from multiprocessing import forkserver, get_context, parent_process
@@ -31,6 +31,7 @@ _env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASH
         "PYDEVD_DISABLE_FILE_VALIDATION": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "MATPLOTLIBRC": str(root/"nbs")}
 _env.pop("TRITON_EMULATOR", None)   # a chapter that needs it says so
+_env.pop("PYTHONDONTWRITEBYTECODE", None)   # programs that chapters start would compile the package anew
 
 def notebooks(): return sorted(p for p in (root/"nbs").rglob("*.ipynb") if not any(part[0] in "._" for part in p.relative_to(root/"nbs").parts))
 
@@ -110,6 +111,7 @@ def _end_with_parent():
     os._exit(1)
 
 def _kernel(args, env, cwd):
+    gc.freeze()   # what the server has imported: engines collect garbage, and would look through all of it
     Thread(target=_end_with_parent, daemon=True).start()   # the server itself waits for its last kernel
     os.setsid()   # a process group of its own
     os.environ.clear()
