@@ -6,9 +6,10 @@ What `make check` would refuse of this chapter is refused here, in the same word
 fails, leaves package and notebook as they were; a text that was edited stays, to be mended. (A notebook that was edited
 itself, as in Jupyter, is left alone.)
 """
-import os, subprocess, sys
+import os, re, subprocess, sys, tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from xml.etree import ElementTree
 
 import nbrun
 from nbrun import cfg, root
@@ -36,16 +37,22 @@ def to_notebook(text, notebook):
     kernel = '{"kernelspec": {"display_name": "python3", "language": "python", "name": "python3"}}'
     jupytext(["--quiet", "--update", "--update-metadata", kernel, "--to", "ipynb", str(text), "-o", str(notebook)])
 
-def checks(stem):
-    "What `make check` says of a chapter, and ruff of its module, while it runs"
-    known = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:schemathesis", "--no-header", "--tb=line", "-W", "ignore", "-k", f"not ({NOT_NOW})"]
+def checks(stem, told):
+    "What `make check` says of a chapter, into a file of JUnit's kind, while the chapter runs"
+    asked = ["-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-W", "ignore", "-k", f"not ({NOT_NOW})", f"--junitxml={told}"]
     tests = [root/"tests"/o for o in ("test_project.py", "test_chapters.py")]
     env = os.environ | {"PYTHONPATH": str(root), "TST_CHAPTER": stem}
-    return program(sys.executable, *known, *tests, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return program(sys.executable, "-m", "pytest", *asked, *tests, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-def refusals(said):
-    "The sentences of tests that have failed"
-    return "\n".join(o for o in said.splitlines() if not o.startswith(("=", ".", "SKIPPED", "FAILED")) and o.strip())
+def ruff():
+    "What it says of the package"
+    words = [Path(sys.executable).with_name("ruff"), "check", "--quiet", "--output-format", "concise", cfg["lib_path"]]
+    return program(*words, stdout=subprocess.PIPE, text=True).communicate()[0].splitlines()
+
+def refusals(told):
+    "The sentences of the tests that have failed"
+    said = [o.get("message") for o in ElementTree.parse(told).iter() if o.tag in ("failure", "error")]
+    return [re.sub(r"^(AssertionError|Failed): |\nassert (.|\n)*", "", o) for o in said]
 
 def done(stem):
     notebook = root/"nbs"/f"{stem}.ipynb"
@@ -57,17 +64,18 @@ def done(stem):
         if text.exists(): to_notebook(text, notebook)
         if not notebook.exists(): raise SystemExit(f"there is neither {text.relative_to(root)} nor {notebook.relative_to(root)}")
         if program(sys.executable, root/"tests"/"export.py", root, notebook).wait(): raise SystemExit(1)
-        checking = checks(stem)
         nbrun.preload_little()
-        def refused():
-            said = checking.communicate()[0]
-            ruff = program(Path(sys.executable).with_name("ruff"), "check", "--quiet", cfg["lib_path"], stdout=subprocess.PIPE, text=True)
-            lint = ruff.communicate()[0]
-            if checking.returncode: raise SystemExit(f"make check would refuse this chapter:\n{refusals(said)}")
-            if ruff.returncode: raise SystemExit(f"make check would refuse this chapter:\n{lint}")
-        try: err, stale, seconds = nbrun.run(notebook, os.environ.get("TST_FLAGS", "").split(), save=True, before_saving=refused)
-        finally:
-            if checking.poll() is None: checking.kill()
+        with tempfile.TemporaryDirectory() as folder:
+            checking = checks(stem, told := Path(folder)/"told.xml")
+            def refused():
+                said, lint = checking.communicate()[0], ruff()
+                if checking.returncode: lint = [*refusals(told), *lint] if told.exists() else [said]
+                if lint: raise SystemExit("make check would refuse this chapter:\n" + "\n".join(lint))
+            try: err, stale, seconds = nbrun.run(notebook, os.environ.get("TST_FLAGS", "").split(), save=True, before_saving=refused)
+            finally:
+                if checking.poll() is None:
+                    checking.kill()
+                    checking.wait()
         if err: raise SystemExit(err)
     text.unlink(missing_ok=True)
     print(f"{seconds:6.1f}s  {f'updated {len(stale)}' if stale else 'ok'}  {notebook.name}")

@@ -57,7 +57,7 @@ def test_a_chapter_is_one_sitting(stem):
 def test_what_is_shown_shows(stem):
     "A cell that is not folded has at most three checks: what only proves is marked `#| checks`"
     crowded = [s for kind, s, _ in prose_and_code(stem) if kind == "code" and not contents.HIDDEN.search(s) and contents.checks(s) > 3]
-    assert not crowded, "\n\n".join(crowded)
+    assert not crowded, "more than three checks in a shown cell: show a value, and mark what only proves `#| checks`\n" + "\n\n".join(crowded)
 
 def unanswered(cells):
     "What is wrong with the predictions of a chapter, in words"
@@ -74,7 +74,9 @@ def unanswered(cells):
     yield from (f"prediction {label} is never answered" for label in open_)
 
 @every
-def test_every_prediction_is_answered(stem): assert not [*unanswered(prose_and_code(stem))]
+def test_every_prediction_is_answered(stem):
+    wrong = [*unanswered(prose_and_code(stem))]
+    assert not wrong, "\n".join(wrong)
 
 @pytest.mark.parametrize("cells, wrong", [
     (["**Predict.** a", None, "**Answer.** b"], 0), (["**Predict 1.** a\n\n**Predict 2.** b", None, "**Answer 2.** b", "**Answer 1.** a"], 0),

@@ -134,7 +134,7 @@ def test_lines_fit_the_page():
     "Code that is shown or exported has at most 100 letters in a line"
     code = [(nb.name, s) for nb in looked_at() for s in sources(nb) if not s.startswith("#| hide\n")]
     long = [f"{name}: {o}" for name, s in code for o in s.splitlines() if len(o) > 100]
-    assert not long, "\n".join(long)
+    assert not long, "lines of more than 100 letters\n" + "\n".join(long)
 
 def test_modules_import_each_other_relatively():
     "The export turns `from minisgl_lit.x` into `from .x`, but misses some that begin with a bracket"
