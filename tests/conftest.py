@@ -1,5 +1,8 @@
 """Settings of the test run: one thread per worker, the `long` marker, two profiles of hypothesis."""
-import os, signal
+import gc, os, signal, sys
+gc.disable()   # while tests are collected, which makes millions of objects and no garbage
+sys.dont_write_bytecode = False   # tests start hundreds of processes: each would compile the package anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 signal.signal(signal.SIGINT, signal.default_int_handler)   # whoever started us in the background may have Ctrl-C ignored
 os.environ.setdefault("OMP_NUM_THREADS", "1")   # two busy workers on two cores: before torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")    # no test may need the network
@@ -27,6 +30,11 @@ def pytest_collection_modifyitems(config, items):
     if is_long(config): return
     for item in items:
         if "long" in item.keywords: item.add_marker(pytest.mark.skip(reason="long: --long or TST_LONG=1"))
+
+def pytest_collection_finish():
+    "What is there now stays: who collects garbage, as engines do, need not look through it again"
+    gc.freeze()
+    gc.enable()
 
 def pytest_terminal_summary(terminalreporter):
     "What tests have measured, in one place"

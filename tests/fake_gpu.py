@@ -8,7 +8,7 @@ A name is a configuration, a count of what a step launches, or a step of `gpu_ch
 
 It changes torch for the whole process, so tests start it as a process of its own.
 """
-import contextlib, json, os, sys, tempfile, traceback
+import contextlib, gc, json, os, sys, tempfile, traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -411,6 +411,7 @@ def engine(case: Case):
     found.known, found.file, found.run = {}, None, try_uncounted
     for o in (flashinfer.norm.get_norm_module, flashinfer.rope.get_rope_module, flashinfer.prefill.get_batch_prefill_module,
               flashinfer.decode.get_batch_decode_module, flashinfer.activation.get_act_and_mul_module): o.cache_clear()
+    if not gc.get_freeze_count(): gc.freeze()   # what was imported: engines collect garbage, and would look through all of it
     device.broken, device.accidents, said = case.broken, case.accidents, []
     device.counts.clear()
     device.kernels.clear()

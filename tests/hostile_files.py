@@ -195,7 +195,7 @@ BOMBS = [partial(gguf_bomb, word('IIQ', 9, 0, 1 << 40)), partial(gguf_bomb, word
          partial(vocabulary, model='gpt2', merges=['h h'], pre='x' * 100_000), partial(vocabulary, add_bos_token='x' * 100_000),
          partial(vocabulary, n_letters=60_000, token_type=[3] * 512),
          partial(gguf_tensor, 1 << 40, 1 << 40), partial(gguf_tensor, 0, 5), partial(gguf_tensor, *[1 << 32] * 9), partial(gguf_tensor, 3, 1 << 62),
-         *(partial(folder_bomb, embedded_path(), (), **{name: 2**n}) for n in (26, 31, 40) for name in (
+         *(partial(folder_bomb, embedded_path(), (), **{name: 2**n}) for n in (26, 40) for name in (
              'max_position_embeddings', 'hidden_size', 'vocab_size', 'num_hidden_layers', 'num_attention_heads', 'head_dim', 'intermediate_size')),
          *(partial(folder_bomb, DATA/'fp8-blocks', ('quantization_config',), weight_block_size=o) for o in ([1 << 40, 1 << 40], [0, 0], [-1, 3], [128], ['a', {}], 7)),
          *(partial(folder_bomb, DATA/'gptq-4-bits-32', ('quantization_config',), **o) for o in (dict(bits=2**40), dict(quant_method=[])))]

@@ -6,7 +6,7 @@
 `#| volatile` outputs are compared without their numbers, `#| machine` outputs not at all; `#| slow` and `#| gpu` cells run only if
 `--flags` names them. What a cell writes to stderr (progress bars, warnings) is not an output.
 """
-import argparse, ast, json, os, re, sys, time
+import argparse, ast, gc, json, os, re, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from multiprocessing import forkserver, get_context, parent_process
@@ -31,6 +31,7 @@ _env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASH
         "PYDEVD_DISABLE_FILE_VALIDATION": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "MATPLOTLIBRC": str(root/"nbs")}
 _env.pop("TRITON_EMULATOR", None)   # a chapter that needs it says so
+_env.pop("PYTHONDONTWRITEBYTECODE", None)   # programs that chapters start would compile the package anew
 
 def notebooks(): return sorted(p for p in (root/"nbs").rglob("*.ipynb") if not any(part[0] in "._" for part in p.relative_to(root/"nbs").parts))
 
@@ -98,9 +99,14 @@ def _joined(outputs):
     return res
 
 _context, _starting = get_context("forkserver"), Lock()
-_context.set_forkserver_preload([   # what each kernel imports, and most chapters
+_preloaded = [   # what each kernel imports, and most chapters
     "torch", "fastcore.all", "matplotlib.pyplot", "transformers.models.llama.modeling_llama",
-    "fastapi", "httpx", "uvicorn", "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger", "jupyter_client", "nbclient", "nbformat"])
+    "fastapi", "httpx", "uvicorn", "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger", "jupyter_client", "nbclient", "nbformat"]
+_context.set_forkserver_preload(_preloaded)
+
+def preload_little():
+    "For a chapter or two, which import what they need"
+    _context.set_forkserver_preload([o for o in _preloaded if o.startswith("ipykernel")])
 
 def _start_server():
     with _starting, patch.dict(os.environ, _env): forkserver.ensure_running()
@@ -110,6 +116,7 @@ def _end_with_parent():
     os._exit(1)
 
 def _kernel(args, env, cwd):
+    gc.freeze()   # what the server has imported: engines collect garbage, and would look through all of it
     Thread(target=_end_with_parent, daemon=True).start()   # the server itself waits for its last kernel
     os.setsid()   # a process group of its own
     os.environ.clear()
@@ -162,8 +169,8 @@ def store(nb, path):
     clean_nb(js)
     write_nb(js, path)
 
-def run(path, flags=(), save=False, timeout=900, package=False, fresh=False, env={}):
-    "Run one notebook; return (error message or '', ids of cells with stale outputs, seconds)."
+def run(path, flags=(), save=False, timeout=900, package=False, fresh=False, env={}, before_saving=lambda: None):
+    "Run one notebook; return (error message or '', ids of cells with stale outputs, seconds). `before_saving` may raise, and nothing is saved."
     t0, path, stale = time.time(), Path(path).resolve(), []
     old, nb = (nbformat.read(path, as_version=4) for _ in range(2))
     marks = set(cfg["tst_flags"].split())
@@ -187,6 +194,7 @@ def run(path, flags=(), save=False, timeout=900, package=False, fresh=False, env
     w = nb.metadata.get("widgets") or None
     if w != (old.metadata.pop("widgets", None) or None) and save: stale.append("widgets")
     if w: old.metadata.widgets = w
+    if save: before_saving()
     if save and stale: store(old, path)
     return "", stale, time.time()-t0
 
@@ -198,6 +206,7 @@ def main():
     ap.add_argument("-j", type=int, default=2)
     a = ap.parse_args()
     files, bad = a.files or notebooks(), 0
+    if len(files) <= a.j: preload_little()
     with ThreadPoolExecutor(a.j) as ex:
         for f, (err, stale, secs) in zip(files, ex.map(lambda f: run(f, a.flags.split(), a.save, fresh=a.fresh), files)):
             what = "FAILED" if err else f"{'updated' if a.save else 'STALE'} {len(stale)}" if stale else "ok"

@@ -33,7 +33,7 @@ def test_whatever_the_schema_allows(server):
     cases = st.one_of([o.as_strategy() for o in operations if o.path not in ELSEWHERE])
     told = []
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(cases)
     def ask(case):
         r = case.call()
@@ -42,7 +42,7 @@ def test_whatever_the_schema_allows(server):
         if r.status_code >= 400: assert is_error(case.path, r.json()["error"])
 
     ask()
-    assert len(told) >= 60 and {200, 400} <= {*told}
+    assert len(told) >= 40 and {200, 400} <= {*told}
     until(lambda: idle(server))
 
 

@@ -12,9 +12,10 @@ flags, package = os.environ.get("TST_FLAGS", "").split(), bool(os.environ.get("T
 SHOW_KERNELS = ["kernels/compiler", "kernels/plan", "kernels/linear", "kernels/vector_math", "kernels/quantized", "kernels/cpu_attention", "core/39_engine.cuda_graph",
                 "core/27_attention.flashinfer", "core/36_engine.sampler", "kernels/recorded_steps", "tools/bench"]
 
-# ten seconds and more each, and nothing else leans on them
+# five seconds and more each, and nothing else leans on them
 FOR_A_WHILE = ["experiments/fewer_bits", "experiments/prefill_apart", "experiments/hostile", "experiments/page_size", "experiments/policies", "experiments/batching",
-               "experiments/evictions", "experiments/replicas", "tools/embedded"]
+               "experiments/evictions", "experiments/replicas", "experiments/prefix_chat", "experiments/chunk_size", "experiments/fairness", "experiments/overlap",
+               "experiments/admission", "experiments/second_tier", "tools/scheduler_cost", "tools/embedded"]
 
 @pytest.mark.parametrize("path", [pytest.param(o, marks=[pytest.mark.long] * (chapter(o) in FOR_A_WHILE)) for o in notebooks()], ids=chapter)
 def test_notebook(path):

@@ -283,14 +283,14 @@ def test_many_replays():
 
 @needs_compiler
 def test_many_barriers_in_a_row():
-    "A thousand kernels, each of which moves all numbers by one place and adds one, by teams of up to five threads"
+    "Three hundred kernels, each of which moves all numbers by one place and adds one, by teams of up to five threads"
     toy, x, y = load_kernels(toy_c), torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64)
     with PlanRecorder(Arena()) as recorder:
-        for _ in range(500): toy.turned(y, x, ROWS), toy.turned(x, y, ROWS)
+        for _ in range(150): toy.turned(y, x, ROWS), toy.turned(x, y, ROWS)
     plan, done = Plan(recorder), 0
     for size, times in ((1, 20), (2, 6), (3, 3), (5, 1)):
         for _ in range(times): plan.replay(ROWS, size)
-        done += 1000 * times
+        done += 300 * times
         assert x.tolist() == [(r + done) % ROWS + done for r in range(ROWS)]
 
 @needs_compiler

@@ -20,10 +20,11 @@ TYPED = rf"{PROGRAM}|make|source|ray|python -m"          # and of what guides ma
 
 def strings(tree):
     "Each string of a module that is no docstring, with `…` where a value will be"
-    docs = {id(o.value) for o in ast.walk(tree) if isinstance(o, ast.Expr)}
-    inside = {id(v) for o in ast.walk(tree) if isinstance(o, ast.JoinedStr) for v in ast.walk(o) if v is not o}
-    for o in ast.walk(tree):
-        if id(o) in docs | inside: continue
+    nodes = [*ast.walk(tree)]
+    hidden = {id(o.value) for o in nodes if isinstance(o, ast.Expr)}
+    hidden |= {id(v) for o in nodes if isinstance(o, ast.JoinedStr) for v in ast.walk(o) if v is not o}
+    for o in nodes:
+        if id(o) in hidden: continue
         if isinstance(o, ast.JoinedStr): yield "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in o.values)
         elif isinstance(o, ast.Constant) and isinstance(o.value, str): yield o.value
 
@@ -33,7 +34,8 @@ def commands_in(text, programs):
 
 named = {*()}   # (where, command)
 for path in sorted((root/"minisgl_lit").rglob("*.py")):
-    for text in strings(ast.parse(path.read_text(encoding="utf-8"))):
+    source = path.read_text(encoding="utf-8")
+    for text in strings(ast.parse(source)) if re.search(PROGRAM, source) else ():
         named |= {(path.stem, o) for o in commands_in(text, PROGRAM)}
 for page in [*sorted((root/"docs").rglob("*.md")), root/"README.md", root/"CONTRIBUTING.md"]:
     prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
@@ -90,7 +92,8 @@ def test_flags_that_errors_name_exist():
     foreign = ("compiler", "library", "doctor", "ray_engine", "tensor_parallel")   # call other programs
     for path in sorted((root/"minisgl_lit").rglob("*.py")):
         if path.stem in foreign: continue
-        for text in strings(ast.parse(path.read_text(encoding="utf-8"))):
+        source = path.read_text(encoding="utf-8")
+    for text in strings(ast.parse(source)) if re.search(PROGRAM, source) else ():
             if text.startswith("--"): continue   # an argument, no sentence
             for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+(?![\w-])", text): assert flag in known, f"{path.stem}: {flag}"
 

@@ -427,7 +427,7 @@ def run(examples: int, shard: int, tell, steps: int = 40, drawn=SETTINGS, wanted
     if examples >= 60: assert median(lives) >= 25 and min(shares.values()) >= .02, shares
 
 @pytest.mark.filterwarnings('ignore:policy=')
-@pytest.mark.parametrize('shard', range(2))
+@pytest.mark.parametrize('shard', range(2 if 'TST_LIVES' in os.environ else 1))   # the second for those who break the code
 def test_nothing_is_lost(shard, record_property): run(int(os.environ.get('TST_LIVES', 100)), shard, record_property)
 
 def test_nothing_is_lost_below(record_property): run(int(os.environ.get('TST_LIVES', 60)), 0, record_property, drawn=BELOW, wanted=SEEN_BELOW)
@@ -447,7 +447,7 @@ def test_nothing_is_lost_below_in_thousands_of_lives(shard, record_property): ru
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.filterwarnings('ignore:policy=')
-@pytest.mark.parametrize('shard', range(2, 24))
+@pytest.mark.parametrize('shard', range(1, 24))
 def test_nothing_is_lost_in_thousands_of_lives(shard, record_property): run(2500, shard, record_property, steps=32)
 
 def test_the_last_one_is_told_that_there_is_no_room():

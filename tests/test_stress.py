@@ -57,7 +57,7 @@ async def processes_for(seconds: float, callers: int = 24) -> dict[str, int]:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_threads(overlap, record_property): record_property("rounds of eight threads", threads_for(1, overlap))
 
-def test_processes(record_property): record_property("requests to a server under stress", asyncio.run(processes_for(4)))
+def test_processes(record_property): record_property("requests to a server under stress", asyncio.run(processes_for(2)))
 
 @pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])

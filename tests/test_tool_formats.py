@@ -9,6 +9,7 @@ from minisgl_lit.text.json_object import JsonReader, as_json, parse_json
 from minisgl_lit.text.tool_calls import ToolCall, ToolParser, join_calls
 from minisgl_lit.text.tool_formats import tool_formats, PYTHONIC, PythonReader, XmlReader
 
+MANY = 3 * settings.default.max_examples   # 3000 where there is time
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
@@ -42,7 +43,7 @@ def as_lists(value):
     if isinstance(value, dict): return {str(k): as_lists(v) for k, v in value.items()}
     return [*map(as_lists, value)] if isinstance(value, (list, tuple)) else value
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=MANY, deadline=None)
 @given(st.dictionaries(st.sampled_from(["city", "days", "ö"]), literals), SIZES)
 def test_what_python_writes_is_read(arguments, sizes):
     text = ", ".join(f"{k} = {v!r}" for k, v in arguments.items()) + "), so"
@@ -64,7 +65,7 @@ def test_a_backslash_that_begins_no_escape_stays(value):
 
 WORDS = ["at=", "to=", ")", "(", "[", "]", "{", "}", ",", ":", "=", '"', "'", '"""', "'''", '"a"', "5", "-", "None", "Rome", " ", "\n", "\\", "\\x4", "\\u12", "\\n", '{"k": ', "[1, ", "٣", "\ud800", "#", "*", "é", "x" * 40]
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2 * MANY, deadline=None)
 @given(st.lists(st.sampled_from(WORDS), max_size=20).map("".join) | st.text(), SIZES)
 def test_any_arguments_that_end_are_json(text, sizes):
     text = "at=" + text
@@ -75,7 +76,7 @@ def test_any_arguments_that_end_are_json(text, sizes):
         assert isinstance(json.loads(found), dict) and text.endswith(rest)
         found.encode()
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=MANY, deadline=None)
 @given(st.lists(st.sampled_from([*WORDS, "time(", "weather(", "time(at=5)", "<|python_start|>[", "<|python_end|>"]), max_size=12).map("".join), SIZES)
 def test_any_answer_is_read_alike_in_any_pieces(text, sizes):
     whole = said(text)
@@ -105,7 +106,7 @@ def parsed(text, sizes, form, **options):
 SPACES = ["\n" * 150, " " * 99, "\t"]
 ODD = [o for form in tool_formats.values() for call in form.calls for o in call.replace("NAME", "time").split("ARGUMENTS")]
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=MANY, deadline=None)
 @given(st.lists(st.sampled_from([*ODD, *ODD, *SPACES, *WORDS, "{}", '{"a": 5}', "<parameter=a>", "</parameter>", "so"]), max_size=9).map("".join), SIZES,
        st.sampled_from([(o,) for o in tool_formats.values()] + [tuple(tool_formats.values())]))
 def test_any_text_of_any_format_is_read_alike_in_any_pieces(text, sizes, form):

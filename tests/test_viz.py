@@ -1,5 +1,5 @@
 "Recordings of random lives are true, their pictures well formed, and the film works without a kernel."
-import itertools, re, shutil, subprocess, sys
+import itertools, re, subprocess, sys
 from collections import Counter
 from xml.etree import ElementTree
 
@@ -179,17 +179,3 @@ def test_a_missing_extra_is_one_sentence(name):
     told = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stderr.strip().splitlines()
     assert told[-1] == ("ImportError: minisgl_lit.tools.widgets draws with ipywidgets and matplotlib, and one of them is missing: "
                         "pip install ipywidgets matplotlib")
-
-@pytest.mark.skipif(not shutil.which('chromium'), reason='needs chromium')
-def test_the_slider_needs_no_kernel(tmp_path):
-    "In a browser with nothing but the file: the first step is chosen, and all of it is marked and nothing else"
-    s = server()
-    with Recorder(s) as run: live(s, [(5, 0, 4, 3), (5, 2, 4, 3)])
-    page = tmp_path/'film.html'
-    page.write_text('<meta charset=utf8>' + player(run) + '<pre id=told></pre><script>const o = document.querySelector("input"); o.value = 1; '
-                    'o.dispatchEvent(new Event("input")); told.textContent = [...document.querySelectorAll(".now")].map(o => o.dataset.step).join("|") + '
-                    '";" + [...document.querySelectorAll(".frames > *")].filter(o => getComputedStyle(o).visibility == "visible").length</script>')
-    flags = ['--headless', '--no-sandbox', '--disable-gpu', '--no-proxy-server', '--disable-background-networking', f'--user-data-dir={tmp_path}/profile']
-    dom = subprocess.run(['chromium', *flags, '--dump-dom', page.as_uri()], capture_output=True, text=True, timeout=60).stdout
-    marks, visible = re.search(r'<pre id="told">(.*?)</pre>', dom)[1].split(';')
-    assert len(marks.split('|')) == 4 and all('1' in o.split() for o in marks.split('|')) and visible == '2'

@@ -1,5 +1,5 @@
 "The built site (`make docs`) in Chromium: home, a chapter, a film that needs no kernel, search; on a desk, on a phone, in the dark."
-import functools, re, threading
+import functools, re, subprocess, threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote
@@ -7,6 +7,10 @@ from urllib.parse import quote
 import pytest
 from desk import Page
 from selenium.webdriver.common.by import By
+
+from minisgl_lit.tools.svg import player
+from minisgl_lit.tools.widgets import Recorder
+from test_viz import live, server as toy_server
 
 BUILT = Path(__file__).resolve().parents[2]/"docs/_build/html"
 
@@ -139,3 +143,16 @@ def test_diagrams_can_be_read(visit, width):
     page.driver.refresh()
     scale = "(() => { const o = document.querySelector('.mermaid svg'); return o && o.getBoundingClientRect().width / o.viewBox.baseVal.width })()"
     page.until(lambda: (page.js(scale) or 0) > .65)
+
+def test_the_slider_needs_no_kernel(tmp_path):
+    "In a browser with nothing but the file: the first step is chosen, and all of it is marked and nothing else"
+    s = toy_server()
+    with Recorder(s) as run: live(s, [(5, 0, 4, 3), (5, 2, 4, 3)])
+    page = tmp_path/'film.html'
+    page.write_text('<meta charset=utf8>' + player(run) + '<pre id=told></pre><script>const o = document.querySelector("input"); o.value = 1; '
+                    'o.dispatchEvent(new Event("input")); told.textContent = [...document.querySelectorAll(".now")].map(o => o.dataset.step).join("|") + '
+                    '";" + [...document.querySelectorAll(".frames > *")].filter(o => getComputedStyle(o).visibility == "visible").length</script>')
+    flags = ['--headless', '--no-sandbox', '--disable-gpu', '--no-proxy-server', '--disable-background-networking', f'--user-data-dir={tmp_path}/profile']
+    dom = subprocess.run(['chromium', *flags, '--dump-dom', page.as_uri()], capture_output=True, text=True, timeout=60).stdout
+    marks, visible = re.search(r'<pre id="told">(.*?)</pre>', dom)[1].split(';')
+    assert len(marks.split('|')) == 4 and all('1' in o.split() for o in marks.split('|')) and visible == '2'
