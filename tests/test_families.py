@@ -26,8 +26,8 @@ FAMILIES = {   # by the name of their classes
     'SeedOss': tokens | dict(attention_bias=True, attention_out_bias=False),
     'Ernie4_5': tokens | dict(use_bias=True),
     'Helium': tokens | dict(hidden_size=64),
-    'GraniteMoeHybrid': tokens | factors | dict(layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80, position_embedding_type='rope'),
-    'GraniteMoeHybrid without positions': tokens | factors | dict(layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80,
+    'GraniteMoeHybrid': tokens | factors | dict(hidden_size=64, layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80, position_embedding_type='rope'),
+    'GraniteMoeHybrid without positions': tokens | factors | dict(hidden_size=64, layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80,
                                                                   position_embedding_type='nope'),
 }
 QUICK = 'Phi3', 'Glm', 'Granite', 'Mixtral'   # each edit once
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_the_reference(tmp_path, name):
     compare(tmp_path, asked, right)
 
 @pytest.mark.long
-@pytest.mark.parametrize('settings', [dict(page_size=1, attention='torch'), dict(page_size=16, overlap=False, cpu_kernels=False), dict(mixed_chunk=True, max_prefill_tokens=4096), dict(tp=2)],
+@pytest.mark.parametrize('settings', [dict(page_size=1, attention='torch'), dict(page_size=16, overlap=False), dict(mixed_chunk=True, max_prefill_tokens=4096), dict(tp=2)],
                          ids=lambda o: ' '.join(map(str, o)))
 @pytest.mark.parametrize('name', QUICK)
 def test_settings_that_must_not_matter(tmp_path, name, settings):
