@@ -236,7 +236,8 @@ class ResolvedConfig(EngineSpec):
         return replace(self, config=replace(config, attention=chosen))
 
 # %% ../nbs/assembly.ipynb #9919d5b0
-RINGS = cpu_operations, gpu_operations, recorded_steps, ropes, llamas   # imported, they are registered
+# imported, they are registered
+RINGS = cpu_operations, gpu_operations, recorded_steps, ropes, llamas
 
 # %% ../nbs/assembly.ipynb #641e42d3
 _PEAK_CONTEXT = 1 << 18   # tokens of all requests of the decode step together

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 
 from ..core.models.checkpoint import Family, families, read_field, read_optional
 from ..core.models.weights import sources
-from minisgl_lit.families.edits import (
-    Edit, Model, edited, fused_gate_up, fused_qkv, inside, of_config, planes, renamed, scaled,
-    untied)
+from .edits import Edit, Model, edited, fused_gate_up, fused_qkv, inside
+from .edits import of_config, planes, renamed, scaled, untied
 
 # %% ../../nbs/families/llamas.ipynb #2b01adc8
 Raw = dict[str, object]   # A `config.json`
@@ -43,7 +42,8 @@ def _granite_4(raw: Raw) -> Raw:
                          'config.json is not served; only attention and dense MLPs are')
     rope = raw.get('position_embedding_type') == 'rope'
     plain = {name: value for name, value in raw.items() if name != 'layer_types'}
-    return _granite(plain) | dict(intermediate_size=raw.get('shared_intermediate_size')) | (
+    width = raw.get('shared_intermediate_size', raw.get('intermediate_size'))
+    return _granite(plain) | dict(intermediate_size=width) | (
         {} if rope else dict(partial_rotary_factor=0.0))
 
 TEXTS = dict(llama='LlamaForCausalLM', mistral='MistralForCausalLM', qwen2='Qwen2ForCausalLM',
