@@ -49,6 +49,7 @@ from .kernels import cpu_operations, gpu_operations, recorded_steps
 from .core.models.decoder import (
     Decoder, DenseMlp, ModelConfig, Weights, dtypes, shard_config, weight_shapes)
 from .core.models.checkpoint import read_config
+from .families import llamas
 from .formats import ropes
 from .formats.hub import resolve_model
 from .core.models.operations import Weight
@@ -235,7 +236,8 @@ class ResolvedConfig(EngineSpec):
         return replace(self, config=replace(config, attention=chosen))
 
 # %% ../nbs/assembly.ipynb #9919d5b0
-RINGS = cpu_operations, gpu_operations, recorded_steps, ropes   # imported, they are registered
+# imported, they are registered
+RINGS = cpu_operations, gpu_operations, recorded_steps, ropes, llamas
 
 # %% ../nbs/assembly.ipynb #641e42d3
 _PEAK_CONTEXT = 1 << 18   # tokens of all requests of the decode step together

@@ -297,7 +297,10 @@ def test_make_serve():
     with pytest.raises(ProcessLookupError): os.killpg(p.pid, 0)
 
 def test_the_served_families_are_named():
+    import minisgl_lit.families.llamas   # noqa: F401 (registers)
     from minisgl_lit.core.models.checkpoint import families
-    text = (root/"docs/guides/serve-a-checkpoint.md").read_text().partition("Served are the architectures")[2].partition(".")[0]
-    named = {re.sub(r"\W", "", o).lower() for o in re.split(r", | and ", text.partition(", in float32")[0])}
-    assert named == {o.removesuffix("ForCausalLM").lower() for o in families.names}
+    told = (root/"docs/guides/serve-a-checkpoint.md").read_text().partition("Served are the architectures")[2]
+    text = told.partition(".")[0]
+    named = {re.sub(r"\W|_", "", o).lower() for o in re.split(r",\s|\sand\s", text.partition(", in float32")[0])}
+    assert named == {re.sub(r"\W|_", "", o.removesuffix("ForCausalLM")).lower() for o in families.names if o.endswith("ForCausalLM")}
+    assert {o.removesuffix("ForConditionalGeneration") for o in families.names if not o.endswith("ForCausalLM")} == {re.sub(r"\W", "", o) for o in ("Mistral 3", "InternVL", "SmolVLM") if o in told}

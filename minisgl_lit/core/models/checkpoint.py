@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['families', 'MAX_LAYERS', 'MAX_SIZE', 'MAX_HEAD', 'MAX_CONTEXT', 'DEFAULT_CONTEXT', 'DEFAULT_WINDOW',
-           'DEFAULT_WINDOW_LAYERS', 'Family', 'read_optional', 'read_field', 'read_count', 'check_supported',
-           'read_rope', 'read_windows', 'read_mlps', 'read_shape', 'tensor_names', 'read_config']
+           'DEFAULT_WINDOW_LAYERS', 'Family', 'read_optional', 'read_field', 'read_count', 'find_family',
+           'check_supported', 'read_rope', 'read_windows', 'read_mlps', 'read_shape', 'tensor_names', 'read_config']
 
 # %% ../../../nbs/core/34_models.checkpoint.ipynb #bfe2b435
 from collections.abc import Callable, Collection, Mapping
@@ -32,6 +32,7 @@ class Family:
     window_switch: bool = True     # Windows are off unless `use_sliding_window` is true
     moe: bool = False              # Its MLPs are mixtures of experts
     shared_expert: bool = False    # with a shared one
+    as_llama: Callable[[dict], dict] = dict   # Its `config.json` in a Llama's words
 
 families = Registry('architecture', dict(
     LlamaForCausalLM=Family(),
@@ -108,14 +109,20 @@ _ONLY = dict(hidden_act='silu', embedding_multiplier=1, residual_multiplier=1, l
              attn_logit_softcapping=None, final_logit_softcapping=None, clip_qkv=None,
              attention_multiplier=None, no_rope_layers=None)
 
+def find_family(
+    raw: Mapping[str, object],  # A `config.json`
+) -> Family:
+    "That of its architecture; `ValueError` if it is not served"
+    name, *_ = read_optional(raw, 'architectures', list) or [None]
+    if isinstance(name, str) and _with_head(name) in families: return families[_with_head(name)]
+    raise ValueError(f'architecture {name!r:.80} of config.json is not served; '
+                     f'known are {", ".join(families)}')
+
 def check_supported(
     raw: Mapping[str, object],  # A `config.json`
 ) -> None:
     "`ValueError` for an architecture, an activation or a quantization that we do not compute"
-    name, *_ = read_optional(raw, 'architectures', list) or [None]
-    if not isinstance(name, str) or _with_head(name) not in families:
-        raise ValueError(f'architecture {name!r:.80} of config.json is not served; '
-                         f'known are {", ".join(families)}')
+    find_family(raw)
     for name, only in _ONLY.items():
         if (value := raw.get(name, only)) != only:
             raise ValueError(f'{name}={value!r:.80} of config.json is not served; only {only!r} is')
@@ -142,10 +149,12 @@ def read_rope(
     defaults = dict(original_max_position_embeddings=trained) | dict(raw)
     given = {name: value for name, value in rope.items() if value is not None}
     known = defaults | given | dict(max_position_embeddings=trained)
-    if (part := read_field(known, 'partial_rotary_factor', float, 1.0)) != 1:
+    part = read_field(known, 'partial_rotary_factor', float, 1.0)
+    if part != 1 and kind == 'default' and 'partial' in ropes.names: kind = 'partial'
+    make, settings = ropes.find(kind), {}
+    if part != 1 and 'partial_rotary_factor' not in {f.name for f in fields(make)}:
         raise ValueError(f'partial_rotary_factor={part} of config.json is not served; '
                          'only 1.0 is')
-    make, settings = ropes.find(kind), {}
     types = get_type_hints(make)
     for f in fields(make):
         of = get_args(types[f.name]) or (types[f.name],)   # an optional number is `float | None`
@@ -274,6 +283,7 @@ def read_config(
     "Read `config.json` and, where there is one, `generation_config.json`"
     path = Path(path)
     raw = read_json(path/'config.json')
+    raw = find_family(raw).as_llama(raw)
     check_supported(raw)
     dtype = read_optional(raw, 'dtype', str) or read_field(raw, 'torch_dtype', str, 'float32')
     if dtype not in dtypes:

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['NUMBER_BYTES', 'UNUSED', 'Placement', 'shard_slices', 'tensor_placements', 'read_json', 'open_file',
            'shard_names', 'list_files', 'is_base', 'TensorInfo', 'read_headers', 'check_tensors', 'MAPPED_BYTES',
-           'Rows', 'OpenFiles', 'formats', 'quant_methods', 'Finish', 'QUIET_BYTES', 'read_batches', 'cuts', 'targets',
-           'fill', 'CodedRows', 'Checkpoint', 'SafetensorsFiles', 'open_checkpoint', 'keep', 'Assembly', 'load_weights']
+           'Rows', 'OpenFiles', 'Source', 'formats', 'sources', 'quant_methods', 'Finish', 'QUIET_BYTES',
+           'read_batches', 'cuts', 'targets', 'fill', 'CodedRows', 'Checkpoint', 'SafetensorsFiles', 'open_checkpoint',
+           'keep', 'Assembly', 'load_weights']
 
 # %% ../../../nbs/core/32_models.weight_files.ipynb #76bdbb1b
 import json
@@ -312,7 +313,9 @@ class SafetensorsFiles:
                 with open_file(self.tensors[names[0]].file) as f:
                     for name in names: yield name, f.get_tensor(self.stored[name]), 0
 
+Source = Callable[[Checkpoint, ModelConfig, Mapping[str, object]], Checkpoint]   # of `config.json`
 formats: Registry[OpenFiles] = Registry('format', {})       # besides safetensors
+sources: Registry[Source] = Registry('architecture', {})   # whose tensors are not a Llama's
 quant_methods: Registry[object] = Registry('quant_method', {})   # how layers are compressed
 
 def _open(path: Path, tied: bool) -> Checkpoint:
@@ -332,7 +335,10 @@ def open_checkpoint(
     config: ModelConfig,  # Of the model
 ) -> Checkpoint:
     "What its tensors are, without those that change nothing, and how to read them"
-    files = _open(path, config.tie_word_embeddings)
+    files, file = _open(path, config.tie_word_embeddings), path/'config.json'
+    raw = read_json(file) if file.exists() else {}
+    name = (raw.get('architectures') or [''])[0]
+    if name in sources.names: files = sources.find(name)(files, config, raw)
     more = files.tensors.keys() - tensor_placements(config).keys()
     beyond = {name for name in more if _is_beyond(name, config.num_layers)}
     zeros = {name for name in more - beyond
