@@ -1,6 +1,6 @@
 """A chapter is done: from text to notebook and package, run, with its outputs stored. `make done` calls it.
 
-    python tests/done.py core/09_kv_cache.table
+    python tests/done.py core/10_kv_cache.table
 
 What `make check` would refuse of this chapter is refused here, in the same words. A chapter that is refused, or of which a cell
 fails, leaves package and notebook as they were; a text that was edited stays, to be mended. (A notebook that was edited
