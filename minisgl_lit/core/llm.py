@@ -117,7 +117,7 @@ class LLM:
             if request := self._open.get(out.rid): request.take(out)
 
     def _add(self, ids: np.ndarray, params: SamplingParams) -> OpenRequest:
-        "Open a request, as soon as the scheduler has room for it"
+        "Open a request, as soon as the scheduler's queue takes it"
         decoder = TextDecoder(self.vocabulary, params.skip_special_tokens)
         request = OpenRequest(next(self._rids), decoder, not params.no_stop_trim)
         while True:

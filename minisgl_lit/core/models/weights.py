@@ -13,22 +13,22 @@ __all__ = ['NUMBER_BYTES', 'UNUSED', 'Placement', 'shard_slices', 'tensor_placem
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from collections.abc import Collection, Mapping, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
+from collections import Counter
+from functools import partial
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from ..host import large_pages, trim_heap, warn_once
-from ..registry import Registry
 from ..device import ProcessGroup
 from .decoder import (
     ModelConfig, kv_heads, shard_config, shard_size, weight_shapes)
+from ..host import large_pages, trim_heap, warn_once
 from .operations import Weight
+from ..registry import Registry
 
 # %% ../../../nbs/core/32_models.weight_files.ipynb #422c9b4c
 class Placement(NamedTuple):
