@@ -129,7 +129,7 @@ def test_the_page_of_a_module(small):
     def cells(stem): return nbformat.reads(made.page(small/f"nbs/{stem}.ipynb"), as_version=4).cells
     def heads(stem): return [re.sub(r"\s+", " ", c.source)[:24] for c in cells(stem) if not c.source.startswith("(cell-")]
     assert heads("kernels/k") == ["# Of kernels/k {.chapter", "What it is for.", "## Reference :::{py:modu", "## Code and tests", "def two(): return 2", "## Tests", "assert two() == 2", "{.onward} **Up:** [](<.."]
-    assert heads("kernels/l") == ["# Of kernels/l {.chapter", "What it is for.", "def two(): return 2", "## Tests", "assert two() == 2", "{.onward} **Next:** [](<.", "## Reference :::{py:modu"]
+    assert heads("kernels/l") == ["# Of kernels/l {.chapter", "What it is for.", "def two(): return 2", "## Tests", "assert two() == 2", "{.onward} **Next:** [](<", "## Reference :::{py:modu"]
     module, other = cells("kernels/k"), cells("kernels/l")
     assert "Module · [`pkg.kernels.k`]" in module[0].source and "minutes" not in module[0].source and "0 minutes" in other[0].source
     tags = lambda cells: [c.metadata.tags for c in cells if c.cell_type == "code"]
