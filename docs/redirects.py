@@ -64,7 +64,7 @@ moved = {   # before 0.3.0: folders, and the chapters that have moved there, wit
 chapters |= {old: f"{room}/{new or old.partition('_')[2].rpartition('.')[2]}".removeprefix("/")
              for room, names in moved.items() for old, _, new in (o.partition("=") for o in names.split())}
 
-rows = {5: "kernels", 6: "formats", 7: "text", 8: "server", 9: "command", 10: "experiments"}   # pages of the map's rows that were parts while 0.3.0 was made
+rows = {5: "kernels", 6: "formats", 7: "text", 8: "server", 9: "tools", 10: "experiments"}   # pages of the map's rows that were parts while 0.3.0 was made
 
 def newest(chapter):
     "Where a chapter is now"

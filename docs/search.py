@@ -8,21 +8,21 @@ from functools import cache
 from pathlib import Path
 from sphinx.search.en import SearchEnglish
 
-SAID = {   # page: what people type who mean it, where its title has other words
-    "nbs/core/01_sampling_params": "temperature, top_p, top_k, min_p, top p, min p, top k, seed",
-    "nbs/core/29_engine.sampler": "sampling, repetition penalty, frequency penalty, presence penalty",
-    "nbs/core/14_scheduler.prefill": "chunked prefill, max_num_batched_tokens, chunked_prefill_size",
-    "nbs/core/15_scheduler.decode": "recompute preemption, swap",
-    "nbs/core/11_kv_cache.radix": "prefix caching, radix attention, RadixAttention, automatic prefix caching, APC, hash of a block",
-    "nbs/core/08_kv_cache.pool": "kv cache, block size, page_size",
+SAID = {   # page, without the number of a chapter: what people type who mean it, where its title has other words
+    "nbs/core/sampling_params": "temperature, top_p, top_k, min_p, top p, min p, top k, seed",
+    "nbs/core/engine.sampler": "sampling, repetition penalty, frequency penalty, presence penalty",
+    "nbs/core/scheduler.prefill": "chunked prefill, max_num_batched_tokens, chunked_prefill_size",
+    "nbs/core/scheduler.decode": "recompute preemption, swap",
+    "nbs/core/kv_cache.radix": "prefix caching, radix attention, RadixAttention, automatic prefix caching, APC, hash of a block",
+    "nbs/core/kv_cache.pool": "kv cache, block size, page_size",
     "nbs/experiments/page_size": "page_size, block_size",
-    "nbs/core/10_kv_cache.eviction": "LRU eviction, evictor",
-    "nbs/core/18_scheduler.scheduler": "overlap scheduling, overlap scheduler, zero-overhead scheduler, async scheduling, event loop",
+    "nbs/core/kv_cache.eviction": "LRU eviction, evictor",
+    "nbs/core/scheduler.scheduler": "overlap scheduling, overlap scheduler, zero-overhead scheduler, async scheduling, event loop",
     "nbs/experiments/overlap": "overlap scheduling, async scheduling",
-    "nbs/core/21_attention.torch": "PagedAttention, paged attention, flash attention, sliding window",
-    "nbs/core/32_engine.cuda_graph": "CUDA graphs, cudagraph, graph capture, cuda_graph_bs",
-    "nbs/core/25_models.moe": "mixture of experts, MoE, expert routing",
-    "nbs/core/26_models.weights": "safetensors, weight loading",
+    "nbs/core/attention.torch": "PagedAttention, paged attention, flash attention, sliding window",
+    "nbs/core/engine.cuda_graph": "CUDA graphs, cudagraph, graph capture, cuda_graph_bs",
+    "nbs/core/models.moe": "mixture of experts, MoE, expert routing",
+    "nbs/core/models.weights": "safetensors, weight loading",
     "nbs/distributed/tensor_parallel": "tensor parallel, TP, NCCL, all-reduce, multi GPU, sharding",
     "guides/tensor-parallel": "tensor parallel, TP, tensor_parallel_size, multi GPU",
     "nbs/distributed/tier": "HiCache, hierarchical cache, LMCache, KV cache offloading, offload, CPU offload, swap space, kv connector",
@@ -61,8 +61,8 @@ SAID = {   # page: what people type who mean it, where its title has other words
     "guides/tune": "throughput, latency, tuning, performance, out of memory, OOM",
     "nbs/rules/fairness": "fairness, fair scheduling, VTC, virtual token counter",
     "nbs/experiments/fairness": "priority, priority scheduling",
-    "nbs/core/13_scheduler.policy": "priority, schedule policy, scheduling policy, cache-aware scheduling",
-    "nbs/core/30_engine.pooling": "embeddings, pooling",
+    "nbs/core/scheduler.policy": "priority, schedule policy, scheduling policy, cache-aware scheduling",
+    "nbs/core/engine.pooling": "embeddings, pooling",
     "guides/embeddings": "embeddings, rerank, reranker, score, classification",
     "nbs/formats/weight_update": "RLHF, weight sync, update weights",
     "nbs/tools/roofline": "MFU, bandwidth bound, arithmetic intensity",
@@ -73,6 +73,8 @@ _flag = re.compile(r"(?<!\w)--[a-z0-9]+(?:-[a-z0-9]+)+")
 _word = re.compile(r"[^\W_]+(?:_[^\W_]+)*", re.UNICODE)
 _markup = re.compile(r"(?m)(?<=\])\([^)\s]*\)|<[^>\n]*>|^\(cell-.*\)=$|\{[\w:.]+\}")   # addresses of links, anchors and roles are no words
 _stem = cache(SearchEnglish({}).stem)
+
+def unnumbered(place): return re.sub(r"/\d+[a-z]?_(?=[^/]*$)", "/", place)
 
 def words(text):
     "Its words as the search knows them: stems; of `page_size` and `--page-size` the whole name and its parts"
@@ -96,7 +98,7 @@ def index(docs):
     known = {}
     for i, (place, counts) in enumerate(found.items()):
         for o, n in counts.items(): known.setdefault(o, []).extend((i, n))
-    said = [[" ".join(words(o)), place] for place, phrases in SAID.items() for o in phrases.split(", ")]
+    said = [[" ".join(words(o)), place] for place in found for o in SAID.get(unnumbered(place), "").split(", ") if o]
     return dict(pages=[*found], lengths=[sum(o.values()) for o in found.values()], words=known, said=said)
 
 def write(app, error):

@@ -41,7 +41,7 @@ def test_the_menu_is_the_map():
     assert "made/menu.md" in (root/"docs/index.md").read_text(encoding="utf-8")
     around, parts = contents.rings(book), contents.core(book)
     assert [place for _, place in listed(menu)] == ["/nbs/00_one_evening", "/made/path", "/made/core", "/made/ring-experiments", "/server-path", *(f"/{r.place}" for r in around[1:]), "/made/c-sources"]
-    assert [r.name for r in around] == ["Experiments", "Kernels", "Formats", "Distributed", "Text", "Runtime and Python API", "Server", "Command, tools and testing"]
+    assert [r.name for r in around] == ["Experiments", "Kernels", "Formats", "Distributed", "Text", "Runtime and Python API", "Server", "Tools and testing"]
     assert listed(contents.core_page(book, nbs)) == [(p.title, p.place.removeprefix("made/")) for p in parts]
     small = book[1].chapters
     assert [c.stem for c in small] == [*weekend, "weekend/10a_main"] and listed(contents.path_page(book, nbs)) == [(f"{c.number} {c.words}", f"../nbs/{c.stem}") for c in small]
@@ -54,7 +54,7 @@ def test_the_menu_is_the_map():
 def test_a_ring_is_a_folder():
     for ring in contents.rings(book):
         rooms = {c.stem.partition("/")[0] if "/" in c.stem else "" for c in ring.chapters}
-        assert rooms <= {"Runtime and Python API": {"", "rules", "loop"}, "Command, tools and testing": {"", "tools", "testing"}}.get(ring.name, {ring.name.lower()}), ring.name
+        assert rooms <= {"Runtime and Python API": {"", "rules", "loop"}, "Tools and testing": {"", "tools", "testing"}}.get(ring.name, {ring.name.lower()}), ring.name
 
 def test_labels_say_their_topic():
     "None stands twice in a group of the menu, and none is a word that any chapter might have"
