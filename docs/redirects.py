@@ -76,6 +76,8 @@ chapters |= {f"core/{old}": f"core/{new}" for old, new in (o.split("=") for o in
 chapters |= {old: f"{room}/{new or old.partition('_')[2].rpartition('.')[2]}".removeprefix("/")
              for room, names in moved.items() for old, _, new in (o.partition("=") for o in names.split())}
 
+rows = {5: "kernels", 6: "formats", 7: "text", 8: "server", 9: "tools", 10: "experiments"}   # pages of the map's rows that were parts while 0.3.0 was made
+
 def newest(chapter):
     "Where a chapter is now"
     return newest(chapters[chapter]) if chapter in chapters else chapter
@@ -92,6 +94,7 @@ def exported(chapter):
 
 def pages():
     "(old address, new address) of each page that has moved, without the ending"
+    yield from ((f"made/part-{old}", f"made/ring-{new}") for old, new in rows.items())
     for old in chapters:
         new = newest(old)
         yield f"nbs/{old}", f"nbs/{new}"
@@ -108,7 +111,7 @@ def write(app, error):
     if error or app.builder.name != "html": return
     for old, new in pages():
         if not Path(app.outdir, f"{new}.html").exists(): raise ValueError(f"docs/redirects.py: {new} is no page of the book")
-        Path(app.outdir, f"{old}.html").write_text(page(old, new), encoding="utf-8")
+        if old not in app.env.found_docs: Path(app.outdir, f"{old}.html").write_text(page(old, new), encoding="utf-8")
 
 def setup(app):
     app.connect("build-finished", write)

@@ -36,20 +36,111 @@ def test_the_map_has_every_chapter_in_its_order():
     assert core == in_order(core) == [o for i, o in enumerate(core, 1) if o.startswith(f"core/{i:02}_")], "the core is numbered from 01 on, without letters"
     assert not [o for o in rest if o not in core and re.match(r"\d", o.rpartition("/")[2])], "only the core has numbers"
 
+def listed(page): return re.findall(r"(?m)^(\S.*?) <(\S+)>$", page)
+
 def test_the_menu_is_the_map():
-    "docs/index.md lists the opening chapter and the parts; a part's page is made from the map, and lists its chapters"
-    listed = re.findall(r"(?m)^(nbs/\S+|made/part-\d+)$", (root/"docs/index.md").read_text(encoding="utf-8"))
-    opening, small, *parts = book
-    assert listed == [f"nbs/{c.stem}" for c in opening.chapters] + [f"made/part-{p.number}" for p in parts] and [c.stem for c in small.chapters] == [*weekend, "weekend/10a_main"]
-    page = contents.path_page(book, nbs)
-    assert re.findall(r"(?m)^(\S+) .*<\.\./nbs/(\S+)>$", page) == [(c.number, c.stem) for c in small.chapters]
-    for part in parts:
+    "docs/index.md includes the menu: the evening, the weekend, the core by its parts, the experiments, then the rings by folder; each chapter once"
+    menu = contents.menu(book)
+    assert "made/menu.md" in (root/"docs/index.md").read_text(encoding="utf-8")
+    around, parts = contents.rings(book), contents.core(book)
+    assert [place for _, place in listed(menu)] == ["/nbs/00_one_evening", "/made/path", "/made/core", "/made/ring-experiments", "/server-path", *(f"/{r.place}" for r in around[1:]), "/made/c-sources"]
+    assert [r.name for r in around] == ["Experiments", "Kernels", "Formats", "Distributed", "Text", "Runtime and Python API", "Server", "Tools and testing"]
+    assert listed(contents.core_page(book, nbs)) == [(p.title, p.place.removeprefix("made/")) for p in parts]
+    small = book[1].chapters
+    assert [c.stem for c in small] == [*weekend, "weekend/10a_main"] and listed(contents.path_page(book, nbs)) == [(f"{c.number} {c.words}", f"../nbs/{c.stem}") for c in small]
+    for part in [*parts, *around]:
         page = contents.part_page(part, nbs)
-        assert page.startswith(f"# {part.number} {part.name}\n")
-        assert re.findall(r"(?m)^(.*?)(?: [★ᶜ])? <\.\./nbs/(\S+)>$", page) == [(f"{c.number} {c.words}".strip(), c.stem) for c in part.chapters]
+        assert page.startswith(f"# {part.title}\n")
+        assert {re.sub(" [ᶜᵐ]$", "", words) + place for words, place in listed(page)} == {f"{c.number} {c.words}".strip() + f"../nbs/{c.stem}" for c in part.chapters}
+    assert sorted(c.stem for part in [*book[:2], *parts, *around] for c in part.chapters) == sorted(chapters)
+
+def test_a_ring_is_a_folder():
+    for ring in contents.rings(book):
+        rooms = {c.stem.partition("/")[0] if "/" in c.stem else "" for c in ring.chapters}
+        assert rooms <= {"Runtime and Python API": {"", "rules", "loop"}, "Tools and testing": {"", "tools", "testing"}}.get(ring.name, {ring.name.lower()}), ring.name
+
+def test_labels_say_their_topic():
+    "None stands twice in a group of the menu, and none is a word that any chapter might have"
+    empty = {"names", "answers", "fields", "blocks", "link", "driver", "others", "settings", "packed", "exp", "travel", "tasks", "updates", "library", "grouped", "arguments", "link", "vectors", "load"}
+    for part in [*contents.core(book), *contents.rings(book)]:
+        words = [c.words for c in part.chapters]
+        assert len({*words}) == len(words), part.name
+        if not part.number: assert not [o for o in words if o in empty or o.startswith(("its ", "their ", "all of "))], part.name
+
+ONWARD = contents.onward(book, contents.server_path(root/"docs"))
+
+def way(start, n):
+    "The n pages that follow one, first links first"
+    pages = [start]
+    while len(pages) <= n and pages[-1] in ONWARD: pages.append(ONWARD[pages[-1]][0][1])
+    return pages[1:]
+
+def test_next_follows_the_path():
+    "From the evening through the weekend and the core to the experiments; on the server path; in each ring, to the ring behind it"
+    stems = lambda chapters: [f"nbs/{c.stem}" for c in chapters if c.kind != "module"]
+    core = [o for part in contents.core(book) for o in stems(part.chapters)]
+    first, *others = contents.rings(book)
+    server = [f"nbs/{o}" for o in contents.server_path(root/"docs")]
+    assert way("nbs/00_one_evening", 12 + len(core)) == [*stems(book[1].chapters), "made/core", *core] and ONWARD[core[-1]] == [("Next", first.place), ("Or", "server-path")]
+    assert way(first.place, len(first.path) + 1) == [*stems(first.chapters), others[0].place]
+    assert len(server) == 6 and way("server-path", 6) == server and {o.partition("/")[2].partition("/")[0] for o in server} == {"server"}
+    for ring, after in zip(others, [*others[1:], None]):
+        pages = [ring.place, *stems(ring.chapters), *([after.place] if after else [])]
+        for a, b in zip(pages, pages[1:]): assert b in [to for _, to in ONWARD[a]], (a, b)
+    assert others[-1].path[-1].stem == chapter(nbs/f"{others[-1].path[-1].stem}.ipynb") and f"nbs/{others[-1].path[-1].stem}" not in ONWARD, "the last one leads nowhere"
+
+MAP = """| part | chapters |
+|---|---|
+| **Start** | [one](00_one.ipynb) |
+| **Small** | [a](weekend/01_a.ipynb) ★ · [b](weekend/02_b.ipynb) |
+| **0 First** | [x](core/01_x.ipynb) · [toy](testing/toy.ipynb) ᵐ · [y](core/02_y.ipynb) ᶜ |
+| **Kernels** | [process](process.ipynb) · [k](kernels/k.ipynb) ᵐ · [l](kernels/l.ipynb) |
+| **Runtime and Python API** | [r](runtime.ipynb) |
+| **Experiments** | [e](experiments/e.ipynb) |"""
+
+@pytest.fixture
+def small(tmp_path):
+    "A map of its own, with modules"
+    md, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
+    def save(stem, *cells):
+        (tmp_path/"nbs"/stem).parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(nbformat.v4.new_notebook(cells=[*cells]), tmp_path/"nbs"/f"{stem}.ipynb")
+    save("index", md(MAP))
+    for stem in re.findall(r"\(([\w/]+)\.ipynb\)", MAP):
+        save(stem, md(f"# Of {stem}\n> What it gives."), code(f"#| default_exp {stem.replace('/', '.')}"), md("What it is for."), code("#| export\ndef two(): return 2"), md("## Tests"), code("assert two() == 2"))
+    (tmp_path/"docs").mkdir()
+    (tmp_path/"docs/glossary.md").write_text("")
+    (tmp_path/"docs/server-path.md").write_text("1. [S](nbs/runtime.ipynb): it serves.\n")
+    return tmp_path
+
+def test_a_module_is_on_no_path(small):
+    "It is listed behind the chapters, without minutes, and Next goes past it; it leads up to its part or ring"
+    told = contents.parts(small/"nbs/index.ipynb")
+    on = contents.onward(told, contents.server_path(small/"docs"))
+    assert on["nbs/core/01_x"] == [("Next", "nbs/core/02_y")] and on["nbs/testing/toy"] == [("Up", "made/part-0")] and on["nbs/kernels/k"] == [("Up", "made/ring-kernels")]
+    [kernels] = [o for o in contents.rings(told) if o.name == "Kernels"]
+    assert [c.stem for c in kernels.path] == ["kernels/l"] and [c.stem for c in kernels.chapters] == ["kernels/k", "kernels/l"]   # the process has a ring of its own
+    page = contents.part_page(kernels, small/"nbs")
+    assert re.sub(r"(?s)```.*```", "", page).split("\n\n")[1:5] == ["1 chapters, 0 hours to read them all.", "* [Of kernels/l](../nbs/kernels/l.ipynb) · 0 min<br>What it gives.", "## Modules",
+        "Pages of purpose, functions and tests, to look things up in; no chapter needs them read."]
+    assert "* [Of kernels/k](../nbs/kernels/k.ipynb)<br>What it gives." in page and listed(page) == [("l", "../nbs/kernels/l"), ("k ᵐ", "../nbs/kernels/k")]
+
+def test_the_page_of_a_module(small):
+    "What it is for, its reference, then its code, folded; a chapter has its text, what is next, and its reference"
+    from chapters import Book
+    made = Book(small/"nbs", "pkg")
+    def cells(stem): return nbformat.reads(made.page(small/f"nbs/{stem}.ipynb"), as_version=4).cells
+    def heads(stem): return [re.sub(r"\s+", " ", c.source)[:24] for c in cells(stem) if not c.source.startswith("(cell-")]
+    assert heads("kernels/k") == ["# Of kernels/k {.chapter", "What it is for.", "## Reference :::{py:modu", "## Code and tests", "def two(): return 2", "## Tests", "assert two() == 2", "{.onward} **Up:** [](<.."]
+    assert heads("kernels/l") == ["# Of kernels/l {.chapter", "What it is for.", "def two(): return 2", "## Tests", "assert two() == 2", "{.onward} **Next:** [](<", "## Reference :::{py:modu"]
+    module, other = cells("kernels/k"), cells("kernels/l")
+    assert "Module · [`pkg.kernels.k`]" in module[0].source and "minutes" not in module[0].source and "0 minutes" in other[0].source
+    tags = lambda cells: [c.metadata.tags for c in cells if c.cell_type == "code"]
+    assert tags(module) == [["exported", "hide-input"], []] and tags(other) == [["exported"], []]
 
 @every
 def test_a_chapter_is_one_sitting(stem):
+    if chapters[stem].kind == "module": return   # is looked up
     minutes, most = contents.minutes(nbs/f"{stem}.ipynb"), 45 if stem in [*weekend, "00_one_evening"] else 60
     assert minutes <= most, f"{minutes:.0f} minutes to read: fold what only proves, or split"
 
@@ -76,7 +167,7 @@ def unanswered(cells):
 @every
 def test_every_prediction_is_answered(stem):
     wrong = [*unanswered(prose_and_code(stem))]
-    assert not wrong, "\n".join(wrong)
+    assert chapters[stem].kind == "module" or not wrong, "\n".join(wrong)
 
 @pytest.mark.parametrize("cells, wrong", [
     (["**Predict.** a", None, "**Answer.** b"], 0), (["**Predict 1.** a\n\n**Predict 2.** b", None, "**Answer 2.** b", "**Answer 1.** a"], 0),

@@ -1,13 +1,14 @@
 "The makers of the site (`docs/`): links to definitions and to the glossary; and its check: a sound page passes, and each kind of trouble is named."
-import ast, json, re, sys
+import argparse, ast, json, re, sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 import gpu_check
-from nbrun import root
+from nbrun import notebooks, root
+from searched import QUERIES
 
 sys.path.insert(0, str(root/"docs"))
-import measured
+import contents, measured, redirects, search
 from chapters import Book
 from check_links import trouble
 from names import Names, Terms
@@ -144,3 +145,61 @@ def test_figures_in_prose_are_those_that_were_measured():
     for path in [root/"README.md", root/"CHANGELOG.md", *(root/"docs").glob("*.md"), *(root/"docs/guides").glob("*.md"), *(root/"nbs").glob("*.ipynb")]:
         said = re.search(r"(?i)(?:not|never)\s+(?:yet\s+)?(?:been\s+)?run\s+on\s+(?:an?|one)\s*(?:real\s+)?(?:GPU|one|yet)|no\s+GPU\s+has\s+run", path.read_text(encoding="utf-8"))
         assert not said, f"{path.name}: {said[0]!r}"
+
+def counterparts():
+    "(the cells of a row that say theirs, the cell that says ours) in the tables of settings of the guide"
+    settings = (root/"docs/guides/coming-from.md").read_text(encoding="utf-8").partition("## Settings")[2].partition("## What is different")[0]
+    heads = []
+    for line in settings.split("\n"):
+        if not line.startswith("|"): heads = []
+        elif line.startswith("|--"): continue
+        elif not heads: heads = line.strip("| ").split(" | ")
+        else:
+            cells = line.strip("| ").split(" | ")
+            assert len(cells) == len(heads), line
+            yield [o for head, o in zip(heads, cells) if head not in ("what", "here")], cells[heads.index("here")]
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+
+def test_flags_of_the_guide_exist():
+    "Each that it calls ours is one of `serve`; those of other engines have ours beside them, or a reason"
+    from minisgl_lit.cli import make_parser
+    [commands] = [o for o in make_parser()._actions if isinstance(o, argparse._SubParsersAction)]
+    parser = commands.choices["serve"]
+    if fill := getattr(parser, "fill", None): fill(parser)
+    known, rows = {*parser._option_string_actions}, [*counterparts()]
+    named = {o for _, ours in rows for o in FLAG.findall(ours)}
+    assert len(named) >= 40 and not named - known, named - known
+    assert not [ours for _, ours in rows if not (FLAG.search(ours) or ours.startswith(("none, because ", "none, by decision")) or re.match(r"always|`HF_HOME`", ours))]
+    theirs = {o for cells, _ in rows for cell in cells for o in re.findall(r"(?<![\w-])--?[a-z][\w-]*|OLLAMA_\w+", cell)}
+    asked = """--mem-fraction-static --gpu-memory-utilization --max-num-batched-tokens --max-num-seqs --enable-prefix-caching --chunked-prefill-size --tp --tensor-parallel-size --max-model-len
+        --context-length --kv-cache-dtype --quantization --served-model-name --api-key -c -np -ngl -t -b -ub --enable-metrics --schedule-policy --disable-overlap-schedule --cuda-graph-bs
+        OLLAMA_KEEP_ALIVE OLLAMA_NUM_PARALLEL OLLAMA_HOST"""
+    assert not {*asked.split()} - theirs, {*asked.split()} - theirs
+
+def test_the_search_counts_words(tmp_path):
+    "Stems, also of the parts of a name; not the addresses of links, nor outputs, nor listings of modules"
+    (tmp_path/"docs/src").mkdir(parents=True)
+    (tmp_path/"docs/a.md").write_text("# Pages\nA [page](nowhere.md) has `page_size` slots, by `--page-size`; {term}`x <hidden>`.")
+    (tmp_path/"docs/src/b.md").write_text("# b")
+    cell = dict(cell_type="code", source=["paging = 1"], outputs=[dict(text="spoken")], metadata={}, execution_count=None)
+    (tmp_path/"docs/c.ipynb").write_text(json.dumps(dict(cells=[cell])))
+    found = search.index(tmp_path/"docs")
+    assert found["pages"] == ["a", "c"] and found["words"]["page"] == [0, 4, 1, 1] and found["words"]["page_size"] == [0, 2]
+    assert not {"nowher", "md", "hidden", "term", "spoken", "output", "b"} & {*found["words"]} and found["lengths"] == [13, 2]
+
+def test_the_search_table_names_pages_that_exist():
+    "Each phrase is given once to a page, and each page is there"
+    pages = [*(f"nbs/{o.relative_to(root/'nbs').with_suffix('')}" for o in notebooks()), *(str(o.relative_to(root/"docs").with_suffix("")) for o in (root/"docs").glob("**/*.md"))]
+    there = {search.unnumbered(o) for o in pages} | {"made/benchmarks"}
+    assert not {*search.SAID} - there, {*search.SAID} - there
+    assert not {o for places in QUERIES.values() for o in places.split()} - there and len(QUERIES) >= 35
+    for place, phrases in search.SAID.items():
+        assert len({*phrases.lower().split(", ")}) == len(phrases.split(", ")), place
+
+def test_old_pages_of_the_map_lead_to_rings():
+    "Those of its rows that were parts; and a page that is there keeps its address"
+    known = {o.place for o in contents.rings(contents.parts(root/"nbs/index.ipynb"))}
+    assert {f"made/ring-{o}" for o in redirects.rows.values()} <= known
+    moved = dict(redirects.pages())
+    assert moved["made/part-8"] == "made/ring-server" and moved["made/part-10"] == "made/ring-experiments" and 'url=ring-server.html"' in redirects.page("made/part-8", "made/ring-server")

@@ -1,11 +1,14 @@
 "The built site (`make docs`) in Chromium: home, a chapter, a film that needs no kernel, search; on a desk, on a phone, in the dark."
-import functools, re, subprocess, threading
+import functools, re, subprocess, sys, threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]/"docs"))
 from desk import Page
+from search import unnumbered
+from searched import QUERIES
 from selenium.webdriver.common.by import By
 
 from minisgl_lit.tools.svg import player
@@ -35,7 +38,7 @@ def test_home_leads_everywhere(visit):
     page = visit("index.html")
     assert "Two commands" in text(page) and "make serve" in text(page)
     links = [o.get_attribute("href") for o in page.all(".sidebar-tree a")]
-    for place in ("guides/index", "guides/coming-from", "made/cli", "made/benchmarks", "nbs/core/02_request", "nbs/tools/widgets", "made/path", "design", "glossary", "changelog", "contributing"):
+    for place in ("guides/index", "guides/coming-from", "made/cli", "made/benchmarks", "nbs/core/02_request", "nbs/tools/widgets", "made/path", "made/core", "made/ring-experiments", "made/ring-server", "server-path", "design", "glossary", "changelog", "contributing"):
         assert any(place + ".html" in o for o in links), place
 
 @pytest.mark.parametrize("path", ["index.html", "nbs/core/12_kv_cache.radix.html", "nbs/tools/widgets.html", "made/cli.html", "guides/tune.html", "glossary.html"])
@@ -89,23 +92,61 @@ def test_a_chapter_goes_on_to_the_next(visit):
     on.click()
     page.until(lambda: "testing/toy_engine" in page.driver.current_url)
 
-@pytest.mark.parametrize("words, chapter", [
-    ("retract", "core/18_scheduler.decode"), ("middleware", "server/middleware"), ("continuous batching", "core/22_scheduler.scheduler"),
-    ("online softmax", "kernels/cpu_attention"), ("causal mask", "core/25_attention.torch"), ("GQA", "core/25_attention.torch"), ("chunked prefill", "core/17_scheduler.prefill"),
-    ("block table", "core/10_kv_cache.table"), ("radix cache", "core/12_kv_cache.radix"), ("CUDA graph", "core/39_engine.cuda_graph")])
-def test_search_finds_the_chapter_that_builds_it(visit, words, chapter):
-    page = visit(f"search.html?q={quote(words)}")
-    page.until(lambda: page.all("#search-results li a"))
-    first = [o.get_attribute("href") for o in page.all("#search-results li a")][:2]
-    assert any(f"nbs/{chapter}.html" in o for o in first), first
+def test_next_stands_where_the_text_ends(visit):
+    "Above the reference, and at the foot of the page; on the server path it leads along that path, and says what else is next"
+    page = visit("nbs/server/sse.html")
+    ways = page.all(".onward a")
+    assert [o.get_attribute("href").rpartition("/nbs/")[2] for o in ways] == ["server/protocol.html", "server/fields.html"]
+    assert [o.text for o in page.all(".onward strong")] == ["Next on the server path:", "Next in Server:"]
+    assert page.js("document.querySelector('.onward').compareDocumentPosition(document.getElementById('reference')) & Node.DOCUMENT_POSITION_FOLLOWING")
+    assert page.all("a.next-page")[0].get_attribute("href").endswith("server/protocol.html") and page.all("a.prev-page")[0].get_attribute("href").endswith("server-path.html")
+
+@pytest.fixture
+def searched(visit):
+    page = visit("search.html")
+    page.until(lambda: page.js("Search._index !== null && typeof Rank === 'object'"))
+    return lambda words: page.js("Search._performSearch(...Search._parseQuery(arguments[0])).slice(-3).reverse().map(o => o[0])", words)
+
+def test_search_finds_what_engineers_type(searched):
+    "Each of these words, also those of other engines, has its page among the first three"
+    found = {words: [unnumbered(o) for o in searched(words)] for words in QUERIES}
+    assert not {words: found[words] for words, places in QUERIES.items() if not {*found[words]} & {*places.split()}}
+
+def test_search_shows_what_it_finds(visit):
+    "The first result is a link with the words around it; a name of the package leads to its entry; nonsense finds nothing"
+    page = visit(f"search.html?q={quote('radix attention')}")
+    page.until(lambda: page.all("#search-results li a") and page.all("#search-results li .context"))
+    assert "kv_cache.radix.html" in page.all("#search-results li a")[0].get_attribute("href")
+    page = visit("search.html?q=qqxyzzy")
+    page.until(lambda: "Search Results" in page.driver.find_element(By.ID, "search-results").text)
+    assert not page.all("#search-results li")
+    page = visit(f"search.html?q={quote('CacheManager')}")
+    page.until(lambda: [o for o in page.all("#search-results li a") if "#minisgl_lit.core.kv_cache.manager.CacheManager" in o.get_attribute("href")])
 
 def test_the_menu_is_the_map(visit):
-    "Parts fold; the one of the open chapter is open, and shows numbers"
+    "The core by its parts, then groups by topic: all fold; those of the open chapter are open, and it is in view"
     page = visit("nbs/core/12_kv_cache.radix.html")
     visible = [o.text for o in page.all(".sidebar-tree a.reference.internal") if o.is_displayed()]
-    assert "1 Where the KV lives" in visible and "11 radix cache" in visible and "2 Scheduling" in visible
-    assert not any(o.startswith(("18 ", "2 request")) for o in visible)
-    assert page.all(".sidebar-tree .current-page > .reference")[0].text == "11 radix cache"
+    assert visible.index("The core") < visible.index("1 Where the KV lives") < visible.index("12 radix cache") < visible.index("2 Scheduling") < visible.index("Experiments") < visible.index("Kernels") < visible.index("Server")
+    assert not any(o.startswith(("18 ", "2 request")) for o in visible) and "router" not in visible
+    assert page.all(".sidebar-tree .current-page > .reference")[0].text == "12 radix cache"
+    page = visit("nbs/server/cluster.html")
+    page.until(lambda: page.js("(([o]) => o.top >= 0 && o.bottom <= innerHeight)([document.querySelector('.sidebar-tree .current-page > .reference').getBoundingClientRect()])"))
+    assert page.all(".sidebar-tree .current-page > .reference")[0].text == "Ray Serve"
+
+@pytest.mark.parametrize("old, new", [("made/part-8", "made/ring-server"), ("nbs/53c_server.router", "nbs/server/router")])
+def test_old_addresses_lead_on(visit, old, new):
+    page = visit(f"{old}.html")
+    page.until(lambda: page.driver.current_url.endswith(f"{new}.html"))
+
+def test_code_wraps_on_a_phone(visit):
+    "A listing hides nothing to the right, and the picture of the first page is as large as its text needs"
+    page = visit("nbs/core/12_kv_cache.radix.html")
+    page.size(390, 800, mobile=True)
+    page.until(lambda: page.js("[...document.querySelectorAll('div.cell_input pre')].filter(o => o.offsetParent).every(o => o.scrollWidth <= o.clientWidth + 1)"))
+    page = visit("index.html")
+    page.size(390, 800, mobile=True)
+    page.until(lambda: page.js("document.querySelector('article img').getBoundingClientRect().width") > 600)
 
 def test_the_home_page_shows_the_page_at_work(visit):
     "on three screens"

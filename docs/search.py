@@ -1,0 +1,116 @@
+"""What the site's search knows beside Sphinx's index: how often each page has a word, and what other engines call the same.
+
+`_static/search.js` ranks with it. It is made of the sources of the pages, outputs and listings of modules left out, and written beside the built book.
+"""
+import json, re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from sphinx.search.en import SearchEnglish
+
+SAID = {   # page, without the number of a chapter: what people type who mean it, where its title has other words
+    "nbs/core/sampling_params": "temperature, top_p, top_k, min_p, top p, min p, top k, seed",
+    "nbs/core/engine.sampler": "sampling, repetition penalty, frequency penalty, presence penalty",
+    "nbs/core/scheduler.prefill": "chunked prefill, max_num_batched_tokens, chunked_prefill_size",
+    "nbs/core/scheduler.decode": "recompute preemption, swap",
+    "nbs/core/kv_cache.radix": "prefix caching, radix attention, RadixAttention, automatic prefix caching, APC, hash of a block",
+    "nbs/core/kv_cache.pool": "kv cache, block size, page_size",
+    "nbs/experiments/page_size": "page_size, block_size",
+    "nbs/core/kv_cache.eviction": "LRU eviction, evictor",
+    "nbs/core/scheduler.scheduler": "overlap scheduling, overlap scheduler, zero-overhead scheduler, async scheduling, event loop",
+    "nbs/experiments/overlap": "overlap scheduling, async scheduling",
+    "nbs/core/attention.torch": "PagedAttention, paged attention, flash attention, sliding window",
+    "nbs/core/engine.cuda_graph": "CUDA graphs, cudagraph, graph capture, cuda_graph_bs",
+    "nbs/core/models.moe": "mixture of experts, MoE, expert routing",
+    "nbs/core/models.weights": "safetensors, weight loading",
+    "nbs/distributed/tensor_parallel": "tensor parallel, TP, NCCL, all-reduce, multi GPU, sharding",
+    "guides/tensor-parallel": "tensor parallel, TP, tensor_parallel_size, multi GPU",
+    "nbs/distributed/tier": "HiCache, hierarchical cache, LMCache, KV cache offloading, offload, CPU offload, swap space, kv connector",
+    "nbs/second_tier": "KV cache offloading, HiCache",
+    "nbs/server/prefill_router": "disaggregated prefill, prefill decode disaggregation, PD disaggregation, disaggregation, P/D, Dynamo, Mooncake",
+    "nbs/experiments/prefill_apart": "disaggregated prefill, PD disaggregation",
+    "nbs/distributed/handoff": "KV transfer, kv connector",
+    "nbs/server/router": "data parallel, DP, load balancing, cache-aware routing, sglang router, replicas",
+    "nbs/formats/packed_files": "AWQ, GPTQ, compressed-tensors, FP8 checkpoint",
+    "nbs/kernels/kv_formats": "fp8 kv cache, int8 kv cache, kv_cache_dtype",
+    "nbs/formats/quantization": "quantize, quantization, int4, int8",
+    "guides/serve-a-compressed-model": "quantize, quantization, GGUF, AWQ, GPTQ, llama.cpp",
+    "guides/change-one-thing": "add a model, new model, custom model, support a model, plugin, add a sampling parameter, custom policy, add an attention backend",
+    "nbs/text/grammar": "structured output, guided decoding, guided generation, xgrammar, outlines, json schema, constrained decoding",
+    "guides/structured-output": "structured output, json schema, json mode, guided decoding, response_format",
+    "guides/tools": "tool calling, function calling, tools",
+    "nbs/text/tool_calling": "tool calling, function calling",
+    "nbs/text/reasoning": "reasoning parser, reasoning_content, think tags",
+    "nbs/text/stop": "stop string, stop sequence, stop word",
+    "nbs/server/sse": "streaming, SSE, stream an answer",
+    "nbs/server/openai_protocol": "OpenAI API, chat completions",
+    "guides/openai-client": "OpenAI API, chat completions, logprobs, streaming",
+    "nbs/server/messages_protocol": "Anthropic, Anthropic API, Claude",
+    "guides/clients": "Anthropic, ollama, Claude Code, LangChain",
+    "nbs/server/ollama_protocol": "ollama",
+    "nbs/server/batches": "batch API",
+    "guides/batch": "batch API, offline batch, batch inference",
+    "nbs/server/callers": "API key, rate limit, quota",
+    "guides/callers": "API key, rate limit, quota, tenants, multi-tenant",
+    "nbs/server/metrics": "Prometheus, Grafana, metrics",
+    "guides/monitor": "Prometheus, Grafana, metrics, tracing, dashboard",
+    "guides/many-machines": "Ray, cluster, Kubernetes, multi node, pipeline parallel",
+    "guides/deploy": "Docker, container, Kubernetes, nginx, systemd, TLS, HTTPS, production",
+    "made/benchmarks": "benchmark, throughput, performance, vs vLLM, vs SGLang, tokens per second",
+    "nbs/tools/bench": "benchmark",
+    "guides/tune": "throughput, latency, tuning, performance, out of memory, OOM",
+    "nbs/rules/fairness": "fairness, fair scheduling, VTC, virtual token counter",
+    "nbs/experiments/fairness": "priority, priority scheduling",
+    "nbs/core/scheduler.policy": "priority, schedule policy, scheduling policy, cache-aware scheduling",
+    "nbs/core/engine.pooling": "embeddings, pooling",
+    "guides/embeddings": "embeddings, rerank, reranker, score, classification",
+    "nbs/formats/weight_update": "RLHF, weight sync, update weights",
+    "nbs/tools/roofline": "MFU, bandwidth bound, arithmetic intensity",
+    "nbs/formats/hub": "Hugging Face, download a model, HF_TOKEN, offline",
+    "design": "architecture, LoRA, speculative decoding, multimodal, vision, images, roadmap",
+}
+_flag = re.compile(r"(?<!\w)--[a-z0-9]+(?:-[a-z0-9]+)+")
+_word = re.compile(r"[^\W_]+(?:_[^\W_]+)*", re.UNICODE)
+_markup = re.compile(r"(?m)(?<=\])\([^)\s]*\)|<[^>\n]*>|^\(cell-.*\)=$|\{[\w:.]+\}")   # addresses of links, anchors and roles are no words
+_stem = cache(SearchEnglish({}).stem)
+
+def unnumbered(place): return re.sub(r"/\d+[a-z]?_(?=[^/]*$)", "/", place)
+
+def words(text):
+    "Its words as the search knows them: stems; of `page_size` and `--page-size` the whole name and its parts"
+    for o in _word.findall(_flag.sub(lambda m: m[0].replace("-", "_"), text.lower())):
+        yield _stem(o) if "_" not in o else o
+        if "_" in o: yield from map(_stem, o.split("_"))
+
+def source(path):
+    "What a page says, without the outputs of its cells"
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb": text = "\n".join("".join(c["source"]) for c in json.loads(text)["cells"])
+    return _markup.sub(" ", text)
+
+def index(docs):
+    "{pages: their lengths; words: {stem: [page, count, …]}} by the numbers of pages, and what is said for them"
+    found = {}
+    for path in sorted([*docs.rglob("*.md"), *docs.rglob("*.ipynb")]):
+        place = path.relative_to(docs).with_suffix("").as_posix()
+        if not place.startswith(("_build", "src/", "_static", "made/menu")) and ".ipynb_checkpoints" not in place: found[place] = Counter(words(source(path)))
+    if "index" in found: found["index"] += Counter(words((docs.parent/"README.md").read_text(encoding="utf-8")))
+    known = {}
+    for i, (place, counts) in enumerate(found.items()):
+        for o, n in counts.items(): known.setdefault(o, []).extend((i, n))
+    said = [[" ".join(words(o)), place] for place in found for o in SAID.get(unnumbered(place), "").split(", ") if o]
+    return dict(pages=[*found], lengths=[sum(o.values()) for o in found.values()], words=known, said=said)
+
+def write(app, error):
+    if not error and app.builder.name == "html":
+        text = json.dumps(index(Path(app.srcdir)), ensure_ascii=False, separators=(",", ":"))
+        Path(app.outdir, "_static/counts.js").write_text(f"const Counts = {text}\n", encoding="utf-8")
+
+def add_js(app, page, template, context, doctree):
+    if page == "search":
+        for name in ("counts.js", "search.js"): app.add_js_file(name, loading_method="defer")
+
+def setup(app):
+    app.connect("build-finished", write)
+    app.connect("html-page-context", add_js)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
