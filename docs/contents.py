@@ -10,7 +10,7 @@ from pathlib import Path
 KINDS = {"★": "weekend", "ᶜ": "C", "ᵐ": "module", "": "reference"}   # marks behind a link of the map; a module is on no reading path
 MARKS = {kind: f" {mark}" if mark else "" for mark, kind in KINDS.items()}
 HIDDEN = re.compile(r"#\s*\|\s*(hide|checks|code-fold: *true)\b")   # what the page does not show at once
-ROOMS = {"kernels": "Kernels", "formats": "Formats", "distributed": "Distributed", "text": "Text", "server": "Server", "experiments": "Experiments",
+ROOMS = {"kernels": "Kernels", "families": "Families", "formats": "Formats", "distributed": "Distributed", "text": "Text", "server": "Server", "experiments": "Experiments",
          **dict.fromkeys(["tools", "testing", "cli", "cli_arguments", "config_sources", "main"], "Tools and testing")}
 REST = "Runtime and Python API"   # what stands beside these folders, `rules` and `loop`
 CHECKS = re.compile(r"\btest_\w+\(|\bassert\b|\bexpect_fail\(|\btest_fail\(")

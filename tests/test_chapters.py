@@ -44,7 +44,7 @@ def test_the_menu_is_the_map():
     assert "made/menu.md" in (root/"docs/index.md").read_text(encoding="utf-8")
     around, parts = contents.rings(book), contents.core(book)
     assert [place for _, place in listed(menu)] == ["/nbs/00_one_evening", "/made/path", "/made/core", "/made/ring-experiments", "/server-path", *(f"/{r.place}" for r in around[1:]), "/made/c-sources"]
-    assert [r.name for r in around] == ["Experiments", "Kernels", "Formats", "Distributed", "Text", "Runtime and Python API", "Server", "Tools and testing"]
+    assert [r.name for r in around] == ["Experiments", "Kernels", "Families", "Formats", "Distributed", "Text", "Runtime and Python API", "Server", "Tools and testing"]
     assert listed(contents.core_page(book, nbs)) == [(p.title, p.place.removeprefix("made/")) for p in parts]
     small = book[1].chapters
     assert [c.stem for c in small] == [*weekend, "weekend/10a_main"] and listed(contents.path_page(book, nbs)) == [(f"{c.number} {c.words}", f"../nbs/{c.stem}") for c in small]

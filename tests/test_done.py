@@ -5,7 +5,7 @@ import pytest
 from copied import Copy
 from done import all_or_nothing
 
-STEM = "core/03_registry"
+STEM = "core/04_registry"
 BAD = f'''
 # %% [markdown]
 # **Predict.** What will this print?
