@@ -19,8 +19,8 @@ def test_it_begins_with_purpose_and_example(stem):
     assert about and len(about[1].split()) <= 120
     at = next(i for i, c in enumerate(shown) if c.source.startswith("## Example"))
     assert not any(len(plain(c.source).split()) > 0 for c in shown[1:at] if c.cell_type == "markdown")
-    assert shown[at + 1].cell_type == "code" and shown[at + 1].outputs and "export" not in directives(shown[at + 1])
-    assert not any("export" in directives(c) for c in shown[:at])
+    assert shown[at + 1].cell_type == "code" and shown[at + 1].outputs
+    assert not any({"export", "script"} & directives(c).keys() for c in shown[:at + 1])
 
 @every
 def test_it_asks_nothing(stem):
