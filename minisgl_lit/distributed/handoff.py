@@ -69,7 +69,7 @@ class Handoffs:
         self,
         pending: PendingReq,   # A request with a handoff
     ) -> int:
-        "How many pages of its prompt travel"
+        "How many pages of its prompt are sent"
         return (pending.input_len - 1) // self.page_size
 
     def _keys(self, pending: PendingReq) -> list[bytes]:

@@ -34,7 +34,7 @@ def digest(
     return blake2b(data.data, key=key, digest_size=KEY_BYTES).digest()
 
 def bytes_for(
-    n_pages: int,     # At least one is reckoned with
+    n_pages: int,     # At least one is assumed
     page_bytes: int,  # Of one page
 ) -> int:
     "How large a file of so many slots is"

@@ -62,7 +62,7 @@ class Entry:
     data: np.ndarray       # Its keys and values, once they have arrived
     arrival: Event = field(init=False)   # When they have
     from_disk: bool = False
-    locks: int = 0         # One while it travels or is written, one for each request that waits
+    locks: int = 0         # One while it is copied or is written, one for each request that waits
     lost: bool = False     # It could not be read in time, or the cache was emptied meanwhile
     unwritten: bool = False   # The disk had no room for it
 

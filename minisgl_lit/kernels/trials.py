@@ -188,7 +188,7 @@ _FAULTS = signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.S
 
 def _ended(code: int, log: Path) -> Outcome:
     """How a child has ended, and the first line on its log that names CUDA or an error, if any.
-    Only what the kernel has done itself lasts: a process may also be killed for want of memory."""
+    Only what the kernel has done itself lasts: a process may also be killed for lack of memory."""
     how = signal.Signals(-code).name if code < 0 else f'code {code}'
     how = f'its process ended by {how}'
     lines = log.read_text(errors='replace').splitlines()

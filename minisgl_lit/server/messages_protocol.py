@@ -310,7 +310,7 @@ def messages_error(
     return {'type': 'error', 'error': {'type': kind, 'message': said}}
 
 def _prompt_too_long(sentence: str) -> str:
-    "The same in the words, for want of a code, by which agents know that they must shorten"
+    "The same in the words by which agents, which get no code, know that they must shorten"
     n, most, *held = (int(o.replace(',', '')) for o in re.findall(r'\d[\d,]*', sentence))
     if held: n = -(-n * most // held[0])   # from characters: so many tokens at least
     return f'prompt is too long: {n} tokens > {min(most, n - 1)} maximum'
