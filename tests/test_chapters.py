@@ -144,6 +144,27 @@ def test_a_chapter_is_one_sitting(stem):
     minutes, most = contents.minutes(nbs/f"{stem}.ipynb"), 45 if stem in [*weekend, "00_one_evening"] else 60
     assert minutes <= most, f"{minutes:.0f} minutes to read: fold what only proves, or split"
 
+core = [o for o in chapters if o.startswith("core/")]
+
+@pytest.mark.parametrize("stem", core)
+def test_nothing_of_the_core_is_folded(stem):
+    "What the core exports is shown, and so it counts"
+    folded = [s for kind, s, _ in prose_and_code(stem) if kind == "code" and re.search(r"(?m)^#\| *export", s) and contents.HIDDEN.search(s)]
+    assert not folded, "\n\n".join(folded)
+
+def test_the_core_takes_thirty_hours():
+    "All of it is shown; half of its chapters take 40 minutes or less"
+    minutes = sorted(contents.minutes(nbs/f"{o}.ipynb") for o in core)
+    assert sum(minutes) <= 30 * 60 and minutes[len(minutes) // 2] <= 40, (sum(minutes) / 60, minutes)
+
+def begins(stem):
+    "The code and the prose of a chapter's first shown cells"
+    shown = [s for kind, s, _ in prose_and_code(stem) if kind == "markdown" or not re.search(r"#\| *(default_exp|export)", s)]
+    return "\n".join(shown[:9])
+
+@pytest.mark.parametrize("stem", core)
+def test_a_chapter_of_the_core_begins_where_the_weekend_ends(stem): assert re.search(r"(?i)\bweekend\b", begins(stem)), "what cannot the weekend's version do?"
+
 @every
 def test_what_is_shown_shows(stem):
     "A cell that is not folded has at most three checks: what only proves is marked `#| checks`"
