@@ -6,7 +6,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
-# how torch's threads wait, which it asks when it is loaded: shortly awake, then asleep (chapter 02a)
+# how torch's threads wait, which it asks when it is loaded: shortly awake, then asleep (chapter `process`)
 threads_wait = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "100000"}
 if "torch" not in sys.modules and not threads_wait.keys() & os.environ.keys(): os.environ.update(threads_wait)
 
