@@ -1,4 +1,5 @@
-"""Pages made from what the project already says: the command line from its own parser, the benchmarks from `peers.json`, a GPU's figures from `gpu/`."""
+"""Pages made from what the project already says: the command line from its own parser, the benchmarks from
+`peers.json`, a GPU's figures from `gpu/`."""
 import argparse, json
 
 def cell(text): return " ".join((text or "").replace("|", "\\|").split())
@@ -10,10 +11,12 @@ def flags(parser):
     for group in parser._action_groups:
         rows = []
         for a in group._group_actions:
-            if isinstance(a, (argparse._HelpAction, argparse._VersionAction, argparse._SubParsersAction)): continue
+            if isinstance(a, (argparse._HelpAction, argparse._VersionAction, argparse._SubParsersAction)):
+                continue
             value = a.metavar or ("" if a.nargs == 0 else a.dest.upper())
             name = ", ".join(a.option_strings) or value
-            rows.append([f"`{name}`" if not a.option_strings or not value else f"`{name} {value}`", cell(a.help)])
+            rows.append([f"`{name}`" if not a.option_strings or not value else f"`{name} {value}`",
+                         cell(a.help)])
         if rows: yield group.title, rows
 
 def command(name, parser, depth, said):
@@ -39,21 +42,25 @@ def command(name, parser, depth, said):
 def cli(parser):
     "The reference of the command line"
     [commands] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    intro = ("# The command line\n\nMade from the program itself: `minisgl-lit COMMAND --help-all` says the same. A flag of the settings is a field of "
-             "{py:obj}`EngineConfig <minisgl_lit.config.EngineConfig>` or {py:obj}`ServerConfig <minisgl_lit.server.config.ServerConfig>` with dashes, so `LLM(page_size=32)`, "
+    intro = ("# The command line\n\nMade from the program itself: `minisgl-lit COMMAND --help-all` says the "
+             "same. A flag of the settings is a field of "
+             "{py:obj}`EngineConfig <minisgl_lit.config.EngineConfig>` or {py:obj}`ServerConfig "
+             "<minisgl_lit.server.config.ServerConfig>` with dashes, so `LLM(page_size=32)`, "
              "`serve(page_size=32)` and `--page-size 32` are one thing. With no command, the program serves.")
     said = set()
     return "\n\n".join([intro, *(command(name, p, 2, said) for name, p in commands.choices.items())]) + "\n"
 
 def benchmarks(peers):
     "What was measured, and how to measure it again"
-    engines = [k for k in next(iter(peers["workloads"].values())) if k not in ("requests", "limit", "peak_rss_mb", "command")]
+    engines = [k for k in next(iter(peers["workloads"].values()))
+               if k not in ("requests", "limit", "peak_rss_mb", "command")]
     def rate(x): return "–" if x is None else f"{x:,.1f}" if x >= 10 else f"{x:.2f}"
     def share(o, e): return rate(o[e]) + (f" ({o[e]/o['limit']:.2f})" if o[e] and o["limit"] else "")
-    rows = [[f"`{k}`: {o['requests']}", rate(o["limit"]), *(share(o, e) for e in engines)] for k, o in peers["workloads"].items()]
+    rows = [[f"`{k}`: {o['requests']}", rate(o["limit"]), *(share(o, e) for e in engines)]
+            for k, o in peers["workloads"].items()]
     commands = "\n".join(o["command"] for o in peers["workloads"].values() if o["command"])
     unit, start = cell(peers["unit"]), peers["start"]
-    return f"""# Benchmarks
+    return (f"""# Benchmarks
 
 A speed alone says little: it needs the machine, the work, and what would have been possible. So every benchmark here measures the machine's memory and arithmetic in the same run and prints the least time that prefill and decode could take in any engine. [The chapter on benchmarks](../nbs/tools/bench.ipynb) builds them, [limits](../nbs/tools/roofline.ipynb) says what they are measured against, and [load](../nbs/tools/load_generator.ipynb) sends a server requests as its callers do.
 
@@ -89,14 +96,16 @@ The last one asks any server that speaks OpenAI's API; so it can be pointed at a
 ## Read them with care
 
 A machine shared with other tenants runs at two speeds, a third apart, for seconds or minutes at a time. Measure the engines in turn, in one session, three times or more, and compare within a round. With another busy process on one of two cores, two threads that wait for each other can become many times slower, ours and those of other engines.
-"""
+""")   # noqa: E501
 
 def write(docs, nbs):
     "Write them, if they changed"
     import measured    # which makes tables, too
     from minisgl_lit.cli import make_parser
     peers = json.loads((nbs/"tools/peers.json").read_text(encoding="utf-8"))
-    for name, text in {"cli.md": cli(make_parser()), "benchmarks.md": benchmarks(peers), "gpu-measured.md": measured.read(docs)}.items():
+    for name, text in {"cli.md": cli(make_parser()), "benchmarks.md": benchmarks(peers),
+                       "gpu-measured.md": measured.read(docs)}.items():
         path = docs/"made"/name
         path.parent.mkdir(exist_ok=True)
-        if not path.exists() or path.read_text(encoding="utf-8") != text: path.write_text(text, encoding="utf-8")
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")

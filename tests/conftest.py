@@ -3,10 +3,12 @@ import gc, os, signal, sys
 gc.disable()   # while tests are collected, which makes millions of objects and no garbage
 sys.dont_write_bytecode = False   # tests start hundreds of processes: each would compile the package anew
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-signal.signal(signal.SIGINT, signal.default_int_handler)   # whoever started us in the background may have Ctrl-C ignored
+# whoever started us in the background may have Ctrl-C ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")   # two busy workers on two cores: before torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")    # no test may need the network
-os.environ.setdefault("TRITON_EMULATOR", "minisgl_lit.testing.triton_emulator")   # runs our kernels where Triton cannot
+# runs our kernels where Triton cannot
+os.environ.setdefault("TRITON_EMULATOR", "minisgl_lit.testing.triton_emulator")
 
 import pytest
 from hypothesis import settings
@@ -39,4 +41,5 @@ def pytest_collection_finish():
 def pytest_terminal_summary(terminalreporter):
     "What tests have measured, in one place"
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
-        for name, value in report.user_properties if report.when == "call" else (): terminalreporter.line(f"{name}: {value}")
+        for name, value in report.user_properties if report.when == "call" else ():
+            terminalreporter.line(f"{name}: {value}")

@@ -1,4 +1,5 @@
-"""Notebooks to the package: clean, export, fold patches into their classes, and write keyword arguments as types.
+"""Notebooks to the package: clean, export, fold patches into their classes, and write keyword arguments as
+types.
 
     python tests/export.py                    the project
     python tests/export.py FOLDER             a copy of it
@@ -8,8 +9,9 @@ import json, os, re, subprocess, sys
 from pathlib import Path
 from tangle import TangleError, tangle_file
 
-# the cells of several chapters go into one module, one chapter after the other; it begins as that begins which has its name
-JOIN = """
+# the cells of several chapters go into one module, one chapter after the other; it begins as that begins
+# which has its name
+JOIN = ("""
 import sys
 from pathlib import Path
 from textwrap import fill
@@ -27,7 +29,7 @@ text = head + "".join(parts()[1:])
 names = next(o for o in text.splitlines() if o.startswith("__all__"))
 module.write_text(text.replace(names, fill(names, 120, subsequent_indent=" " * 11, break_long_words=False)), encoding="utf-8")
 _build_modidx()
-"""
+""")   # noqa: E501
 
 # some chapters: what nbdev-clean and nbdev-export do, with one start and one index for all
 SOME = """
@@ -51,7 +53,8 @@ def families(root):
     "{module: the notebooks that export into it, in order}, of those with several"
     homes = {}
     for nb in sorted((root/"nbs").rglob("*.ipynb")):
-        code = "\n".join("".join(c["source"]) for c in json.loads(nb.read_text(encoding="utf-8"))["cells"][:3])
+        code = "\n".join("".join(c["source"])
+                         for c in json.loads(nb.read_text(encoding="utf-8"))["cells"][:3])
         if m := re.search(r"^#\|\s*default_exp\s+(\S+)", code, re.M): homes.setdefault(m[1], []).append(nb)
     return {module: o for module, o in homes.items() if len(o) > 1}
 
@@ -64,14 +67,16 @@ def export(root, notebooks=()):
     for module, chapters in joined.items():
         named = next(o for o in chapters if module.endswith(o.stem.lstrip("0123456789_")))
         file = root/"minisgl_lit"/(module.replace(".", "/") + ".py")
-        subprocess.run([sys.executable, "-c", JOIN, *map(str, (file, named, *chapters))], cwd=root, check=True)
+        subprocess.run([sys.executable, "-c", JOIN, *map(str, (file, named, *chapters))], cwd=root,
+                       check=True)
     failed = []
     for path in sorted((root/"minisgl_lit").rglob("*.py")):
         try: tangle_file(path)
         except TangleError as e: failed.append(str(e))
     if failed: raise SystemExit("\n".join(failed))
     here = os.environ | {"PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, Path(__file__).with_name("typed_names.py"), root], cwd=root, env=here, check=True)
+    subprocess.run([sys.executable, Path(__file__).with_name("typed_names.py"), root], cwd=root, env=here,
+                   check=True)
 
 if __name__ == "__main__":
     root, *notebooks = sys.argv[1:] or [Path(__file__).parents[1]]

@@ -1,6 +1,7 @@
-"""Small valid checkpoints with one number changed, each tried in a process of its own that is a fork of this one: what a file says may cost its size ten times
-and 200 MB of memory, and five seconds, before it is refused in a sentence or served. Run as a program it prints a line of JSON for each: `hostile_files.py 200 seed`
-tries 200 from a seed on, `hostile_files.py bombs` those that are made to do harm."""
+"""Small valid checkpoints with one number changed, each tried in a process of its own that is a fork of this
+one: what a file says may cost its size ten times and 200 MB of memory, and five seconds, before it is refused
+in a sentence or served. Run as a program it prints a line of JSON for each: `hostile_files.py 200 seed` tries
+200 from a seed on, `hostile_files.py bombs` those that are made to do harm."""
 import json, os, random, shutil, signal, struct, sys, tempfile, time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +13,8 @@ from minisgl_lit.formats.hub import embedded_path
 
 DATA = Path(__file__).parent/'data'
 MB, SECONDS = 1 << 20, 5
-NUMBERS = [0, -1, 1, 3, 7, 2**24, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63, 10**30, 1e300, -1e300, 1e-300, .5, True, None, '', 'x', [], [0], [2**40], {}, {'a': 1}]
+NUMBERS = [0, -1, 1, 3, 7, 2**24, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63, 10**30, 1e300, -1e300, 1e-300,
+           .5, True, None, '', 'x', [], [0], [2**40], {}, {'a': 1}]
 WORDS = [0, 1, 3, 0x7fffffff, 0xffffffff, 1 << 31, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 
 def leaves(value, at=()) -> Iterator[tuple]:
@@ -77,24 +79,29 @@ def variant(seed: int, home: Path) -> tuple[Path, str]:
     "A checkpoint with one thing changed, and what that is"
     rng = random.Random(seed)
     folders = [embedded_path(), *(o for o in DATA.iterdir() if o.is_dir() and (o/'config.json').exists())]
-    how = rng.choice(['config', 'config', 'quantization', 'safetensors', 'tokenizer', 'gguf counts', 'gguf counts', 'gguf words'])
+    how = rng.choice(['config', 'config', 'quantization', 'safetensors', 'tokenizer', 'gguf counts',
+                      'gguf counts', 'gguf words'])
     if how.startswith('gguf'):
         file = Path(shutil.copy(rng.choice(sorted(DATA.glob('*.gguf'))), home))
         if rng.random() < .5: without_files(file)
         return file, changed_counts(file, rng) if how == 'gguf counts' else changed_words(file, rng, 4000)
-    folder = Path(shutil.copytree(rng.choice(folders[1:] if how == 'quantization' else folders[:1] if how == 'tokenizer' else folders), home/'model'))
-    if how == 'quantization': return folder, f'{folder.name} ' + changed_json(folder/'config.json', rng, ('quantization_config',))
+    folder = Path(shutil.copytree(rng.choice(folders[1:] if how == 'quantization' else folders[:1]
+                                             if how == 'tokenizer' else folders), home/'model'))
+    if how == 'quantization':
+        return folder, f'{folder.name} ' + changed_json(folder/'config.json', rng, ('quantization_config',))
     if how == 'safetensors':
         file = next(folder.glob('*.safetensors'))
         return folder, changed_words(file, rng, 8 + struct.unpack('<Q', file.read_bytes()[:8])[0])
-    names = dict(config=['config.json', 'generation_config.json'], tokenizer=['tokenizer.json', 'tokenizer_config.json'])[how]
+    names = dict(config=['config.json', 'generation_config.json'],
+                 tokenizer=['tokenizer.json', 'tokenizer_config.json'])[how]
     return folder, changed_json(rng.choice([o for name in names if (o := folder/name).exists()]), rng)
 
 def serve(model: Path) -> dict:
     "What comes of it"
     try:
         with LLM(model, device='cpu', memory_ratio=.05) as llm:
-            return dict(served=len(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, temperature=0))[0].token_ids))
+            return dict(served=len(llm.generate([[5, 6, 7]],
+                                                SamplingParams(max_tokens=2, temperature=0))[0].token_ids))
     except ValueError as e: return dict(refused=str(e))
     except BaseException as e: return dict(raised=f'{type(e).__name__}: {e}')
 
@@ -123,9 +130,11 @@ def cost(model: Path, limit: int) -> dict:
             break
         time.sleep(.02)
     with os.fdopen(read) as f: said = f.read()
-    return dict(seconds=time.monotonic() - began, bytes=most - before) | (json.loads(said) if said else dict(raised='it was killed'))
+    return (dict(seconds=time.monotonic() - began, bytes=most - before)
+            | (json.loads(said) if said else dict(raised='it was killed')))
 
-def size(model: Path) -> int: return sum(o.stat().st_size for o in ([model] if model.is_file() else model.iterdir()))
+def size(model: Path) -> int:
+    return sum(o.stat().st_size for o in ([model] if model.is_file() else model.iterdir()))
 
 def judged(told: dict, limit: int) -> dict:
     "With what is wrong about it"
@@ -145,18 +154,22 @@ def trial(make: Callable[[Path], tuple[Path, str]]) -> dict:
 
 def trials(seeds: range) -> Iterator[dict]:
     "Variants, with kernels that are compiled before"
-    for model in (embedded_path(), *DATA.glob('*.gguf'), *(o for o in DATA.iterdir() if (o/'config.json').exists())): cost(model, 1 << 40)
+    for model in (embedded_path(), *DATA.glob('*.gguf'),
+                  *(o for o in DATA.iterdir() if (o/'config.json').exists())):
+        cost(model, 1 << 40)
     for seed in seeds: yield dict(seed=seed) | trial(partial(variant, seed))
 
 def gguf_bomb(*words, home: Path) -> tuple[Path, str]:
     "A header of one field, whose value is these bytes"
-    (file := home/'bomb.gguf').write_bytes(struct.pack('<4sIQQQ1s', b'GGUF', 3, 0, 1, 1, b'a') + b''.join(words))
+    (file := home/'bomb.gguf').write_bytes(struct.pack('<4sIQQQ1s', b'GGUF', 3, 0, 1, 1, b'a')
+                                           + b''.join(words))
     return file, f'{len(file.read_bytes())} bytes of GGUF'
 
 def gguf_tensor(*dims: int, home: Path) -> tuple[Path, str]:
     "A header of one tensor"
     shape = struct.pack(f'<I{len(dims)}Q', len(dims), *dims)
-    (file := home/'bomb.gguf').write_bytes(struct.pack('<4sIQQQ17s', b'GGUF', 3, 1, 0, 17, b'token_embd.weight') + shape + struct.pack('<IQ', 0, 0) + bytes(64))
+    (file := home/'bomb.gguf').write_bytes(struct.pack('<4sIQQQ17s', b'GGUF', 3, 1, 0, 17,
+        b'token_embd.weight') + shape + struct.pack('<IQ', 0, 0) + bytes(64))
     return file, f'a tensor of {dims}'
 
 def text_field(name: str, value: str | int | list) -> bytes:
@@ -165,15 +178,19 @@ def text_field(name: str, value: str | int | list) -> bytes:
     if isinstance(value, str): return text(name) + word('I', 8) + text(value)
     if isinstance(value, int): return text(name) + word('II', 4, value)
     texts = isinstance(value[0], str)
-    return text(name) + word('IIQ', 9, 8 if texts else 5, len(value)) + b''.join(text(o) if texts else word('i', o) for o in value)
+    return (text(name) + word('IIQ', 9, 8 if texts else 5, len(value))
+            + b''.join(text(o) if texts else word('i', o) for o in value))
 
 def vocabulary(home: Path, n_letters: int = 0, **fields) -> tuple[Path, str]:
-    "A small model with a vocabulary of 512 tokens, one of which has many letters, and other fields of its text"
+    """A small model with a vocabulary of 512 tokens, one of which has many letters, and other fields of its
+    text"""
     data = (DATA/'llama-Q5_K_M.gguf').read_bytes().replace(b'tokenizer.ggml.model', b'general.ggml.model_x')
     tokens = ['<unk>', '<s>', '</s>', 'h' * n_letters or 'h', *(f't{i}' for i in range(508))]
-    given = dict(model='llama', tokens=tokens, token_type=[2, 3, 3, 1, *[1] * 508], scores=[-o for o in range(512)]) | fields
+    given = (dict(model='llama', tokens=tokens, token_type=[2, 3, 3, 1, *[1] * 508],
+                  scores=[-o for o in range(512)]) | fields)
     added = b''.join(text_field(f'tokenizer.ggml.{k}', v) for k, v in given.items())
-    padding = text_field('general.x', 'x' * (32 - (len(added) + len(text_field('general.x', ''))) % 32))   # tensors stay aligned
+    # tensors stay aligned
+    padding = text_field('general.x', 'x' * (32 - (len(added) + len(text_field('general.x', ''))) % 32))
     n_fields = struct.unpack_from('<Q', data, 16)[0] + len(given) + 1
     (file := home/'text.gguf').write_bytes(data[:16] + word('Q', n_fields) + added + padding + data[24:])
     return file, f'a token of {n_letters} letters and {list(fields)}'
@@ -189,16 +206,23 @@ def folder_bomb(source: Path, under: tuple, home: Path, **fields) -> tuple[Path,
 
 def word(code: str, *numbers: int) -> bytes: return struct.pack('<' + code, *numbers)
 
-BOMBS = [partial(gguf_bomb, word('IIQ', 9, 0, 1 << 40)), partial(gguf_bomb, word('IIQ', 9, 8, 1 << 60)), partial(gguf_bomb, word('IQ', 8, 1 << 62)),
+BOMBS = [partial(gguf_bomb, word('IIQ', 9, 0, 1 << 40)), partial(gguf_bomb, word('IIQ', 9, 8, 1 << 60)),
+         partial(gguf_bomb, word('IQ', 8, 1 << 62)),
          partial(gguf_bomb, word('I', 9), *[word('IQ', 9, 1)] * 5000), partial(gguf_bomb, word('II', 77, 0)),
-         *(partial(vocabulary, n_letters=o) for o in (1, 60_000)), partial(vocabulary, precompiled_charsmap=[255, 255, 255, 127, 1]),
-         partial(vocabulary, model='gpt2', merges=['h h'], pre='x' * 100_000), partial(vocabulary, add_bos_token='x' * 100_000),
+         *(partial(vocabulary, n_letters=o) for o in (1, 60_000)),
+         partial(vocabulary, precompiled_charsmap=[255, 255, 255, 127, 1]),
+         partial(vocabulary, model='gpt2', merges=['h h'], pre='x' * 100_000),
+         partial(vocabulary, add_bos_token='x' * 100_000),
          partial(vocabulary, n_letters=60_000, token_type=[3] * 512),
-         partial(gguf_tensor, 1 << 40, 1 << 40), partial(gguf_tensor, 0, 5), partial(gguf_tensor, *[1 << 32] * 9), partial(gguf_tensor, 3, 1 << 62),
+         partial(gguf_tensor, 1 << 40, 1 << 40), partial(gguf_tensor, 0, 5),
+         partial(gguf_tensor, *[1 << 32] * 9), partial(gguf_tensor, 3, 1 << 62),
          *(partial(folder_bomb, embedded_path(), (), **{name: 2**n}) for n in (26, 40) for name in (
-             'max_position_embeddings', 'hidden_size', 'vocab_size', 'num_hidden_layers', 'num_attention_heads', 'head_dim', 'intermediate_size')),
-         *(partial(folder_bomb, DATA/'fp8-blocks', ('quantization_config',), weight_block_size=o) for o in ([1 << 40, 1 << 40], [0, 0], [-1, 3], [128], ['a', {}], 7)),
-         *(partial(folder_bomb, DATA/'gptq-4-bits-32', ('quantization_config',), **o) for o in (dict(bits=2**40), dict(quant_method=[])))]
+             'max_position_embeddings', 'hidden_size', 'vocab_size', 'num_hidden_layers',
+             'num_attention_heads', 'head_dim', 'intermediate_size')),
+         *(partial(folder_bomb, DATA/'fp8-blocks', ('quantization_config',), weight_block_size=o)
+           for o in ([1 << 40, 1 << 40], [0, 0], [-1, 3], [128], ['a', {}], 7)),
+         *(partial(folder_bomb, DATA/'gptq-4-bits-32', ('quantization_config',), **o)
+           for o in (dict(bits=2**40), dict(quant_method=[])))]
 
 if __name__ == '__main__':
     def bombs() -> Iterator[dict]:
@@ -208,5 +232,6 @@ if __name__ == '__main__':
     with tempfile.TemporaryDirectory() as home:
         kernels = cache_folder()[0]   # what is compiled already need not be again
         os.environ['XDG_CACHE_HOME'] = home
-        shutil.copytree(kernels, cache_folder()[0], dirs_exist_ok=True, ignore=lambda folder, names: [o for o in names if not o.endswith('.so')])
+        shutil.copytree(kernels, cache_folder()[0], dirs_exist_ok=True,
+                        ignore=lambda folder, names: [o for o in names if not o.endswith('.so')])
         for o in trials(range(first, first + n)) if n else bombs(): print(json.dumps(o), flush=True)

@@ -1,9 +1,11 @@
-"""Conversations over a pool that holds a tenth of their pages: without a disk below it, with one, and after a restart.
+"""Conversations over a pool that holds a tenth of their pages: without a disk below it, with one, and after a
+restart.
 
     python tests/many_turns.py nbs/experiments/turns.json
 
-Sixteen turns at a time; whose turn is next is drawn by lot. The toy engine serves 2,000 conversations of ten turns, whose tokens
-are counted, and the embedded model 300, which are timed. Each run is a process of its own."""
+Sixteen turns at a time; whose turn is next is drawn by lot. The toy engine serves 2,000 conversations of ten
+turns, whose tokens are counted, and the embedded model 300, which are timed. Each run is a process of its
+own."""
 import json, os, shutil, subprocess, sys, tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,16 +26,19 @@ from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine
 
 TURNS, NEW, ANSWER, PAGE, AT_ONCE = 10, 24, 8, 16, 16
-RUNS = [('toy', 2000, o) for o in ('pool', 'disk', 'alive', 'killed')] + [('embedded', 300, o) for o in ('pool', 'disk')]
+RUNS = ([('toy', 2000, o) for o in ('pool', 'disk', 'alive', 'killed')]
+        + [('embedded', 300, o) for o in ('pool', 'disk')])
 PARAMS = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
 
 
-def order(chats: int) -> list[int]: return np.random.default_rng(0).permutation(np.arange(chats).repeat(TURNS)).tolist()
+def order(chats: int) -> list[int]:
+    return np.random.default_rng(0).permutation(np.arange(chats).repeat(TURNS)).tolist()
 
 
 def start(kind: str, chats: int, folder: str | None) -> Scheduler:
     pages = chats*TURNS*(NEW + ANSWER)//PAGE
-    config = EngineConfig(num_pages=pages//10, max_seq_len=512, max_running_req=AT_ONCE, device='cpu', threads=2, overlap=False, seed=0)
+    config = EngineConfig(num_pages=pages//10, max_seq_len=512, max_running_req=AT_ONCE, device='cpu',
+                          threads=2, overlap=False, seed=0)
     if kind == 'embedded': return build(replace(config, kv_disk_path=folder, kv_disk_gib=8.)).scheduler
     table = TableManager(AT_ONCE, 512, PAGE, dummy_page=pages//10)
     engine, tier = ToyEngine(table.page_table, table.token_pool, PAGE, pages//10, verify=False), None
@@ -41,7 +46,8 @@ def start(kind: str, chats: int, folder: str | None) -> Scheduler:
         file = PageFile(folder, engine.empty_pages(1)[0].nbytes, 1 << 28)
         tier = Tier(engine, PAGE, lambda: bytes(20), InlineStream(), file)
         tier.moving_pages = pages//10
-    return Scheduler(engine, CacheManager(pages//10, table, RadixCache(PAGE), dict(tier=tier) if tier else None), 1000, perf_counter, config)
+    return Scheduler(engine, CacheManager(pages//10, table, RadixCache(PAGE),
+                                          dict(tier=tier) if tier else None), 1000, perf_counter, config)
 
 
 def replay(s: Scheduler, turns: list[int], said: dict[int, np.ndarray]) -> dict[str, float]:
@@ -61,7 +67,8 @@ def replay(s: Scheduler, turns: list[int], said: dict[int, np.ndarray]) -> dict[
             said[i] = running.pop(i).input_ids.copy()
             ttfts.append(output.times[1])
     seconds, counts = perf_counter() - began, {k: s.counts[k] - before[k] for k in before}
-    return dict(turns=len(turns), prompt_tokens=counts['prompt_tokens'], computed=counts['prompt_tokens'] - counts['cached_tokens'],
+    return dict(turns=len(turns), prompt_tokens=counts['prompt_tokens'],
+                computed=counts['prompt_tokens'] - counts['cached_tokens'],
                 cached=counts['cached_tokens'], seconds=seconds, turns_a_second=len(turns)/seconds,
                 ttft_p50=float(np.quantile(ttfts, .5)), ttft_p99=float(np.quantile(ttfts, .99)))
 
@@ -86,7 +93,8 @@ def restarted(kind: str, chats: int, folder: str, kill: bool) -> dict[str, float
 def one(kind: str, chats: str, name: str, folder: str) -> None:
     "One run: print its figures, and end without closing anything"
     n = int(chats)
-    result = restarted(kind, n, folder, name == 'killed') if name in ('alive', 'killed') else whole(kind, n, folder if name == 'disk' else None)
+    result = (restarted(kind, n, folder, name == 'killed') if name in ('alive', 'killed')
+              else whole(kind, n, folder if name == 'disk' else None))
     print(json.dumps(result), flush=True)
     os._exit(0)
 

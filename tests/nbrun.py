@@ -1,10 +1,12 @@
 """Run notebooks in fresh Jupyter kernels, compare their outputs with the stored ones, and store them.
 
-    python tests/nbrun.py                     run all notebooks; fail on an error or an output that is no longer true
+    python tests/nbrun.py                     run all notebooks; fail on an error or an output that is no
+    longer true
     python tests/nbrun.py --save nbs/60_*     the same, and write the new outputs into the notebooks
 
-`#| volatile` outputs are compared without their numbers, `#| machine` outputs not at all; `#| slow` and `#| gpu` cells run only if
-`--flags` names them. What a cell writes to stderr (progress bars, warnings) is not an output.
+`#| volatile` outputs are compared without their numbers, `#| machine` outputs not at all; `#| slow` and `#|
+gpu` cells run only if `--flags` names them. What a cell writes to stderr (progress bars, warnings) is not an
+output.
 """
 import argparse, ast, gc, json, os, re, sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,13 +29,16 @@ _addr = re.compile(r" at 0x[0-9a-f]+")
 _wstate = "application/vnd.jupyter.widget-state+json"
 _exports = {"export", "exporti", "exports"}
 # no network, one thread (two kernels share the cores), and nothing that differs from run to run
-_env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0", "SOURCE_DATE_EPOCH": "0",
+_env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **os.environ, "PYTHONHASHSEED": "0",
+        "SOURCE_DATE_EPOCH": "0",
         "PYDEVD_DISABLE_FILE_VALIDATION": "1", "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "MATPLOTLIBRC": str(root/"nbs")}
 _env.pop("TRITON_EMULATOR", None)   # a chapter that needs it says so
 _env.pop("PYTHONDONTWRITEBYTECODE", None)   # programs that chapters start would compile the package anew
 
-def notebooks(): return sorted(p for p in (root/"nbs").rglob("*.ipynb") if not any(part[0] in "._" for part in p.relative_to(root/"nbs").parts))
+def notebooks():
+    return sorted(p for p in (root/"nbs").rglob("*.ipynb")
+                  if not any(part[0] in "._" for part in p.relative_to(root/"nbs").parts))
 
 def chapter(path):
     "A notebook's name: its place in nbs/, without the ending"
@@ -58,8 +63,10 @@ def _key(outputs, volatile=False, pictures=False):
             if res and res[-1][0] == o.name: res[-1] = (o.name, res[-1][1] + o.text)
             else: res.append((o.name, o.text))
         elif o.output_type == "error": res.append(("error", o.ename, o.evalue))
-        else: res.append(tuple((k, str(v)) for k, v in sorted(o.data.items())
-                               if (pictures and not volatile or not k.startswith("image/")) and "widget-view" not in k))
+        else:
+            res.append(tuple((k, str(v)) for k, v in sorted(o.data.items())
+                             if (pictures and not volatile or not k.startswith("image/"))
+                             and "widget-view" not in k))
     res = _addr.sub("", repr(res))
     return re.sub(r"-?[\d.,]+(e[+-]\d+)?|\s+", "", res) if volatile else res
 
@@ -72,23 +79,32 @@ def _fix_widget_ids(nb):
     return nbformat.reads(txt, as_version=4)
 
 def use_package(nb):
-    "Replace exported cells by names of the installed module: the same tests, on the package, and coverage sees them."
+    """Replace exported cells by names of the installed module: the same tests, on the package, and coverage
+    sees them."""
     home = next((d["default_exp"] for c in nb.cells if "default_exp" in (d := directives(c))), None)
     for c in nb.cells:
         d = directives(c)
         if not (k := _exports & d.keys()): continue
         mod, names = d[k.pop()] or home, [*_names(ast.parse(c.source).body)]
-        c.source = (f"import importlib as _il; _m = _il.import_module('{cfg['lib_path']}.{mod}'); __name__ = _m.__name__   # where a test pretends something\n"
+        c.source = (f"import importlib as _il; _m = _il.import_module('{cfg['lib_path']}.{mod}'); __name__ = "
+                    "_m.__name__   # where a test pretends something\n"
             f"globals().update({{k: getattr(_m, k) for k in {names} if hasattr(_m, k)}})")
 
 def _names(body):
     "Names that statements bind at top level; a method added by `@patch` binds none."
     for n in body:
-        if isinstance(n, (ast.Import, ast.ImportFrom)): yield from ((a.asname or a.name).split(".")[0] for a in n.names if getattr(n, "module", "") != "__future__")
-        elif isinstance(n, ast.Assign): yield from (t.id for o in n.targets for t in ast.walk(o) if isinstance(t, ast.Name) and isinstance(t.ctx, ast.Store))
+        if isinstance(n, (ast.Import, ast.ImportFrom)):
+            yield from ((a.asname or a.name).split(".")[0]
+                        for a in n.names if getattr(n, "module", "") != "__future__")
+        elif isinstance(n, ast.Assign):
+            yield from (t.id for o in n.targets for t in ast.walk(o) if isinstance(t, ast.Name)
+                        and isinstance(t.ctx, ast.Store))
         elif isinstance(n, ast.AnnAssign): yield n.target.id
-        elif isinstance(n, (ast.If, ast.Try, ast.With)): yield from _names([*n.body, *getattr(n, "orelse", []), *(s for h in getattr(n, "handlers", []) for s in h.body)])
-        elif hasattr(n, "name") and not any(ast.unparse(d).startswith("patch") for d in n.decorator_list): yield n.name
+        elif isinstance(n, (ast.If, ast.Try, ast.With)):
+            yield from _names([*n.body, *getattr(n, "orelse", []),
+                               *(s for h in getattr(n, "handlers", []) for s in h.body)])
+        elif hasattr(n, "name") and not any(ast.unparse(d).startswith("patch") for d in n.decorator_list):
+            yield n.name
 
 def _joined(outputs):
     "One output for what was printed in a row, however it arrived."
@@ -101,7 +117,8 @@ def _joined(outputs):
 _context, _starting = get_context("forkserver"), Lock()
 _preloaded = [   # what each kernel imports, and most chapters
     "torch", "fastcore.all", "matplotlib.pyplot", "transformers.models.llama.modeling_llama",
-    "fastapi", "httpx", "uvicorn", "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger", "jupyter_client", "nbclient", "nbformat"]
+    "fastapi", "httpx", "uvicorn", "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger",
+    "jupyter_client", "nbclient", "nbformat"]
 _context.set_forkserver_preload(_preloaded)
 
 def preload_little():
@@ -121,7 +138,8 @@ def _kernel(args, env, cwd):
     os.setsid()   # a process group of its own
     os.environ.clear()
     os.environ.update(env)
-    sys.path[:0] = [o for o in env.get("PYTHONPATH", "").split(os.pathsep) if o]   # read long ago, by the server
+    # read long ago, by the server
+    sys.path[:0] = [o for o in env.get("PYTHONPATH", "").split(os.pathsep) if o]
     os.chdir(cwd)
     from ipykernel.kernelapp import launch_new_instance
     launch_new_instance(argv=[*args, f"--IPKernelApp.parent_handle={os.getppid()}"])
@@ -146,15 +164,18 @@ class ForkingManager(AsyncKernelManager):
 def execute(nb, path, timeout, allow_errors=False, env={}):
     "Run `nb` in a kernel of its own, with these more variables; return an error message or ''."
     def in_a_kernel():
-        NotebookClient(nb, kernel_name="python3", timeout=timeout, startup_timeout=300, kernel_manager_class=ForkingManager, allow_errors=allow_errors,
-            resources={"metadata": {"path": str(path.parent)}}, extra_arguments=["--log-level=ERROR"]).execute(env=_env | env)
+        NotebookClient(nb, kernel_name="python3", timeout=timeout, startup_timeout=300,
+                       kernel_manager_class=ForkingManager, allow_errors=allow_errors,
+            resources={"metadata": {"path": str(path.parent)}},
+            extra_arguments=["--log-level=ERROR"]).execute(env=_env | env)
     try:
         try: in_a_kernel()
         except RuntimeError as e:
             if "before replying" not in str(e): raise
             in_a_kernel()   # a port was chosen here and is bound there: another process has taken it between
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as e:
-        bad = next((i for i, c in enumerate(nb.cells) if any(o.output_type == "error" for o in c.get("outputs", []))), None)
+        bad = next((i for i, c in enumerate(nb.cells)
+                    if any(o.output_type == "error" for o in c.get("outputs", []))), None)
         where = f"{path.name}, cell {bad} (id {nb.cells[bad].id})" if bad is not None else path.name
         return f"{where}\n{_ansi.sub('', str(e))}"
     for c in nb.cells:
@@ -169,14 +190,17 @@ def store(nb, path):
     clean_nb(js)
     write_nb(js, path)
 
-def run(path, flags=(), save=False, timeout=900, package=False, fresh=False, env={}, before_saving=lambda: None):
-    "Run one notebook; return (error message or '', ids of cells with stale outputs, seconds). `before_saving` may raise, and nothing is saved."
+def run(path, flags=(), save=False, timeout=900, package=False, fresh=False, env={},
+        before_saving=lambda: None):
+    """Run one notebook; return (error message or '', ids of cells with stale outputs, seconds).
+    `before_saving` may raise, and nothing is saved."""
     t0, path, stale = time.time(), Path(path).resolve(), []
     old, nb = (nbformat.read(path, as_version=4) for _ in range(2))
     marks = set(cfg["tst_flags"].split())
     for c in nb.cells:
         d = directives(c)
-        if d.get("eval", "").lower() == "false" or (marks - set(flags)) & d.keys(): c.metadata.tags = ["skip-execution"]
+        if d.get("eval", "").lower() == "false" or (marks - set(flags)) & d.keys():
+            c.metadata.tags = ["skip-execution"]
     if package: use_package(nb)
     err = execute(nb, path, timeout, env=env)
     if err: return err, [], time.time()-t0
@@ -187,7 +211,8 @@ def run(path, flags=(), save=False, timeout=900, package=False, fresh=False, env
         if not save and marks & d.keys(): continue   # stored by a machine that can run them
         if "machine" in d and (a.outputs or not save) and not fresh: continue
         volatile = "volatile" in d
-        if fresh and a.outputs != b.outputs or _key(a.outputs, volatile, save) != _key(b.outputs, volatile, save):
+        if (fresh and a.outputs != b.outputs
+                or _key(a.outputs, volatile, save) != _key(b.outputs, volatile, save)):
             stale.append(a.id)
             a.outputs = b.outputs
         elif any("widget-view" in k for o in b.outputs for k in o.get("data", {})): a.outputs = b.outputs
@@ -202,13 +227,15 @@ def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("files", nargs="*", type=Path); ap.add_argument("--save", action="store_true")
     ap.add_argument("--fresh", action="store_true", help="with --save: store volatile outputs too")
-    ap.add_argument("--flags", default=os.environ.get("TST_FLAGS", ""), help="cells to run that are skipped otherwise, e.g. 'slow gpu'")
+    ap.add_argument("--flags", default=os.environ.get("TST_FLAGS", ""),
+                    help="cells to run that are skipped otherwise, e.g. 'slow gpu'")
     ap.add_argument("-j", type=int, default=2)
     a = ap.parse_args()
     files, bad = a.files or notebooks(), 0
     if len(files) <= a.j: preload_little()
     with ThreadPoolExecutor(a.j) as ex:
-        for f, (err, stale, secs) in zip(files, ex.map(lambda f: run(f, a.flags.split(), a.save, fresh=a.fresh), files)):
+        for f, (err, stale, secs) in zip(files,
+                ex.map(lambda f: run(f, a.flags.split(), a.save, fresh=a.fresh), files)):
             what = "FAILED" if err else f"{'updated' if a.save else 'STALE'} {len(stale)}" if stale else "ok"
             print(f"{secs:6.1f}s  {what:10} {f.name}", flush=True)
             if err: print(err)

@@ -1,6 +1,7 @@
 """A program that is told in chapters and is no part of the package: its cells are marked `#| script`.
 
-    python tests/script.py tools/routing main chats ours 6 0              call a function of a chapter, with arguments
+    python tests/script.py tools/routing main chats ours 6 0              call a function of a chapter, with
+    arguments
     python tests/script.py tools/embedded_tasks tools/embedded main       the program is told in two"""
 import sys
 import nbformat
@@ -11,7 +12,8 @@ def load(*chapters):
     names = {"__name__": "script"}
     for stem in chapters:
         for c in nbformat.read(root/"nbs"/f"{stem}.ipynb", as_version=4).cells:
-            if {"export", "script"} & directives(c).keys(): exec(compile(c.source, f"{stem}.ipynb, cell {c.id}", "exec"), names)
+            if {"export", "script"} & directives(c).keys():
+                exec(compile(c.source, f"{stem}.ipynb, cell {c.id}", "exec"), names)
     return names
 
 if __name__ == "__main__":

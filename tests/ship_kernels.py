@@ -20,28 +20,34 @@ FOLDER = Path(__file__).resolve().parents[1]/'build'/'kernels'
 
 def sources() -> list[str]:
     "Every text that some chapter has compiled, with the entries that `load_kernels` adds"
-    names = [o.name for o in pkgutil.walk_packages(minisgl_lit.__path__, 'minisgl_lit.') if not o.name.endswith('__main__')]
+    names = [o.name for o in pkgutil.walk_packages(minisgl_lit.__path__, 'minisgl_lit.')
+             if not o.name.endswith('__main__')]
     texts = {value for name in names for key, value in vars(importlib.import_module(name)).items()
-             if key.endswith('_c') and key[0] != '_' and isinstance(value, str) and value.startswith(team_c) and parameters(value)}
+             if key.endswith('_c') and key[0] != '_' and isinstance(value, str) and value.startswith(team_c)
+             and parameters(value)}
     return [text + entries(text) for text in sorted(texts)]
 
 def platform_tag(machine: str) -> str:
     "With the oldest C library that has all that the libraries use"
-    versions = [int(o) for library in FOLDER.glob('*.so') for o in re.findall(rb'GLIBC_2\.(\d+)', library.read_bytes())]
+    versions = [int(o) for library in FOLDER.glob('*.so')
+                for o in re.findall(rb'GLIBC_2\.(\d+)', library.read_bytes())]
     return f'manylinux_2_{max([17, *versions])}_{machine}'
 
 def main(machine: str = platform.machine()) -> None:
     here = machine == 'here'
     if here: machine = platform.machine()
-    if machine not in LEVELS: sys.exit(f'ship_kernels: no levels of {machine!r} are known, only those of {", ".join(LEVELS)}')
+    if machine not in LEVELS:
+        sys.exit(f'ship_kernels: no levels of {machine!r} are known, only those of {", ".join(LEVELS)}')
     levels = [o.name for o in (levels_here()[:1] if here else LEVELS[machine])]
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(ship_libraries, text, machine, FOLDER, [level]) for text in sources() for level in levels]
+        jobs = [pool.submit(ship_libraries, text, machine, FOLDER, [level]) for text in sources()
+                for level in levels]
     for job in jobs: job.result()
     (FOLDER/'PLATFORM').write_text(tag := platform_tag(machine))
     made = [*FOLDER.glob('*.so')]
-    print(f'{len(made)} libraries, {sum(o.stat().st_size for o in made) / 1e6:.1f} MB, for {tag}: {", ".join(levels)}')
+    print(f'{len(made)} libraries, {sum(o.stat().st_size for o in made) / 1e6:.1f} MB, for {tag}: '
+          f'{", ".join(levels)}')
 
 if __name__ == '__main__': main(*sys.argv[1:])

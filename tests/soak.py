@@ -1,8 +1,10 @@
-"""Ordinary traffic with hostile callers beside it, for a while: nothing lost, every answer the expected one, memory flat, pages back.
+"""Ordinary traffic with hostile callers beside it, for a while: nothing lost, every answer the expected one,
+memory flat, pages back.
 
     python tests/soak.py --minutes 20 --out soak.json
 
-Ordinary requests are greedy, so each has one right answer, which is asked for before the hostile callers begin."""
+Ordinary requests are greedy, so each has one right answer, which is asked for before the hostile callers
+begin."""
 import argparse, asyncio, json, random, re, sys, tempfile, time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,8 +14,10 @@ import httpx
 
 from beside import PROMPTS, Program, hostile_callers, program, until
 
-WORDS = 'the page of a tree is shared by requests that begin alike and the scheduler decides which of them runs next'.split()
-SHAPE = {'type': 'object', 'properties': {'name': {'type': 'string', 'maxLength': 8}, 'n': {'type': 'integer'}}, 'required': ['name', 'n'], 'additionalProperties': False}
+WORDS = ('the page of a tree is shared by requests that begin alike and the scheduler decides which of them '
+         'runs next'.split())
+SHAPE = {'type': 'object', 'properties': {'name': {'type': 'string', 'maxLength': 8},
+    'n': {'type': 'integer'}}, 'required': ['name', 'n'], 'additionalProperties': False}
 
 def ordinary(seed: int = 0, n: int = 60) -> list[tuple[str, dict]]:
     "Requests of every kind: a route and a body"
@@ -22,11 +26,17 @@ def ordinary(seed: int = 0, n: int = 60) -> list[tuple[str, dict]]:
         prompt = rng.choice(PROMPTS) + ' ' + ' '.join(rng.choices(WORDS, k=rng.choice([0, 5, 40, 200])))
         common = dict(max_tokens=rng.choice([4, 30, 120]), temperature=0)
         chat = common | dict(messages=[{'role': 'user', 'content': prompt}])
-        kinds = [('/v1/chat/completions', chat), ('/v1/completions', common | dict(prompt=prompt, ignore_eos=True)),
-                 ('/v1/completions', common | dict(prompt=[prompt, prompt[:9], PROMPTS[0]])), ('/v1/completions', common | dict(prompt=prompt, n=3)),
-                 ('/v1/completions', common | dict(prompt=prompt, stop=['e', 'page'], ignore_eos=True)), ('/v1/completions', common | dict(prompt=prompt, stop_regex='[a-d]{2}', ignore_eos=True)),
-                 ('/v1/chat/completions', chat | dict(response_format={'type': 'json_schema', 'json_schema': {'schema': SHAPE}}, max_tokens=80)),
-                 ('/v1/completions', common | dict(prompt=prompt, regex=r'[a-f]{3,9}\.')), ('/generate', dict(text=prompt, sampling_params=dict(max_new_tokens=common['max_tokens'], temperature=0))),
+        kinds = [('/v1/chat/completions', chat),
+                 ('/v1/completions', common | dict(prompt=prompt, ignore_eos=True)),
+                 ('/v1/completions', common | dict(prompt=[prompt, prompt[:9], PROMPTS[0]])),
+                 ('/v1/completions', common | dict(prompt=prompt, n=3)),
+                 ('/v1/completions', common | dict(prompt=prompt, stop=['e', 'page'], ignore_eos=True)),
+                 ('/v1/completions', common | dict(prompt=prompt, stop_regex='[a-d]{2}', ignore_eos=True)),
+                 ('/v1/chat/completions', chat | dict(response_format={'type': 'json_schema',
+                     'json_schema': {'schema': SHAPE}}, max_tokens=80)),
+                 ('/v1/completions', common | dict(prompt=prompt, regex=r'[a-f]{3,9}\.')),
+                 ('/generate', dict(text=prompt,
+                     sampling_params=dict(max_new_tokens=common['max_tokens'], temperature=0))),
                  ('/v1/completions', common | dict(prompt=prompt, logprobs=2))]
         made.append(kinds[i % len(kinds)])
     return made
@@ -34,7 +44,8 @@ def ordinary(seed: int = 0, n: int = 60) -> list[tuple[str, dict]]:
 def answer(body: dict) -> list[str]:
     "The texts of a whole answer"
     if 'text' in body: return [body['text']]
-    return [o['message']['content'] or '' if 'message' in o else o['text'] for o in sorted(body['choices'], key=lambda o: o['index'])]
+    return [o['message']['content'] or '' if 'message' in o else o['text']
+            for o in sorted(body['choices'], key=lambda o: o['index'])]
 
 def joined(lines: list[str]) -> list[str]:
     "The same of a stream"
@@ -44,7 +55,8 @@ def joined(lines: list[str]) -> list[str]:
         event = json.loads(line[6:])
         if 'error' in event: raise ValueError(event['error']['message'])
         for o in event.get('choices') or [event | {'index': 0}]:
-            texts[o['index']] = texts.get(o['index'], '') + (o['delta'].get('content') or '' if 'delta' in o else o.get('text', ''))
+            texts[o['index']] = (texts.get(o['index'], '')
+                                 + (o['delta'].get('content') or '' if 'delta' in o else o.get('text', '')))
     return [texts[i] for i in sorted(texts)]
 
 @dataclass
@@ -55,13 +67,15 @@ class Soak:
     expected: list[list[str]] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    seconds: list[tuple[float, float]] = field(default_factory=list)   # when an answer came, and how long it took
+    # when an answer came, and how long it took
+    seconds: list[tuple[float, float]] = field(default_factory=list)
     memory: list[dict] = field(default_factory=list)
     hostile: Counter = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         headers = {'authorization': f'Bearer {self.server.key}'}
-        self.web = httpx.AsyncClient(base_url=self.server.url, headers=headers, timeout=120, trust_env=False, limits=httpx.Limits(max_connections=100))
+        self.web = httpx.AsyncClient(base_url=self.server.url, headers=headers, timeout=120, trust_env=False,
+                                     limits=httpx.Limits(max_connections=100))
 
     async def learn(self) -> None:
         "The right answers, asked for one by one"
@@ -74,7 +88,8 @@ class Soak:
         "Asks until the end: whole or streamed, and sometimes leaves in the middle"
         rng = random.Random(seed)
         while time.monotonic() < end:
-            i, how, begin = rng.randrange(len(self.requests)), rng.choice(['whole', 'stream', 'stream', 'leave']), time.monotonic()
+            i, how, begin = (rng.randrange(len(self.requests)),
+                             rng.choice(['whole', 'stream', 'stream', 'leave']), time.monotonic())
             path, body = self.requests[i]
             try:
                 if how == 'whole':
@@ -84,8 +99,10 @@ class Soak:
                 self.counts[how] += 1
                 if how != 'leave':
                     self.seconds.append((time.monotonic(), time.monotonic() - begin))
-                    if told != self.expected[i]: self.wrong.append(f'{path} {str(body)[:200]}: {told} instead of {self.expected[i]}')
-            except (httpx.HTTPError, ValueError, KeyError) as e: self.wrong.append(f'{how} {path} {str(body)[:100]}: {e!r}')
+                    if told != self.expected[i]:
+                        self.wrong.append(f'{path} {str(body)[:200]}: {told} instead of {self.expected[i]}')
+            except (httpx.HTTPError, ValueError, KeyError) as e:
+                self.wrong.append(f'{how} {path} {str(body)[:100]}: {e!r}')
             await asyncio.sleep(rng.random() * .2)
 
     async def _stream(self, path: str, body: dict, n_events: int | None) -> list[str]:
@@ -101,7 +118,8 @@ class Soak:
         "Memory, now and then"
         begin = time.monotonic()
         while True:
-            self.memory.append(dict(minute=round((time.monotonic() - begin) / 60, 2), mb={str(pid): round(mb) for pid, mb in self.server.memory().items()},
+            self.memory.append(dict(minute=round((time.monotonic() - begin) / 60, 2),
+                                    mb={str(pid): round(mb) for pid, mb in self.server.memory().items()},
                                     answers=sum(self.counts.values()), wrong=len(self.wrong)))
             print(json.dumps(self.memory[-1]), file=sys.stderr, flush=True)
             await asyncio.sleep(every)
@@ -130,19 +148,25 @@ async def soak(minutes: float, folder: Path, n_callers: int, flags: list[str], h
             for o in others: o.cancel()
         idle = await until(server.idle, 60)
         await asyncio.sleep(5)
-        s.memory.append(dict(minute='idle', mb={str(pid): round(mb) for pid, mb in server.memory().items()}, answers=sum(s.counts.values()), wrong=len(s.wrong)))
+        s.memory.append(dict(minute='idle', mb={str(pid): round(mb) for pid, mb in server.memory().items()},
+                             answers=sum(s.counts.values()), wrong=len(s.wrong)))
         late = sorted(seconds for _, seconds in s.seconds)
         await s.web.aclose()
         log = server.log.read_text()
-        return dict(minutes=minutes, answers=dict(s.counts), wrong=s.wrong[:20], n_wrong=len(s.wrong), hostile=dict(s.hostile), idle=idle, memory=s.memory,
-                    pages=server.ask('/get_server_info')['pages'], seconds={q: round(late[int(len(late) * q)], 2) for q in (.5, .9, .99)} | {'max': round(late[-1], 2)},
-                    log_lines=log.count('\n'), tracebacks=len(re.findall('Traceback', log)))
+        return dict(minutes=minutes, answers=dict(s.counts), wrong=s.wrong[:20], n_wrong=len(s.wrong),
+                    hostile=dict(s.hostile), idle=idle, memory=s.memory,
+                    pages=server.ask('/get_server_info')['pages'],
+                    seconds={q: round(late[int(len(late) * q)], 2) for q in (.5, .9, .99)}
+                    | {'max': round(late[-1], 2)}, log_lines=log.count('\n'),
+                    tracebacks=len(re.findall('Traceback', log)))
 
 def table(result: dict) -> str:
     "The memory curve: a line for each minute, a column for each process"
     pids = sorted({pid for o in result['memory'] for pid in o['mb']}, key=int)
     lines = [f"{'minute':>8} " + ' '.join(f'{"MB of " + pid:>12}' for pid in pids) + '   answers']
-    for o in result['memory']: lines.append(f"{o['minute']:>8} " + ' '.join(f"{o['mb'].get(pid, ''):>12}" for pid in pids) + f"{o['answers']:>10}")
+    for o in result['memory']:
+        lines.append(f"{o['minute']:>8} " + ' '.join(f"{o['mb'].get(pid, ''):>12}" for pid in pids)
+                     + f"{o['answers']:>10}")
     return '\n'.join(lines)
 
 def main() -> int:
@@ -150,11 +174,14 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--minutes', type=float, default=20)
     p.add_argument('--callers', type=int, default=12, help='ordinary ones, at once')
-    p.add_argument('--rows', default='text,stop,names,json,grammar,http', help='of the corpus; `control` would stop the others, on a server that lets it')
+    p.add_argument('--rows', default='text,stop,names,json,grammar,http',
+                   help='of the corpus; `control` would stop the others, on a server that lets it')
     p.add_argument('--only', default='', help='a pattern that names of the corpus must contain')
     p.add_argument('--out', default='soak.json')
     a, flags = p.parse_known_args()   # the rest goes to the server
-    with tempfile.TemporaryDirectory() as folder: result = asyncio.run(soak(a.minutes, Path(folder), a.callers, flags, ['--rows', a.rows, '--only', a.only]))
+    with tempfile.TemporaryDirectory() as folder:
+        result = asyncio.run(soak(a.minutes, Path(folder), a.callers, flags,
+                                  ['--rows', a.rows, '--only', a.only]))
     Path(a.out).write_text(json.dumps(result, indent=1))
     print(table(result), json.dumps({k: v for k, v in result.items() if k != 'memory'}, indent=1), sep='\n')
     return int(bool(result['n_wrong'] or not result['idle']))

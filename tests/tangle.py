@@ -1,8 +1,8 @@
 """Fold each `@patch` function of an exported module into the body of its class.
 
-A chapter builds a class method by method, one question a cell, and several chapters may build one class; the package shows
-whole classes, and imports at the top. `export.py` uses this on what `nbdev-export` has written; a module without patches
-stays as it is.
+A chapter builds a class method by method, one question a cell, and several chapters may build one class; the
+package shows whole classes, and imports at the top. `export.py` uses this on what `nbdev-export` has written;
+a module without patches stays as it is.
 """
 import ast, io, re, sys, tokenize
 from typing import NamedTuple
@@ -14,7 +14,8 @@ class TangleError(ValueError):
     "A patch that cannot be folded; the sentence names its cell."
 
 class Patch(NamedTuple):
-    "A patched function: its node, the lines it takes with what stands above it, its cell's marker, its text as a method."
+    """A patched function: its node, the lines it takes with what stands above it, its cell's marker, its text
+    as a method."""
     node: ast.AST
     start: int
     end: int
@@ -24,13 +25,15 @@ class Patch(NamedTuple):
 def patched(node):
     "The decorator that patches a function, or nothing"
     def name(d): return d.func if isinstance(d, ast.Call) else d
-    if isinstance(node, functions): return next((d for d in node.decorator_list if getattr(name(d), "id", "") == "patch"), None)
+    if isinstance(node, functions):
+        return next((d for d in node.decorator_list if getattr(name(d), "id", "") == "patch"), None)
 
 def indented(text):
     "Four spaces more before each line, but not within strings; a docstring moves as a whole"
     inside, doc = set(), ast.get_docstring(ast.parse(text).body[0], clean=False)
     for t in tokenize.generate_tokens(io.StringIO(text).readline):
-        if t.type == tokenize.STRING and t.start[0] < t.end[0] and ast.literal_eval(t.string if t.string[0] not in "fF" else "''") != doc:
+        if (t.type == tokenize.STRING and t.start[0] < t.end[0]
+                and ast.literal_eval(t.string if t.string[0] not in "fF" else "''") != doc):
             inside |= set(range(t.start[0] + 1, t.end[0] + 1))
     lines = text.splitlines(keepends=True)
     return "".join(o if i in inside or not o.strip() else "    " + o for i, o in enumerate(lines, 1))
@@ -53,24 +56,30 @@ def annotations(node):
 def quoted(method, cls):
     "Annotations that name the class become strings: inside of it the name is not there yet"
     lines = method.splitlines(keepends=True)
-    mine = [o for o in annotations(ast.parse(method).body[0]) if any(isinstance(n, ast.Name) and n.id == cls for n in ast.walk(o))]
+    mine = [o for o in annotations(ast.parse(method).body[0])
+            if any(isinstance(n, ast.Name) and n.id == cls for n in ast.walk(o))]
     for o in sorted(mine, key=lambda o: (o.lineno, o.col_offset), reverse=True):
-        if o.lineno != o.end_lineno: raise TangleError(f"{cls}: write the annotation {ast.unparse(o)} in one line")
+        if o.lineno != o.end_lineno:
+            raise TangleError(f"{cls}: write the annotation {ast.unparse(o)} in one line")
         line = lines[o.lineno - 1].encode()
-        lines[o.lineno - 1] = (line[:o.col_offset] + f"'{ast.unparse(o)}'".encode() + line[o.end_col_offset:]).decode()
+        lines[o.lineno - 1] = (line[:o.col_offset] + f"'{ast.unparse(o)}'".encode()
+                               + line[o.end_col_offset:]).decode()
     return "".join(lines)
 
 def decorator_of(source): return patched(ast.parse(source).body[0])
 
 def used_at_once(node):
     "Names that a signature needs when the function is defined"
-    parts = [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults), *annotations(node)]
-    return {n.id for o in parts for n in ast.walk(o) if isinstance(n, ast.Name)} - {"patch", ast.unparse(node.args.args[0].annotation)}
+    parts = [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults),
+             *annotations(node)]
+    return {n.id for o in parts for n in ast.walk(o) if isinstance(n, ast.Name)} - {"patch",
+        ast.unparse(node.args.args[0].annotation)}
 
 def bound(node):
     "Names that a statement binds"
     if isinstance(node, (*functions, ast.ClassDef)): return [] if patched(node) else [node.name]
-    if isinstance(node, (ast.Import, ast.ImportFrom)): return [(a.asname or a.name).split(".")[0] for a in node.names]
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [(a.asname or a.name).split(".")[0] for a in node.names]
     return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
 
 def find_patches(tree, lines):
@@ -86,7 +95,8 @@ def find_patches(tree, lines):
         while lines[start - 1].startswith("#") and not marker.match(lines[start - 1]): start -= 1
         comment = "".join(lines[start:min(d.lineno for d in node.decorator_list) - 1])
         text = comment + as_method(source, node, decorator)
-        found.setdefault(ast.unparse(node.args.args[0].annotation), []).append(Patch(node, start, node.end_lineno, cells[start], text))
+        found.setdefault(ast.unparse(node.args.args[0].annotation),
+                         []).append(Patch(node, start, node.end_lineno, cells[start], text))
     return found
 
 def without_import(text):
@@ -104,9 +114,13 @@ def tangle(text):
     found = find_patches(tree, lines)
     for name, patches in found.items():
         for p in patches:
-            if name not in classes: raise TangleError(f"{p.cell.strip()}: {p.node.name} is patched into {name}, which this module does not define")
+            if name not in classes:
+                raise TangleError(f"{p.cell.strip()}: {p.node.name} is patched into {name}, which this "
+                                  "module does not define")
             late = sorted(o for o in used_at_once(p.node) if when.get(o, 0) > classes[name].lineno)
-            if late: raise TangleError(f"{p.cell.strip()}: the signature of {name}.{p.node.name} uses {', '.join(late)}, defined after the class; define it before")
+            if late:
+                raise TangleError(f"{p.cell.strip()}: the signature of {name}.{p.node.name} uses "
+                                  f"{', '.join(late)}, defined after the class; define it before")
     cut = {i for patches in found.values() for p in patches for i in range(p.start, p.end)}
     ends = {classes[name].end_lineno - 1: name for name in found}
     out = []
@@ -117,7 +131,8 @@ def tangle(text):
         if i not in ends: continue
         cell = ""
         for p in found[ends[i]]:
-            out += ["\n", *(["    " + p.cell] if p.cell != cell else []), *indented(p.text).splitlines(keepends=True)]
+            out += ["\n", *(["    " + p.cell] if p.cell != cell else []),
+                    *indented(p.text).splitlines(keepends=True)]
             cell = p.cell
     return without_import("".join(without_bare_markers(out)).rstrip("\n") + "\n")
 
@@ -144,14 +159,17 @@ def with_imports_first(text):
     groups = {"python": "", "others": "", "ours": ""}
     for n, names in sorted(said.values(), key=lambda o: isinstance(o[0], ast.ImportFrom)):
         module = n.names[0].name if isinstance(n, ast.Import) else n.module or ""
-        whose = "ours" if getattr(n, "level", 0) else "python" if module.split(".")[0] in sys.stdlib_module_names else "others"
+        whose = ("ours" if getattr(n, "level", 0) else "python"
+                 if module.split(".")[0] in sys.stdlib_module_names else "others")
         same = [ast.unparse(o) for o in n.names] == names
         groups[whose] += "".join(lines[n.lineno - 1:n.end_lineno]) if same else import_line(n, names)
     cut = {i for n in nodes for i in range(n.lineno - 1, n.end_lineno)}
-    last = max(i for i in cut if i < next((k for k, o in enumerate(lines) if k > min(cut) and marker.match(o)), len(lines)))
+    last = max(i for i in cut if i
+               < next((k for k, o in enumerate(lines) if k > min(cut) and marker.match(o)), len(lines)))
     cut |= {i for i in range(min(cut), last) if not lines[i].strip()}   # between two groups
     block = "\n".join(filter(None, groups.values()))
-    return "".join(without_bare_markers([o for i, o in enumerate([*lines[:last], block, *lines[last + 1:]]) if i == last or i not in cut]))
+    return "".join(without_bare_markers([o for i, o in enumerate([*lines[:last], block, *lines[last + 1:]])
+                                         if i == last or i not in cut]))
 
 def without_bare_markers(lines):
     "Leave out the markers of cells of which nothing is left at module level"

@@ -1,4 +1,5 @@
-"""Many coroutines on one driver: streams read to the end, left, cancelled; several event loops; Ctrl-C; an engine that fails; and what editors see."""
+"""Many coroutines on one driver: streams read to the end, left, cancelled; several event loops; Ctrl-C; an
+engine that fails; and what editors see."""
 import asyncio, gc, json, random, signal, subprocess, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -24,7 +25,8 @@ async def idle(driver):
 
 async def read(driver, ids, n, most=None):
     "The tokens of a stream, left after `most` pieces"
-    request, = driver.make_requests([ids], np.array, SamplingParams(max_tokens=n, temperature=0), streamed=True)
+    request, = driver.make_requests([ids], np.array, SamplingParams(max_tokens=n, temperature=0),
+                                    streamed=True)
     got = []
     async with aclosing(driver.pieces(request)) as pieces:
         async for piece in pieces:
@@ -49,7 +51,8 @@ def test_a_thousand_streams(overlap):
             await asyncio.sleep(rng.random() / 20)
             task.cancel()
         got, = await asyncio.gather(task, return_exceptions=True)
-        return isinstance(got, asyncio.CancelledError) or got == expected(ids, n)[:len(got)] and (most is not None or len(got) == n)
+        return (isinstance(got, asyncio.CancelledError) or got == expected(ids, n)[:len(got)]
+                and (most is not None or len(got) == n))
     async def main():
         driver = async_driver(overlap, rows=40, pages=400, queued=64)
         assert all(await asyncio.gather(*(one(driver, k) for k in range(1000))))
@@ -88,7 +91,8 @@ def test_closing_tells_all_who_wait():
         tasks = [asyncio.create_task(read(driver, [1], 40)) for _ in range(5)]
         await asyncio.sleep(.02)
         await asyncio.to_thread(driver.close)
-        for e in await asyncio.gather(*tasks, return_exceptions=True): assert isinstance(e, RuntimeError) and "has been closed" in str(e)
+        for e in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(e, RuntimeError) and "has been closed" in str(e)
         with pytest.raises(RuntimeError, match="has been closed"): await read(driver, [1], 1)
     asyncio.run(main())
 
@@ -99,12 +103,14 @@ def test_an_engine_that_fails_while_it_is_closed():
         tasks = [asyncio.create_task(read(driver, [1], 40)) for _ in range(3)]
         while len(driver._waiting) < 3: await asyncio.sleep(.001)
         reached, gate, has_work = threading.Event(), threading.Event(), driver._has_work
-        driver._has_work = lambda: reached.set() or gate.wait(5) and has_work()   # the thread is between two steps then
+        # the thread is between two steps then
+        driver._has_work = lambda: reached.set() or gate.wait(5) and has_work()
         while not reached.is_set(): await asyncio.sleep(.001)
         driver.runtime.scheduler.abort_all = failing
         with pytest.raises(ZeroDivisionError): await asyncio.to_thread(driver.close)
         gate.set()
-        for e in await asyncio.gather(*tasks, return_exceptions=True): assert isinstance(e, RuntimeError) and "has been closed" in str(e)
+        for e in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(e, RuntimeError) and "has been closed" in str(e)
     asyncio.run(asyncio.wait_for(main(), 10))
 
 def test_a_failing_engine_is_told_and_forgotten():
@@ -121,7 +127,8 @@ def test_a_failing_engine_is_told_and_forgotten():
 def left(llm):
     "Nothing is left of any request: each page is free or cached"
     pages = llm.runtime.scheduler.stats()["pages"]
-    assert pages["held"] == pages["protected"] == 0 and pages["free"] + pages["evictable"] == pages["total"], pages
+    assert (pages["held"] == pages["protected"] == 0
+            and pages["free"] + pages["evictable"] == pages["total"]), pages
 
 CALLS = dict(
     chat=lambda llm: texts(llm.chat(["Count from 3 to 5"], temperature=0)),
@@ -137,7 +144,8 @@ async def whole(stream): return "".join([piece.text async for piece in stream])
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sleep needs Linux")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")   # cancelled before its first line
 def test_cancelled_at_every_await(long):
-    "After so many turns of the event loop the caller is cancelled, wherever it is then; nothing hangs, and nothing is left"
+    """After so many turns of the event loop the caller is cancelled, wherever it is then; nothing hangs, and
+    nothing is left"""
     moments = (0, 1, 2, 3, 5, 10, 30, 100) if long else (0, 2, 5, 30)
     async def main():
         loop, spare = asyncio.get_running_loop(), ThreadPoolExecutor(2)
@@ -178,9 +186,11 @@ def test_left_by_an_exception():
             left(llm)
     asyncio.run(asyncio.wait_for(main(), 30))
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine method 'aclose'")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning",
+                            "ignore:coroutine method 'aclose'")
 def test_a_loop_closed_with_streams_open():
-    "A loop that is closed without its streams and tasks leaves no request behind, and the next loop is served"
+    """A loop that is closed without its streams and tasks leaves no request behind, and the next loop is
+    served"""
     llm, loop = AsyncLLM(num_pages=64, max_seq_len=512), asyncio.new_event_loop()
     stream = llm.stream("The page", max_tokens=400, ignore_eos=True)
     loop.run_until_complete(anext(stream))
@@ -196,9 +206,11 @@ def test_a_loop_closed_with_streams_open():
     asyncio.run(llm.close())
 
 def test_the_garbage_collector_comes_in_between():
-    "It may close a forgotten coroutine at any allocation, even while the thread decides whether to end: no deadlock, and the request ends"
+    """It may close a forgotten coroutine at any allocation, even while the thread decides whether to end: no
+    deadlock, and the request ends"""
     driver = async_driver()
-    one, two = driver.make_requests([[1], [2]], np.array, SamplingParams(max_tokens=40, temperature=0), streamed=True)
+    one, two = driver.make_requests([[1], [2]], np.array, SamplingParams(max_tokens=40, temperature=0),
+                                    streamed=True)
     real, forgotten = type(driver.core.scheduler).has_work, [two]
     class Collecting(type(driver.core.scheduler)):
         @property
@@ -225,7 +237,9 @@ def test_falling_asleep_has_an_end():
             answers, refused = [], []
             async def caller():
                 while len(refused) < 50:
-                    try: answers.append(await llm.generate("The page", max_tokens=4, temperature=0, ignore_eos=True))
+                    try:
+                        answers.append(await llm.generate("The page", max_tokens=4, temperature=0,
+                            ignore_eos=True))
                     except RuntimeError as e: refused.append(str(e))
                     await asyncio.sleep(0)
             callers = [asyncio.create_task(caller()) for _ in range(6)]
@@ -234,7 +248,8 @@ def test_falling_asleep_has_an_end():
             await asyncio.gather(*callers)
             assert all("asleep" in o or "memory has been released" in o for o in refused)
             await llm.wake()
-            assert len({tuple(o.token_ids) for o in [a for [a] in answers] + await llm.generate("The page", max_tokens=4, temperature=0, ignore_eos=True)}) == 1
+            assert (len({tuple(o.token_ids) for o in [a for [a] in answers] + await llm.generate("The page",
+                max_tokens=4, temperature=0, ignore_eos=True)}) == 1)
             await idle(llm._driver)
             left(llm)
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -248,7 +263,8 @@ def test_a_thousand_streams_of_the_model():
             async def text(o): return "".join([p.text async for p in llm.stream(o, params)])
             got = await asyncio.gather(*map(text, prompts))
             assert (await llm.stats())["running"] == 0
-        with LLM(num_pages=4096, max_seq_len=64) as llm: assert got == [o.text for o in llm.generate(prompts, params, progress=False)]
+        with LLM(num_pages=4096, max_seq_len=64) as llm:
+            assert got == [o.text for o in llm.generate(prompts, params, progress=False)]
     asyncio.run(main())
 
 PROGRAM = """
@@ -263,13 +279,14 @@ asyncio.run(main())
 
 @pytest.mark.long
 def test_ctrl_c_at_the_keyboard():
-    p = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    p = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                         text=True)
     assert p.stdout.readline() == "ready\n"
     p.send_signal(signal.SIGINT)
     out, err = p.communicate(timeout=20)
     assert p.returncode != 0 and err.rstrip().endswith("KeyboardInterrupt")
 
-TYPED = """
+TYPED = ("""
 from minisgl_lit import LLM, AsyncLLM, SamplingParams
 from minisgl_lit.text.answer import Answer
 
@@ -282,8 +299,9 @@ async def main() -> None:
     alone = AsyncLLM(page_size=4)
     answer: Answer = await alone.chat('hi', seed=1)
     async for piece in alone.stream('hi', top_p=.5): print(piece.text)
-"""
-WRONG = ["LLM(num_page=3)", "LLM(num_pages='3')", "LLM(dtype='float8')", "llm.generate('hi', temperatur=0)", "llm.generate('hi', tools=[print])",
+""")   # noqa: E501
+WRONG = ["LLM(num_page=3)", "LLM(num_pages='3')", "LLM(dtype='float8')", "llm.generate('hi', temperatur=0)",
+         "llm.generate('hi', tools=[print])",
          "llm.chat('hi', temperature='0')", "llm.chat('hi', tool=[print])", "AsyncLLM(pages=3)"]
 
 @pytest.mark.long
@@ -292,8 +310,10 @@ def test_checkers_know_the_names(tmp_path):
     file = tmp_path/"typed.py"
     file.write_text(TYPED + "\n".join(WRONG) + "\n")
     pyright = Path(sys.executable).with_name("pyright")
-    done = subprocess.run([pyright, "--outputjson", "--pythonpath", sys.executable, file], capture_output=True, text=True, cwd=Path(__file__).resolve().parents[1])
-    lines = {o["range"]["start"]["line"] for o in json.loads(done.stdout)["generalDiagnostics"] if o["severity"] == "error"}
+    done = subprocess.run([pyright, "--outputjson", "--pythonpath", sys.executable, file],
+                          capture_output=True, text=True, cwd=Path(__file__).resolve().parents[1])
+    lines = {o["range"]["start"]["line"] for o in json.loads(done.stdout)["generalDiagnostics"]
+             if o["severity"] == "error"}
     first = TYPED.count("\n")
     assert lines == {*range(first, first + len(WRONG))}, done.stdout
 
@@ -307,8 +327,10 @@ def test_asleep():
             await llm.sleep()
             before = [o.text for o in await task]
             for _ in range(2):
-                with pytest.raises(RuntimeError, match="memory has been released"): await llm.generate("The page")
+                with pytest.raises(RuntimeError, match="memory has been released"):
+                    await llm.generate("The page")
             await llm.wake()
-            assert [o.text for o in await llm.generate(["The page"] * 3, max_tokens=20, temperature=0)] == before
+            assert ([o.text for o in await llm.generate(["The page"] * 3, max_tokens=20, temperature=0)]
+                    == before)
             await idle(llm._driver)
     asyncio.run(main())

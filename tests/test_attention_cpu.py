@@ -1,4 +1,5 @@
-"""The C kernel against the reference backend, over random worlds full of NaN; and the same with the compiler hidden."""
+"""The C kernel against the reference backend, over random worlds full of NaN; and the same with the compiler
+hidden."""
 import os, subprocess, sys
 from pathlib import Path
 
@@ -27,13 +28,16 @@ def worlds(draw, longest=300, most=6):
     n, decode = draw(st.integers(1, most)), st.booleans()
     return dict(
         cached=[length(0) for _ in range(n)], extend=[1 if draw(decode) else length(1) for _ in range(n)],
-        page_size=draw(st.integers(1, 64)), num_kv_heads=draw(st.integers(1, 3)), family=draw(st.integers(1, 8)),
-        dim=draw(st.sampled_from([1, 4, 8, 16, 20, 64, 80, 128])), dtype=draw(st.sampled_from([torch.float32, BF16])), rounded=draw(st.booleans()),
+        page_size=draw(st.integers(1, 64)), num_kv_heads=draw(st.integers(1, 3)),
+        family=draw(st.integers(1, 8)), dim=draw(st.sampled_from([1, 4, 8, 16, 20, 64, 80, 128])),
+        dtype=draw(st.sampled_from([torch.float32, BF16])), rounded=draw(st.booleans()),
         window=draw(st.one_of(st.none(), st.integers(1, 400))), padding=draw(st.integers(0, 3)),
         threads=draw(st.integers(1, 3)), seed=draw(st.integers(0, 99)))
 
-def make(cached, extend, page_size, num_kv_heads, family, dim, dtype, window, padding, seed, rounded=False, **_):
-    "Pages shuffled, NaN in every slot that is nobody's cached token; batch, queries and what the reference says in float32"
+def make(cached, extend, page_size, num_kv_heads, family, dim, dtype, window, padding, seed, rounded=False,
+         **_):
+    """Pages shuffled, NaN in every slot that is nobody's cached token; batch, queries and what the reference
+    says in float32"""
     g = torch.Generator().manual_seed(seed)
     def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
     n, lens = len(cached), np.add(cached, extend)
@@ -42,15 +46,20 @@ def make(cached, extend, page_size, num_kv_heads, family, dim, dtype, window, pa
     pool = KVPool(2, n * max_pages, page_size, num_kv_heads, dim, torch.int8 if rounded else dtype)
     pool.buffer.fill_(-1 if rounded else torch.nan)   # four bytes of -1 are NaN
     table = TableManager(n, max_pages * page_size, page_size, pool.dummy_page)
-    table.write(*np.indices((n, max_pages)).reshape(2, -1), torch.randperm(n * max_pages, generator=g).numpy())
+    table.write(*np.indices((n, max_pages)).reshape(2, -1),
+                torch.randperm(n * max_pages, generator=g).numpy())
     for i, c in enumerate(cached):
-        pool.store_kv(1, some(c, num_kv_heads, dim), some(c, num_kv_heads, dim), torch.from_numpy(table.slots(np.full(c, i), np.arange(c))))
+        pool.store_kv(1, some(c, num_kv_heads, dim), some(c, num_kv_heads, dim),
+                      torch.from_numpy(table.slots(np.full(c, i), np.arange(c))))
     rows = np.r_[np.arange(n), [table.dummy_row]*padding].astype(np.int64)
     before, new = (np.r_[o, [i]*padding].astype(np.int64) for i, o in enumerate((cached, extend)))
-    token_rows, positions = rows.repeat(new), np.concatenate([np.arange(c, c + e) for c, e in zip(before, new)])
-    batch = Batch([], ForwardMode.MIXED, 1, rows, before, before + new, token_rows, positions, table.slots(token_rows, positions), np.arange(0))
+    token_rows, positions = (rows.repeat(new),
+                             np.concatenate([np.arange(c, c + e) for c, e in zip(before, new)]))
+    batch = Batch([], ForwardMode.MIXED, 1, rows, before, before + new, token_rows, positions,
+                  table.slots(token_rows, positions), np.arange(0))
     heads = num_kv_heads * family
-    qkv = some(len(positions), heads + 2 * num_kv_heads, dim).split([heads, num_kv_heads, num_kv_heads], dim=1)
+    qkv = some(len(positions), heads + 2 * num_kv_heads,
+               dim).split([heads, num_kv_heads, num_kv_heads], dim=1)
     exact = KVPool(2, pool.num_pages, page_size, num_kv_heads, dim, torch.float32)
     exact.buffer.copy_(widen_rows(pool.buffer) if rounded else pool.buffer)
     reference = TorchAttention(exact, table.page_table, [None, window])
@@ -70,7 +79,8 @@ def check(**world):
     assert got.dtype == world['dtype'] and got.shape == qkv[0].shape and got.isfinite().all()
     eps = 2e-5 if world['dtype'] == torch.float32 else .02
     torch.testing.assert_close(got[:len(expected)].float(), expected, rtol=eps, atol=eps)
-    for stored, new in ((pool.k(1), qkv[1]), (pool.v(1), qkv[2])):   # the dummy slot may hold any of those written there
+    # the dummy slot may hold any of those written there
+    for stored, new in ((pool.k(1), qkv[1]), (pool.v(1), qkv[2])):
         n = len(expected)
         if stored.dtype == torch.int8: new = round_rows(new)   # to the last bit
         assert torch.equal(stored[torch.from_numpy(batch.out_loc[:n])], new[:n])
@@ -116,17 +126,20 @@ def test_threads_do_not_change_a_bit():
 def test_without_a_compiler(tmp_path):
     "The same random worlds, and one line that says that torch serves"
     env = os.environ | dict(CC='/bin/false', XDG_CACHE_HOME=str(tmp_path))
-    done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', __file__, '-k', 'reference_says'],
+    done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', __file__, '-k',
+                           'reference_says'],
                           env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
-    code = 'import torch, minisgl_lit.kernels.cpu_attention as a; print(a.load_kernels(a.attention_c), a.load_kernels(a.attention_c + " "))'
-    done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[1])
+    code = ('import torch, minisgl_lit.kernels.cpu_attention as a; print(a.load_kernels(a.attention_c), '
+            'a.load_kernels(a.attention_c + " "))')
+    done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=60,
+                          cwd=Path(__file__).parents[1])
     assert done.stdout == 'None None\n' and done.stderr.count('\n') == 1 and '/bin/false' in done.stderr
 
 @pytest.mark.skipif(hidden, reason='no compiler')
 def test_many_processes_compile_at_once(tmp_path):
     "They start with an empty cache together; all succeed, and one library is left"
-    code = """
+    code = ("""
 import os, torch
 from minisgl_lit.kernels.compiler import load
 for child in range(4):
@@ -136,8 +149,9 @@ for child in range(4):
     os.write(1, f"{x.tolist()}\\n".encode())
     os._exit(0)
 for child in range(4): os.wait()
-"""
+""")   # noqa: E501
     env = os.environ | dict(XDG_CACHE_HOME=str(tmp_path))
-    done = subprocess.run([sys.executable, '-c', code], env=env, stdout=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run([sys.executable, '-c', code], env=env, stdout=subprocess.PIPE, text=True,
+                          timeout=120)
     assert done.stdout == '[2.0, 2.0, 2.0]\n' * 4
     assert len(list((tmp_path/'minisgl_lit').iterdir())) == 1

@@ -1,4 +1,5 @@
-"""Models that are broken, too large or not there, as somebody at a terminal meets them: one sentence, no traceback, code 2."""
+"""Models that are broken, too large or not there, as somebody at a terminal meets them: one sentence, no
+traceback, code 2."""
 import json, shutil, subprocess, sys
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.kernels.compiler import load
 from minisgl_lit.kernels.linear import linear_c
 
-TINY = ['--device', 'cpu', '--max-seq-len', '64', '--num-pages', '16', '--temperature', '0', '--max-tokens', '2']
+TINY = ['--device', 'cpu', '--max-seq-len', '64', '--num-pages', '16', '--temperature', '0', '--max-tokens',
+        '2']
 NORM, DOWN = 'model.norm.weight', 'model.layers.1.mlp.down_proj.weight'
 
 @pytest.fixture
@@ -61,19 +63,25 @@ def without(name): return lambda path: (path/name).unlink()
 
 FLAWS = {
     'truncated': (cut, ['model.safetensors is damaged or incomplete']),
-    'empty': (lambda path: (path/'model.safetensors').write_bytes(b''), ['model.safetensors is damaged or incomplete']),
-    'garbage in the header': (header(lambda text: b'\xff{' + text[2:]), ['model.safetensors is damaged or incomplete']),
-    'header longer than the file': (lambda path: (path/'model.safetensors').write_bytes(b'\xff'*64), ['model.safetensors is damaged or incomplete']),
-    'unknown dtype in the header': (header(lambda text: text.replace(b'"BF16"', b'"BF61"')), ['model.safetensors is damaged or incomplete']),
+    'empty': (lambda path: (path/'model.safetensors').write_bytes(b''),
+              ['model.safetensors is damaged or incomplete']),
+    'garbage in the header': (header(lambda text: b'\xff{' + text[2:]),
+                              ['model.safetensors is damaged or incomplete']),
+    'header longer than the file': (lambda path: (path/'model.safetensors').write_bytes(b'\xff'*64),
+                                    ['model.safetensors is damaged or incomplete']),
+    'unknown dtype in the header': (header(lambda text: text.replace(b'"BF16"', b'"BF61"')),
+                                    ['model.safetensors is damaged or incomplete']),
     'missing': (tensors(lambda o: o.pop(DOWN)), ['lacks tensors', DOWN]),
     'extra': (tensors(lambda o: o.update(more=torch.ones(3))), ['does not account for', 'more']),
     'misshapen': (tensors(lambda o: o.update({NORM: torch.ones(3)})), [NORM, 'has shape [3]']),
     'infinite': (tensors(lambda o: o[NORM].fill_(torch.inf)), [NORM, 'holds NaN or infinity']),
-    'dtype': (settings(dtype='float61', torch_dtype='float61'), ["dtype='float61'", 'known are float32, bfloat16, float16']),
+    'dtype': (settings(dtype='float61', torch_dtype='float61'),
+              ["dtype='float61'", 'known are float32, bfloat16, float16']),
     'architecture': (settings(architectures=['PhiForCausalLM']), ["'PhiForCausalLM'", 'known are Llama']),
     'no config': (without('config.json'), ['it has no config.json']),
     'no weights': (without('model.safetensors'), ['holds no weights']),
-    'config is no JSON': (lambda path: (path/'config.json').write_text('{"a":'), ['config.json cannot be read as JSON']),
+    'config is no JSON': (lambda path: (path/'config.json').write_text('{"a":'),
+                          ['config.json cannot be read as JSON']),
     'no tokenizer': (without('tokenizer.json'), ['tokenizer']),
     'broken tokenizer': (lambda path: (path/'tokenizer.json').write_text('{}'), ['tokenizer']),
 }
@@ -112,23 +120,29 @@ def test_what_cannot_be_is_one_sentence(wish, ask):
 def test_a_model_that_cannot_fit(model, ask):
     "How much it needs, how much there is, and what would help: without looking at a single weight"
     settings(hidden_size=2**16, intermediate_size=2**18, num_hidden_layers=200)(model)
-    code, out, err = ask('Hi', '--model', str(model), '--device', 'cpu', '--dtype', 'float32', '--dummy-weights', 'true')
+    code, out, err = ask('Hi', '--model', str(model), '--device', 'cpu', '--dtype', 'float32',
+                         '--dummy-weights', 'true')
     assert (code, out, err.count('\n')) == (2, '', 1)
-    for word in ('the weights of this model need', 'GiB as float32', "dtype='bfloat16' would need"): assert word in err, err
+    for word in ('the weights of this model need', 'GiB as float32', "dtype='bfloat16' would need"):
+        assert word in err, err
 
 def test_numbers_that_overflow(model, ask):
-    "Weights that are finite but useless: found only when they are multiplied, so the request fails, with code 1"
+    """Weights that are finite but useless: found only when they are multiplied, so the request fails, with
+    code 1"""
     tensors(lambda o: o[NORM].fill_(3e38))(model)
     code, out, err = ask('Hi', '--model', str(model), *TINY)
-    assert (code, out.strip(), err.count('\n')) == (1, '', 1) and err == 'the model gave no finite logits for this request\n', err
+    assert ((code, out.strip(), err.count('\n')) == (1, '', 1)
+            and err == 'the model gave no finite logits for this request\n'), err
 
 def test_the_other_commands(model, capsys):
     "`chat` here, and `serve` as a shell sees it, where another process loads the model"
     cut(model)
     code = cli.main(['chat', '--model', str(model)])
     out, err = capsys.readouterr()
-    assert (code, out, err.count('\n')) == (2, '', 1) and err.startswith('minisgl-lit chat: ') and 'damaged' in err
-    done = subprocess.run([sys.executable, '-m', 'minisgl_lit', '--port', '0', '--model', str(model)], capture_output=True, text=True, timeout=100)
+    assert ((code, out, err.count('\n')) == (2, '', 1) and err.startswith('minisgl-lit chat: ')
+            and 'damaged' in err)
+    done = subprocess.run([sys.executable, '-m', 'minisgl_lit', '--port', '0', '--model', str(model)],
+                          capture_output=True, text=True, timeout=100)
     *waits, said = done.stderr.splitlines()   # a busy machine may say first that it is still loading
     assert (done.returncode, done.stdout) == (2, '') and all('still loading' in o for o in waits), done.stderr
     assert said.startswith('minisgl-lit serve: ') and 'damaged' in said

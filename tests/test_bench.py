@@ -23,8 +23,10 @@ from minisgl_lit.core.outputs import EngineCoreOutput
 
 tiny = EngineConfig(num_pages=60, threads=1, device="cpu")
 qwen3 = ModelConfig(architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=1024, num_layers=28,
-                    intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128, qk_norm=True, tie_word_embeddings=True)
-moe = replace(qwen3, architecture="Qwen3MoeForCausalLM", hidden_size=2048, num_layers=48, num_heads=32, num_kv_heads=4,
+                    intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128, qk_norm=True,
+                    tie_word_embeddings=True)
+moe = replace(qwen3, architecture="Qwen3MoeForCausalLM", hidden_size=2048, num_layers=48, num_heads=32,
+              num_kv_heads=4,
               mlps=(MoeMlp(128, 8, 768),) * 48)
 
 
@@ -53,7 +55,8 @@ def test_costs_of_a_model_of_experts():
 
 
 def test_a_dense_first_layer_and_a_shared_expert():
-    mixed = replace(moe, num_layers=2, intermediate_size=100, mlps=(moe.mlps[0], MoeMlp(4, 1, 10, shared_size=7)))
+    mixed = replace(moe, num_layers=2, intermediate_size=100,
+                    mlps=(moe.mlps[0], MoeMlp(4, 1, 10, shared_size=7)))
     mixed = replace(mixed, mlps=(replace(qwen3, intermediate_size=100).mlp(0), mixed.mlps[1]))
     attention = 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 128 + 2 * 2048
     c = ModelCosts.of(mixed, torch.float32)
@@ -64,7 +67,8 @@ def test_a_dense_first_layer_and_a_shared_expert():
 def test_the_faster_format_computes_and_is_named(monkeypatch):
     rates = {torch.float32: 5., torch.bfloat16: 1.}
     monkeypatch.setattr(limits, "matmul_rate", lambda dtype, device: rates[dtype])
-    assert limits.peak_matmul_rate(torch.bfloat16, "cpu") == limits.peak_matmul_rate(torch.float32, "cpu") == (5., torch.float32)
+    assert (limits.peak_matmul_rate(torch.bfloat16, "cpu") == limits.peak_matmul_rate(torch.float32, "cpu")
+            == (5., torch.float32))
     assert limits.peak_matmul_rate(torch.bfloat16, "cuda") == (1., torch.bfloat16)
     rates[torch.bfloat16] = 9.
     assert limits.peak_matmul_rate(torch.bfloat16, "cpu") == (9., torch.bfloat16)
@@ -79,8 +83,10 @@ def test_the_parts_of_a_step_add_up():
         report = bench.cpu(tiny, batch=batch, context=40, steps=4)
         *parts, kernels, variation, whole, beyond, read = report.figures
         times = [o.value for o in parts]
-        assert all(o > 0 for o in times) and sum(times) == pytest.approx(kernels.value) and kernels.value < whole.value
-        assert kernels.value + variation.value + beyond.value == pytest.approx(whole.value) and variation.value > -1e-9 and beyond.value > 0
+        assert (all(o > 0 for o in times) and sum(times) == pytest.approx(kernels.value)
+                and kernels.value < whole.value)
+        assert (kernels.value + variation.value + beyond.value == pytest.approx(whole.value)
+                and variation.value > -1e-9 and beyond.value > 0)
         bytes_read = {o.name.split(" ×")[0]: o.n_bytes for o in parts}
         assert bytes_read["attend"] == batch * 40 * costs.token_kv * costs.itemsize
         weights = sum(bytes_read.values()) - bytes_read["attend"]
@@ -172,7 +178,8 @@ def test_workloads_have_their_sizes():
     assert sizes["batch16"][0][0] == 16 and 16 * 64 < sizes["batch16"][0][1] < 16 * 256
 
 
-@given(st.integers(1, 5), st.tuples(st.integers(1, 9), st.integers(0, 9)), st.integers(0, 5), st.integers(2, 20_000), st.integers())
+@given(st.integers(1, 5), st.tuples(st.integers(1, 9), st.integers(0, 9)), st.integers(0, 5),
+       st.integers(2, 20_000), st.integers())
 def test_drawn_requests_fit_their_shape(n, length, shared, vocab_size, seed):
     lengths = length[0], sum(length)
     w = WorkloadShape(n, lengths, lengths, shared).draw(vocab_size, seed)
@@ -208,13 +215,16 @@ def test_a_wait_counts_from_when_it_was_due():
 
 always = {"name", "setting", "figures", "shares"}
 waits = {f"{o}_p{q}" for o in ("ttft", "itl") for q in (50, 90, 99)}
-ends = {"peak_memory", "weights", "room_for_cache", "prompt_tokens", "cached_tokens", "memory_read", "matrix_product"}
+ends = {"peak_memory", "weights", "room_for_cache", "prompt_tokens", "cached_tokens", "memory_read",
+        "matrix_product"}
 phases = {"output", "prefill", "decode", "whole_run"}
 expected = dict(
     offline=(dict(requests=2, input_len=5, output_len=3, repeat=1), phases | waits | ends),
-    prefix=(dict(requests=3, shared_len=32, own_len=3, output_len=2), phases | waits | ends | {"without_cache", "ratio"}),
+    prefix=(dict(requests=3, shared_len=32, own_len=3, output_len=2),
+            phases | waits | ends | {"without_cache", "ratio"}),
     latency=(dict(requests=2, input_len=4, output_len=3), {"output"} | waits | ends),
-    limits=({}, {"memory_read", "matrix_product", "weights_of_a_token", "cache_of_a_token", "prefill_of_512", "decode_of_1", "decode_of_16", "memory_decides_up_to"}))
+    limits=({}, {"memory_read", "matrix_product", "weights_of_a_token", "cache_of_a_token", "prefill_of_512",
+                 "decode_of_1", "decode_of_16", "memory_decides_up_to"}))
 
 
 @pytest.mark.parametrize("name", expected)
@@ -229,16 +239,20 @@ def test_reports_of_a_model(name):
     assert set(told["shares"]) == {f.name for f in report.figures if f.limit is not None}
     table = str(report).splitlines()
     assert len(table) == 2 + len(report.figures) and table[0].startswith(f"{name}: model embedded")
-    if name in ("offline", "prefix"): assert all(0 <= f.by_memory <= 1 for f in report.figures if f.name in phases)
-    if name == "prefix": assert told["cached_tokens"] == 2 * 32 and told["setting"]["cache"] == "radix" and told["ratio"] > 0
+    if name in ("offline", "prefix"):
+        assert all(0 <= f.by_memory <= 1 for f in report.figures if f.name in phases)
+    if name == "prefix":
+        assert told["cached_tokens"] == 2 * 32 and told["setting"]["cache"] == "radix" and told["ratio"] > 0
 
 
 def test_figures_of_a_machine_with_known_rates(monkeypatch):
-    known = Roofline(ModelCosts(40, 10, 6_000, 0, 1), bandwidth=100., peak_flops=1e9)   # a token reads 50 weights
+    # a token reads 50 weights
+    known = Roofline(ModelCosts(40, 10, 6_000, 0, 1), bandwidth=100., peak_flops=1e9)
     monkeypatch.setattr(bench, "measure_roofline", lambda model, dtype, device: known)
     def told(name, config=tiny, **sizes): return json.loads(benchmarks[name](config, **sizes).json())
     c = told("limits")
-    assert (c["memory_read"], c["matrix_product"], c["weights_of_a_token"], c["cache_of_a_token"]) == (1e-7, 1., 5e-5, 6.)
+    assert ((c["memory_read"], c["matrix_product"], c["weights_of_a_token"], c["cache_of_a_token"])
+            == (1e-7, 1., 5e-5, 6.))
     assert c["decode_of_1"] == pytest.approx(100 / (50 + 6_000 * 512))
     assert c["decode_of_16"] == pytest.approx(1600 / (50 + 6_000 * 512 * 16))
     c = told("latency", requests=2, rate=10., input_len=4, output_len=4)
@@ -261,15 +275,19 @@ def test_answers_of_one_token_have_no_decode():
 
 def test_report_of_the_scheduler(monkeypatch):
     "Each figure has its control, and they keep their names"
-    monkeypatch.setattr(bench, "_step_times", lambda n, steps, **sizes: np.full((steps, len(bench.parts)), float(n)))
+    monkeypatch.setattr(bench, "_step_times",
+                        lambda n, steps, **sizes: np.full((steps, len(bench.parts)), float(n)))
     pieces = bench._other_costs()
-    monkeypatch.setattr(bench, "_other_costs", lambda: {k: (unit, lambda: 7.) for k, (unit, _) in pieces.items()})
+    monkeypatch.setattr(bench, "_other_costs",
+                        lambda: {k: (unit, lambda: 7.) for k, (unit, _) in pieces.items()})
     told = json.loads(benchmarks["scheduler"](steps=3).json())
     sizes = ["64", "64_page_1", "64_long", "256", "256_long", "2048"]
     keys = {f"decode_step_us_{k}" for k in sizes} | {"decode_step_us_256_p99"} | set(pieces)
-    keys |= {f"{part}_us_{n}" for part in bench.parts for n in (64, 256)} | {f"control_us_{k}" for k in [*sizes, *pieces]}
+    keys |= ({f"{part}_us_{n}" for part in bench.parts for n in (64, 256)}
+             | {f"control_us_{k}" for k in [*sizes, *pieces]})
     assert told.keys() == keys | always and told["setting"]["steps"] == 3
-    assert (told["decode_step_us_2048"], told["process_us_64"], told["lpm_128_ms"]) == (2048 * len(bench.parts), 64, 7)
+    assert ((told["decode_step_us_2048"], told["process_us_64"], told["lpm_128_ms"])
+            == (2048 * len(bench.parts), 64, 7))
     assert all(told[f"control_us_{k}"] > 0 for k in [*sizes, *pieces])
 
 
@@ -277,15 +295,18 @@ def test_report_of_the_start(monkeypatch):
     for name in ("_seconds", "_seconds_to_serve"): monkeypatch.setattr(bench, name, lambda *args: 2.)
     told = json.loads(benchmarks["start"]().json())
     names = {"import minisgl_lit", "import LLM", "first answer of LLM", "first answer of serve"}
-    assert told.keys() == {o.replace(" ", "_") for o in names} | always and told["shares"] == dict.fromkeys(names, 1.)
+    assert (told.keys() == {o.replace(" ", "_") for o in names} | always
+            and told["shares"] == dict.fromkeys(names, 1.))
 
 
 def test_a_command_line_can_be_made_of_the_signatures():
     for name, run in benchmarks.items():
         first, *rest = inspect.signature(run).parameters.values()
-        if first.name == "config": assert first.annotation is EngineConfig and first.default is inspect.Parameter.empty
+        if first.name == "config":
+            assert first.annotation is EngineConfig and first.default is inspect.Parameter.empty
         else: rest = [first, *rest]
-        assert all(o.default is not inspect.Parameter.empty and o.annotation is not inspect.Parameter.empty for o in rest)
+        assert all(o.default is not inspect.Parameter.empty and o.annotation is not inspect.Parameter.empty
+                   for o in rest)
         assert name == run.__name__ and run.__doc__ and "\n" not in run.__doc__
 
 
@@ -293,7 +314,8 @@ def test_a_failed_answer_is_told():
     with BenchmarkTarget(tiny) as target:
         bad = EngineCoreOutput("x", [], "error", error="the engine failed: no numbers")
         with pytest.raises(ValueError, match="the engine failed: no numbers"): target._timed(lambda: [bad])
-        with pytest.raises(ValueError, match="prompt 1: .*5000"): target.run(Workload([[1], [1] * 5000], [1, 1]))
+        with pytest.raises(ValueError, match="prompt 1: .*5000"):
+            target.run(Workload([[1], [1] * 5000], [1, 1]))
 
 
 def test_the_cache_is_empty_at_the_beginning_of_a_run():
@@ -301,7 +323,8 @@ def test_the_cache_is_empty_at_the_beginning_of_a_run():
         work = WorkloadShape(1, (40, 40), (3, 3)).draw(target.model.vocab_size)
         runs = [target.run(work) for _ in range(2)]
     assert [o.outputs[0].cached_tokens for o in runs] == [0, 0]
-    assert all(isinstance(o.token_times, TokenTimes) and o.seconds >= sum(o.token_times.seconds.values()) * .99 for o in runs)
+    assert all(isinstance(o.token_times, TokenTimes)
+               and o.seconds >= sum(o.token_times.seconds.values()) * .99 for o in runs)
 
 
 wrong = [("offline", dict(output_len=10**9)), ("offline", dict(repeat=0)), ("offline", dict(requests=True)),
@@ -320,8 +343,8 @@ def test_sizes_are_looked_at_before_anything_is_loaded(name, sizes, monkeypatch)
 
 absurd = [("offline --requests 0", "requests"), ("offline --requests 99999999999", "requests"),
           ("offline --input-len 0", "input_len"), ("offline --output-len -1", "output_len"),
-          ("offline --requests 1000000 --input-len 1000000", "tokens"), ("offline --input-len 4000", "max_seq_len"),
-          ("offline --num-pages 2 --input-len 100", "KV cache")]
+          ("offline --requests 1000000 --input-len 1000000", "tokens"),
+          ("offline --input-len 4000", "max_seq_len"), ("offline --num-pages 2 --input-len 100", "KV cache")]
 
 
 @pytest.mark.parametrize("args, said", absurd)

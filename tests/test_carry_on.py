@@ -1,4 +1,5 @@
-"""What those need who carry on: the container, the hooks before a commit, the workflows and templates of the forge."""
+"""What those need who carry on: the container, the hooks before a commit, the workflows and templates of the
+forge."""
 import json, re, shlex, subprocess, threading
 from configparser import ConfigParser
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -45,11 +46,13 @@ def test_containerfile_has_only_instructions(file):
 
 def test_both_images_start_and_check_the_same():
     for name in ("ENTRYPOINT", "EXPOSE", "USER"): assert argument(name) == argument(name, FILES[1])
-    assert [o.split("CMD")[1] for f in FILES for o in argument("HEALTHCHECK", f)] == [argument("HEALTHCHECK")[0].split("CMD")[1]] * 2
+    assert ([o.split("CMD")[1] for f in FILES for o in argument("HEALTHCHECK", f)]
+            == [argument("HEALTHCHECK")[0].split("CMD")[1]] * 2)
 
 def test_extras_of_the_images_exist():
     for file in FILES:
-        extras = [name for o in argument("RUN", file) for found in re.findall(r"\.whl\)\[([a-z,]+)\]", o) for name in found.split(",")]
+        extras = [name for o in argument("RUN", file) for found in re.findall(r"\.whl\)\[([a-z,]+)\]", o)
+                  for name in found.split(",")]
         assert all(f"{o}_requirements" in cfg for o in extras), extras
 
 def test_image_has_the_python_of_the_settings():
@@ -83,7 +86,8 @@ def test_kernels_can_be_compiled_in_it_by_somebody_who_is_not_root(file):
     made = next(o for i, o in steps if i == "RUN" and "useradd" in o)
     assert user != "root" and any("useradd" in o and o.split()[-1] == user for o in made.split("&&"))
     assert steps.index(("USER", user)) > steps.index(("RUN", made))
-    assert f"install -d -o {user} -g {user} /home/{user}/.cache" in made, "a volume there belongs to who owns the folder"
+    assert (f"install -d -o {user} -g {user} /home/{user}/.cache"
+            in made), "a volume there belongs to who owns the folder"
 
 def test_what_the_container_starts_is_understood():
     command = json.loads(argument("ENTRYPOINT")[0])
@@ -91,7 +95,8 @@ def test_what_the_container_starts_is_understood():
     assert command[0] in scripts
     args, unknown = cli.make_parser().parse_known_args([*command[1:], "--model", "/model"])
     config = from_args(ServerConfig, args)
-    assert not unknown and (config.host, config.port, config.model) == ("0.0.0.0", ServerConfig().port, "/model")
+    assert (not unknown
+            and (config.host, config.port, config.model) == ("0.0.0.0", ServerConfig().port, "/model"))
     assert argument("EXPOSE") == [str(config.port)]
 
 @pytest.mark.parametrize("status", [200, 503])
@@ -133,7 +138,8 @@ def test_a_hook_runs_something_that_exists(hook):
 def test_ruff_of_the_hook_finds_what_is_wrong(tmp_path):
     entry = next(shlex.split(h["entry"]) for h in hooks() if h["id"] == "ruff")
     (tmp_path/"bad.py").write_text("print(what)\n")
-    def run(*files): return subprocess.run([*entry, *files], cwd=root, capture_output=True, text=True).returncode
+    def run(*files):
+        return subprocess.run([*entry, *files], cwd=root, capture_output=True, text=True).returncode
     assert run(tmp_path/"bad.py") == 1 and run("tests/conftest.py", "minisgl_lit/core/request.py") == 0
 
 # workflows and templates
@@ -155,10 +161,12 @@ def test_workflows_say_when_and_what():
 def test_ci_is_what_a_laptop_runs():
     runs = [s.get("run") for s in jobs()["ci"]["steps"]]
     assert ".ci/run" in runs and (root/".ci"/"run").stat().st_mode & 0o111
-    assert any("safe.directory" in (o or "") for o in runs), "without it git says nothing, and CI finds the tree clean"
+    assert any("safe.directory" in (o or "")
+               for o in runs), "without it git says nothing, and CI finds the tree clean"
 
 def test_only_what_was_checked_is_published():
-    published = {name: job for name, job in jobs().items() if name not in ("ci", "clients")}   # these two only check
+    # these two only check
+    published = {name: job for name, job in jobs().items() if name not in ("ci", "clients")}
     assert "make test-clients" in [step.get("run") for step in jobs()["clients"]["steps"]]
     assert set(published) == {"site", "release"}
     for job in published.values(): assert job["needs"] == "ci"
@@ -177,7 +185,8 @@ def test_what_is_published_is_made_by_ci():
 def test_ci_image_has_the_python_of_the_settings():
     assert jobs()["ci"]["container"] == f"python:{cfg['min_python']}"
 
-def forms(): return sorted(o for o in (root/".github"/"ISSUE_TEMPLATE").glob("*.yml") if o.name != "config.yml")
+def forms():
+    return sorted(o for o in (root/".github"/"ISSUE_TEMPLATE").glob("*.yml") if o.name != "config.yml")
 
 @pytest.mark.parametrize("path", forms(), ids=lambda o: o.stem)
 def test_issue_forms_are_as_the_forge_wants_them(path):
@@ -186,7 +195,8 @@ def test_issue_forms_are_as_the_forge_wants_them(path):
     assert len({o["id"] for o in form["body"]}) == len(form["body"])
     for o in form["body"]:
         assert o["type"] in ("input", "textarea") and o["attributes"]["label"]
-        assert o["attributes"].keys() <= {"label", "description", "placeholder"} | ({"render"} if o["type"] == "textarea" else set())
+        assert o["attributes"].keys() <= {"label", "description", "placeholder"} | ({"render"}
+            if o["type"] == "textarea" else set())
     assert any(o.get("validations") == {"required": True} for o in form["body"])
 
 def test_templates_name_what_exists():

@@ -1,4 +1,5 @@
-"""How a chapter reads: one sitting, results rather than assertions, predictions that are answered, pictures, exercises that run; and the menu is the map.
+"""How a chapter reads: one sitting, results rather than assertions, predictions that are answered, pictures,
+exercises that run; and the menu is the map.
 
 What a new chapter must be like stands in CONTRIBUTING.md; these tests hold it.
 """
@@ -15,57 +16,75 @@ nbs = root/"nbs"
 book = contents.parts(nbs/"index.ipynb")
 chapters = {c.stem: c for part in book for c in part.chapters}
 weekend = [c.stem for c in chapters.values() if c.kind == "weekend"]
-looked_at = [nb for nb in notebooks() if nb.stem != "index" and os.environ.get("TST_CHAPTER") in (None, chapter(nb))]   # `make done` asks of one
+# `make done` asks of one
+looked_at = [nb for nb in notebooks() if nb.stem != "index"
+             and os.environ.get("TST_CHAPTER") in (None, chapter(nb))]
 every = pytest.mark.parametrize("stem", [*map(chapter, looked_at)])
 
 @cache
 def prose_and_code(stem):
     "(type, source, outputs) of each cell"
-    return [(c["cell_type"], "".join(c["source"]), c.get("outputs", [])) for c in json.loads((nbs/f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]]
+    return [(c["cell_type"], "".join(c["source"]), c.get("outputs", []))
+            for c in json.loads((nbs/f"{stem}.ipynb").read_text(encoding="utf-8"))["cells"]]
 
 def prose(stem): return "\n\n".join(s for kind, s, _ in prose_and_code(stem) if kind == "markdown")
 
 def test_the_map_has_every_chapter_in_its_order():
-    def in_order(stems): return sorted(stems, key=lambda stem: re.search(r"(\d+)([a-z]?)_[^/]*$", stem).groups())
-    assert len(chapters) == sum(len(part.chapters) for part in book) and {*chapters} == {chapter(nb) for nb in notebooks() if nb.stem != "index"}
+    def in_order(stems):
+        return sorted(stems, key=lambda stem: re.search(r"(\d+)([a-z]?)_[^/]*$", stem).groups())
+    assert (len(chapters) == sum(len(part.chapters) for part in book)
+            and {*chapters} == {chapter(nb) for nb in notebooks() if nb.stem != "index"})
     evening, *rest = chapters
-    assert evening == "00_one_evening" and rest[:len(weekend)] == weekend == in_order(weekend) and len(weekend) == 10
+    assert (evening == "00_one_evening" and rest[:len(weekend)] == weekend == in_order(weekend)
+            and len(weekend) == 10)
     command, *rest = rest[len(weekend):]
     assert command == "weekend/10a_main" and all(o.startswith("weekend/") for o in weekend)
     core = [o for o in rest if o.startswith("core/")]
-    assert core == in_order(core) == [o for i, o in enumerate(core, 1) if o.startswith(f"core/{i:02}_")], "the core is numbered from 01 on, without letters"
-    assert not [o for o in rest if o not in core and re.match(r"\d", o.rpartition("/")[2])], "only the core has numbers"
+    assert core == in_order(core) == [o for i, o in enumerate(core, 1)
+        if o.startswith(f"core/{i:02}_")], "the core is numbered from 01 on, without letters"
+    assert not [o for o in rest if o not in core
+                and re.match(r"\d", o.rpartition("/")[2])], "only the core has numbers"
 
 def listed(page): return re.findall(r"(?m)^(\S.*?) <(\S+)>$", page)
 
 def test_the_menu_is_the_map():
-    "docs/index.md includes the menu: the evening, the weekend, the core by its parts, the experiments, then the rings by folder; each chapter once"
+    """docs/index.md includes the menu: the evening, the weekend, the core by its parts, the experiments, then
+    the rings by folder; each chapter once"""
     menu = contents.menu(book)
     assert "made/menu.md" in (root/"docs/index.md").read_text(encoding="utf-8")
     around, parts = contents.rings(book), contents.core(book)
-    assert [place for _, place in listed(menu)] == ["/nbs/00_one_evening", "/made/path", "/made/core", "/made/ring-experiments", "/server-path", *(f"/{r.place}" for r in around[1:]), "/made/c-sources"]
-    assert [r.name for r in around] == ["Experiments", "Kernels", "Families", "Formats", "Distributed", "Text", "Runtime and Python API", "Server", "Tools and testing"]
+    assert [place for _, place in listed(menu)] == ["/nbs/00_one_evening", "/made/path", "/made/core",
+        "/made/ring-experiments", "/server-path", *(f"/{r.place}" for r in around[1:]), "/made/c-sources"]
+    assert [r.name for r in around] == ["Experiments", "Kernels", "Families", "Formats", "Distributed",
+                                        "Text", "Runtime and Python API", "Server", "Tools and testing"]
     assert listed(contents.core_page(book, nbs)) == [(p.title, p.place.removeprefix("made/")) for p in parts]
     small = book[1].chapters
-    assert [c.stem for c in small] == [*weekend, "weekend/10a_main"] and listed(contents.path_page(book, nbs)) == [(f"{c.number} {c.words}", f"../nbs/{c.stem}") for c in small]
+    assert ([c.stem for c in small] == [*weekend, "weekend/10a_main"]
+            and listed(contents.path_page(book, nbs))
+            == [(f"{c.number} {c.words}", f"../nbs/{c.stem}") for c in small])
     for part in [*parts, *around]:
         page = contents.part_page(part, nbs)
         assert page.startswith(f"# {part.title}\n")
-        assert {re.sub(" [ᶜᵐ]$", "", words) + place for words, place in listed(page)} == {f"{c.number} {c.words}".strip() + f"../nbs/{c.stem}" for c in part.chapters}
+        assert ({re.sub(" [ᶜᵐ]$", "", words) + place for words, place in listed(page)}
+                == {f"{c.number} {c.words}".strip() + f"../nbs/{c.stem}" for c in part.chapters})
     assert sorted(c.stem for part in [*book[:2], *parts, *around] for c in part.chapters) == sorted(chapters)
 
 def test_a_ring_is_a_folder():
     for ring in contents.rings(book):
         rooms = {c.stem.partition("/")[0] if "/" in c.stem else "" for c in ring.chapters}
-        assert rooms <= {"Runtime and Python API": {"", "rules", "loop"}, "Tools and testing": {"", "tools", "testing"}}.get(ring.name, {ring.name.lower()}), ring.name
+        assert rooms <= {"Runtime and Python API": {"", "rules", "loop"},
+            "Tools and testing": {"", "tools", "testing"}}.get(ring.name, {ring.name.lower()}), ring.name
 
 def test_labels_say_their_topic():
     "None stands twice in a group of the menu, and none is a word that any chapter might have"
-    empty = {"names", "answers", "fields", "blocks", "link", "driver", "others", "settings", "packed", "exp", "travel", "tasks", "updates", "library", "grouped", "arguments", "link", "vectors", "load"}
+    empty = {"names", "answers", "fields", "blocks", "link", "driver", "others", "settings", "packed", "exp",
+             "travel", "tasks", "updates", "library", "grouped", "arguments", "link", "vectors", "load"}
     for part in [*contents.core(book), *contents.rings(book)]:
         words = [c.words for c in part.chapters]
         assert len({*words}) == len(words), part.name
-        if not part.number: assert not [o for o in words if o in empty or o.startswith(("its ", "their ", "all of "))], part.name
+        if not part.number:
+            assert not [o for o in words if o in empty
+                        or o.startswith(("its ", "their ", "all of "))], part.name
 
 ONWARD = contents.onward(book, contents.server_path(root/"docs"))
 
@@ -76,18 +95,22 @@ def way(start, n):
     return pages[1:]
 
 def test_next_follows_the_path():
-    "From the evening through the weekend and the core to the experiments; on the server path; in each ring, to the ring behind it"
+    """From the evening through the weekend and the core to the experiments; on the server path; in each ring,
+    to the ring behind it"""
     stems = lambda chapters: [f"nbs/{c.stem}" for c in chapters if c.kind != "module"]
     core = [o for part in contents.core(book) for o in stems(part.chapters)]
     first, *others = contents.rings(book)
     server = [f"nbs/{o}" for o in contents.server_path(root/"docs")]
-    assert way("nbs/00_one_evening", 12 + len(core)) == [*stems(book[1].chapters), "made/core", *core] and ONWARD[core[-1]] == [("Next", first.place), ("Or", "server-path")]
+    assert (way("nbs/00_one_evening", 12 + len(core)) == [*stems(book[1].chapters), "made/core", *core]
+            and ONWARD[core[-1]] == [("Next", first.place), ("Or", "server-path")])
     assert way(first.place, len(first.path) + 1) == [*stems(first.chapters), others[0].place]
-    assert len(server) == 6 and way("server-path", 6) == server and {o.partition("/")[2].partition("/")[0] for o in server} == {"server"}
+    assert (len(server) == 6 and way("server-path", 6) == server
+            and {o.partition("/")[2].partition("/")[0] for o in server} == {"server"})
     for ring, after in zip(others, [*others[1:], None]):
         pages = [ring.place, *stems(ring.chapters), *([after.place] if after else [])]
         for a, b in zip(pages, pages[1:]): assert b in [to for _, to in ONWARD[a]], (a, b)
-    assert others[-1].path[-1].stem == chapter(nbs/f"{others[-1].path[-1].stem}.ipynb") and f"nbs/{others[-1].path[-1].stem}" not in ONWARD, "the last one leads nowhere"
+    assert (others[-1].path[-1].stem == chapter(nbs/f"{others[-1].path[-1].stem}.ipynb")
+            and f"nbs/{others[-1].path[-1].stem}" not in ONWARD), "the last one leads nowhere"
 
 MAP = """| part | chapters |
 |---|---|
@@ -107,34 +130,49 @@ def small(tmp_path):
         nbformat.write(nbformat.v4.new_notebook(cells=[*cells]), tmp_path/"nbs"/f"{stem}.ipynb")
     save("index", md(MAP))
     for stem in re.findall(r"\(([\w/]+)\.ipynb\)", MAP):
-        save(stem, md(f"# Of {stem}\n> What it gives."), code(f"#| default_exp {stem.replace('/', '.')}"), md("What it is for."), code("#| export\ndef two(): return 2"), md("## Tests"), code("assert two() == 2"))
+        save(stem, md(f"# Of {stem}\n> What it gives."), code(f"#| default_exp {stem.replace('/', '.')}"),
+             md("What it is for."), code("#| export\ndef two(): return 2"), md("## Tests"),
+             code("assert two() == 2"))
     (tmp_path/"docs").mkdir()
     (tmp_path/"docs/glossary.md").write_text("")
     (tmp_path/"docs/server-path.md").write_text("1. [S](nbs/runtime.ipynb): it serves.\n")
     return tmp_path
 
 def test_a_module_is_on_no_path(small):
-    "It is listed behind the chapters, without minutes, and Next goes past it; it leads up to its part or ring"
+    """It is listed behind the chapters, without minutes, and Next goes past it; it leads up to its part or
+    ring"""
     told = contents.parts(small/"nbs/index.ipynb")
     on = contents.onward(told, contents.server_path(small/"docs"))
-    assert on["nbs/core/01_x"] == [("Next", "nbs/core/02_y")] and on["nbs/testing/toy"] == [("Up", "made/part-0")] and on["nbs/kernels/k"] == [("Up", "made/ring-kernels")]
+    assert (on["nbs/core/01_x"] == [("Next", "nbs/core/02_y")]
+            and on["nbs/testing/toy"] == [("Up", "made/part-0")]
+            and on["nbs/kernels/k"] == [("Up", "made/ring-kernels")])
     [kernels] = [o for o in contents.rings(told) if o.name == "Kernels"]
-    assert [c.stem for c in kernels.path] == ["kernels/l"] and [c.stem for c in kernels.chapters] == ["kernels/k", "kernels/l"]   # the process has a ring of its own
+    # the process has a ring of its own
+    assert ([c.stem for c in kernels.path] == ["kernels/l"]
+            and [c.stem for c in kernels.chapters] == ["kernels/k", "kernels/l"])
     page = contents.part_page(kernels, small/"nbs")
-    assert re.sub(r"(?s)```.*```", "", page).split("\n\n")[1:5] == ["1 chapters, 0 hours to read them all.", "* [Of kernels/l](../nbs/kernels/l.ipynb) · 0 min<br>What it gives.", "## Modules",
+    assert re.sub(r"(?s)```.*```", "", page).split("\n\n")[1:5] == ["1 chapters, 0 hours to read them all.",
+        "* [Of kernels/l](../nbs/kernels/l.ipynb) · 0 min<br>What it gives.", "## Modules",
         "Pages of purpose, functions and tests, to look things up in; no chapter needs them read."]
-    assert "* [Of kernels/k](../nbs/kernels/k.ipynb)<br>What it gives." in page and listed(page) == [("l", "../nbs/kernels/l"), ("k ᵐ", "../nbs/kernels/k")]
+    assert ("* [Of kernels/k](../nbs/kernels/k.ipynb)<br>What it gives." in page
+            and listed(page) == [("l", "../nbs/kernels/l"), ("k ᵐ", "../nbs/kernels/k")])
 
 def test_the_page_of_a_module(small):
-    "What it is for, its reference, then its code, folded; a chapter has its text, what is next, and its reference"
+    """What it is for, its reference, then its code, folded; a chapter has its text, what is next, and its
+    reference"""
     from chapters import Book
     made = Book(small/"nbs", "pkg")
     def cells(stem): return nbformat.reads(made.page(small/f"nbs/{stem}.ipynb"), as_version=4).cells
-    def heads(stem): return [re.sub(r"\s+", " ", c.source)[:24] for c in cells(stem) if not c.source.startswith("(cell-")]
-    assert heads("kernels/k") == ["# Of kernels/k {.chapter", "What it is for.", "## Reference :::{py:modu", "## Code and tests", "def two(): return 2", "## Tests", "assert two() == 2", "{.onward} **Up:** [](<.."]
-    assert heads("kernels/l") == ["# Of kernels/l {.chapter", "What it is for.", "def two(): return 2", "## Tests", "assert two() == 2", "{.onward} **Next:** [](<", "## Reference :::{py:modu"]
+    def heads(stem):
+        return [re.sub(r"\s+", " ", c.source)[:24] for c in cells(stem) if not c.source.startswith("(cell-")]
+    assert heads("kernels/k") == ["# Of kernels/k {.chapter", "What it is for.", "## Reference :::{py:modu",
+                                  "## Code and tests", "def two(): return 2", "## Tests", "assert two() == 2",
+                                  "{.onward} **Up:** [](<.."]
+    assert heads("kernels/l") == ["# Of kernels/l {.chapter", "What it is for.", "def two(): return 2",
+        "## Tests", "assert two() == 2", "{.onward} **Next:** [](<", "## Reference :::{py:modu"]
     module, other = cells("kernels/k"), cells("kernels/l")
-    assert "Module · [`pkg.kernels.k`]" in module[0].source and "minutes" not in module[0].source and "0 minutes" in other[0].source
+    assert ("Module · [`pkg.kernels.k`]" in module[0].source and "minutes" not in module[0].source
+            and "0 minutes" in other[0].source)
     tags = lambda cells: [c.metadata.tags for c in cells if c.cell_type == "code"]
     assert tags(module) == [["exported", "hide-input"], []] and tags(other) == [["exported"], []]
 
@@ -149,7 +187,8 @@ core = [o for o in chapters if o.startswith("core/")]
 @pytest.mark.parametrize("stem", core)
 def test_nothing_of_the_core_is_folded(stem):
     "What the core exports is shown, and so it counts"
-    folded = [s for kind, s, _ in prose_and_code(stem) if kind == "code" and re.search(r"(?m)^#\| *export", s) and contents.HIDDEN.search(s)]
+    folded = [s for kind, s, _ in prose_and_code(stem) if kind == "code" and re.search(r"(?m)^#\| *export", s)
+              and contents.HIDDEN.search(s)]
     assert not folded, "\n\n".join(folded)
 
 def test_the_core_takes_thirty_hours():
@@ -159,17 +198,21 @@ def test_the_core_takes_thirty_hours():
 
 def begins(stem):
     "The code and the prose of a chapter's first shown cells"
-    shown = [s for kind, s, _ in prose_and_code(stem) if kind == "markdown" or not re.search(r"#\| *(default_exp|export)", s)]
+    shown = [s for kind, s, _ in prose_and_code(stem) if kind == "markdown"
+             or not re.search(r"#\| *(default_exp|export)", s)]
     return "\n".join(shown[:9])
 
 @pytest.mark.parametrize("stem", core)
-def test_a_chapter_of_the_core_begins_where_the_weekend_ends(stem): assert re.search(r"(?i)\bweekend\b", begins(stem)), "what cannot the weekend's version do?"
+def test_a_chapter_of_the_core_begins_where_the_weekend_ends(stem):
+    assert re.search(r"(?i)\bweekend\b", begins(stem)), "what cannot the weekend's version do?"
 
 @every
 def test_what_is_shown_shows(stem):
     "A cell that is not folded has at most three checks: what only proves is marked `#| checks`"
-    crowded = [s for kind, s, _ in prose_and_code(stem) if kind == "code" and not contents.HIDDEN.search(s) and contents.checks(s) > 3]
-    assert not crowded, "more than three checks in a shown cell: show a value, and mark what only proves `#| checks`\n" + "\n\n".join(crowded)
+    crowded = [s for kind, s, _ in prose_and_code(stem) if kind == "code" and not contents.HIDDEN.search(s)
+               and contents.checks(s) > 3]
+    assert not crowded, ("more than three checks in a shown cell: show a value, and mark what only proves "
+                         "`#| checks`\n" + "\n\n".join(crowded))
 
 def unanswered(cells):
     "What is wrong with the predictions of a chapter, in words"
@@ -182,7 +225,9 @@ def unanswered(cells):
                 open_[label] = False
             elif label not in open_: yield f"answer {label} to no prediction"
             elif not open_.pop(label): yield f"prediction {label} is answered before anything has run"
-        if kind == "markdown" and (said := re.search(r"(?i)\b(we|I) predict\b|\bour prediction\b|\bpredict before\b", s)): yield f"no mark: {said[0]}"
+        if (kind == "markdown"
+                and (said := re.search(r"(?i)\b(we|I) predict\b|\bour prediction\b|\bpredict before\b", s))):
+            yield f"no mark: {said[0]}"
     yield from (f"prediction {label} is never answered" for label in open_)
 
 @every
@@ -191,11 +236,14 @@ def test_every_prediction_is_answered(stem):
     assert chapters[stem].kind == "module" or not wrong, "\n".join(wrong)
 
 @pytest.mark.parametrize("cells, wrong", [
-    (["**Predict.** a", None, "**Answer.** b"], 0), (["**Predict 1.** a\n\n**Predict 2.** b", None, "**Answer 2.** b", "**Answer 1.** a"], 0),
-    (["**Predict.** a", "**Answer.** b"], 1), (["**Predict.** a", None], 1), ([None, "**Answer.** b"], 1), (["**Predict.** a", None, "**Predict.** b", None, "**Answer.**"], 1),
+    (["**Predict.** a", None, "**Answer.** b"], 0),
+    (["**Predict 1.** a\n\n**Predict 2.** b", None, "**Answer 2.** b", "**Answer 1.** a"], 0),
+    (["**Predict.** a", "**Answer.** b"], 1), (["**Predict.** a", None], 1), ([None, "**Answer.** b"], 1),
+    (["**Predict.** a", None, "**Predict.** b", None, "**Answer.**"], 1),
     (["We predict a", None], 1)])
 def test_unanswered_predictions_are_seen(cells, wrong):
-    assert len([*unanswered([("code", "x", []) if s is None else ("markdown", s, []) for s in cells])]) == wrong
+    assert (len([*unanswered([("code", "x", []) if s is None else ("markdown", s, []) for s in cells])])
+            == wrong)
 
 def drawn(stem):
     "HTML of the pictures that stand in a chapter, and 'png' for each that is no HTML"
@@ -209,7 +257,8 @@ def drawn(stem):
 @pytest.mark.parametrize("stem", weekend)
 def test_a_chapter_of_the_weekend(stem):
     "It says what one can do after it, and shows live objects in a picture"
-    assert re.search(r"After this chapter,? you can ", prose(stem)[:1600]), "what can the reader do afterwards?"
+    assert re.search(r"After this chapter,? you can ",
+                     prose(stem)[:1600]), "what can the reader do afterwards?"
     assert [html for html in drawn(stem) if html != "mermaid"], "no picture of a live object"
     assert len([*exercises(nbs/f"{stem}.ipynb")]) >= 2
 
@@ -219,7 +268,8 @@ def test_time_is_shown_by_sliders():
 
 @every
 def test_exercises_name_their_command_and_can_be_tried(stem):
-    "Their edits fit the chapter, and what they quote stands there; whether it goes as they say is tried below"
+    """Their edits fit the chapter, and what they quote stands there; whether it goes as they say is tried
+    below"""
     path = nbs/f"{stem}.ipynb"
     nb = nbformat.read(path, as_version=4)
     assert "**Try it.**" not in prose(stem), "an exercise without a solution that is run"
@@ -233,9 +283,11 @@ def test_exercises_name_their_command_and_can_be_tried(stem):
 def mark(exercise):
     "Those of the weekend path: `make exercises`, which CI calls; the others are long"
     if exercise.chapter not in weekend: return pytest.mark.long
-    return pytest.mark.skipif("TST_EXERCISES" not in os.environ and not os.environ.get("TST_LONG"), reason="make exercises")
+    return pytest.mark.skipif("TST_EXERCISES" not in os.environ and not os.environ.get("TST_LONG"),
+                              reason="make exercises")
 
-@pytest.mark.parametrize("exercise", [pytest.param(o, id=str(o), marks=mark(o)) for nb in looked_at for o in exercises(nb)])
+@pytest.mark.parametrize("exercise",
+    [pytest.param(o, id=str(o), marks=mark(o)) for nb in looked_at for o in exercises(nb)])
 def test_an_exercise_goes_as_its_solution_says(exercise):
     said, wrong = verdict(exercise)
     assert not wrong, f"{said}\n{wrong}"

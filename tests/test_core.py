@@ -1,4 +1,5 @@
-"""The core stands alone: it imports nothing of the rest, it fits a head, its chapters need no ring, and copied into an empty folder it answers as `transformers` does."""
+"""The core stands alone: it imports nothing of the rest, it fits a head, its chapters need no ring, and
+copied into an empty folder it answers as `transformers` does."""
 import ast, json, os, re, shutil, statistics, subprocess, sys
 
 import nbformat, pytest
@@ -8,13 +9,17 @@ from reference import MAX_NEW, generate, make_checkpoint, prompts
 
 core = root/cfg["lib_path"]/"core"
 FILES = sorted(core.rglob("*.py"))
-OTHERS = "|".join(sorted(o.stem for o in core.parent.iterdir() if o.name[0] != "_" and o != core))   # rooms, and what stands beside them
+# rooms, and what stands beside them
+OTHERS = "|".join(sorted(o.stem for o in core.parent.iterdir() if o.name[0] != "_" and o != core))
 MOST_LINES = 8000        # of the whole core; may only shrink
 MOST_FUNCTIONS = 230     # that one answer runs through; may only shrink
-WEEKEND = [f"weekend.{o.stem}" for o in sorted((core.parent/"weekend").glob("*.py")) if o.stem[0] != "_"]   # where its chapters begin
-BESIDE = ["tools.drawing", "testing.manual_stream", "testing.toy_engine", "testing.flashinfer_emulator", "testing.triton_emulator", *WEEKEND]   # what they draw and try with
+# where its chapters begin
+WEEKEND = [f"weekend.{o.stem}" for o in sorted((core.parent/"weekend").glob("*.py")) if o.stem[0] != "_"]
+# what they draw and try with
+BESIDE = ["tools.drawing", "testing.manual_stream", "testing.toy_engine", "testing.flashinfer_emulator",
+          "testing.triton_emulator", *WEEKEND]
 
-ALONE = """
+ALONE = ("""
 import json, sys
 from minisgl_lit.core.llm import LLM
 from minisgl_lit.core.sampling_params import SamplingParams
@@ -32,34 +37,44 @@ answer(prompts[:1])
 sys.setprofile(None)
 others = sorted(m for m in sys.modules if m.startswith('minisgl_lit') and not m.startswith('minisgl_lit.core') and m != 'minisgl_lit')
 print(json.dumps(dict(told=told, functions=len(ran), others=others)))
-"""
+""")   # noqa: E501
 
 def test_it_imports_nothing_outside():
     "Lazy imports and names in strings, too"
     for file in FILES:
-        tree, home = ast.parse(file.read_text(encoding="utf-8")), file.relative_to(core.parent.parent).with_suffix("").parts
+        tree, home = (ast.parse(file.read_text(encoding="utf-8")),
+                      file.relative_to(core.parent.parent).with_suffix("").parts)
         for n in ast.walk(tree):
-            if isinstance(n, ast.ImportFrom) and n.level: assert home[:-n.level][:2] == ("minisgl_lit", "core"), (file, n.lineno)
-            elif isinstance(n, ast.ImportFrom): assert not (n.module or "").startswith(cfg["lib_path"]), (file, n.lineno)
-            elif isinstance(n, ast.Import): assert not [a.name for a in n.names if a.name.startswith(cfg["lib_path"])], (file, n.lineno)
-            elif isinstance(n, ast.Constant) and isinstance(n.value, str): assert not re.search(rf"{cfg['lib_path']}\.({OTHERS})\b", n.value), (file, n.lineno)
+            if isinstance(n, ast.ImportFrom) and n.level:
+                assert home[:-n.level][:2] == ("minisgl_lit", "core"), (file, n.lineno)
+            elif isinstance(n, ast.ImportFrom):
+                assert not (n.module or "").startswith(cfg["lib_path"]), (file, n.lineno)
+            elif isinstance(n, ast.Import):
+                assert not [a.name for a in n.names if a.name.startswith(cfg["lib_path"])], (file, n.lineno)
+            elif isinstance(n, ast.Constant) and isinstance(n.value, str):
+                assert not re.search(rf"{cfg['lib_path']}\.({OTHERS})\b", n.value), (file, n.lineno)
 
 def test_it_fits_a_head():
     "Its lines, and the length of its functions, may only shrink"
     assert sum(len(o.read_text(encoding="utf-8").splitlines()) for o in FILES) <= MOST_LINES
-    functions = [n.end_lineno - n.lineno + 1 for o in FILES for n in ast.walk(ast.parse(o.read_text(encoding="utf-8"))) if isinstance(n, ast.FunctionDef)]
-    assert statistics.median(functions) <= 8 and max(functions) <= 60, (statistics.median(functions), max(functions))
+    functions = [n.end_lineno - n.lineno + 1 for o in FILES
+        for n in ast.walk(ast.parse(o.read_text(encoding="utf-8"))) if isinstance(n, ast.FunctionDef)]
+    assert statistics.median(functions) <= 8 and max(functions) <= 60, (statistics.median(functions),
+        max(functions))
 
 def test_its_chapters_need_no_ring():
     bad = set()
     for nb in notebooks():
         if nb.parent.name != "core": continue
-        code = "\n".join("".join(c["source"]) for c in json.loads(nb.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code")
-        bad |= {f"{nb.stem}: {m}" for m in re.findall(rf"minisgl_lit\.((?:{OTHERS})\b(?:\.\w+)?)", code) if m not in BESIDE}
+        code = "\n".join("".join(c["source"]) for c in json.loads(nb.read_text(encoding="utf-8"))["cells"]
+                         if c["cell_type"] == "code")
+        bad |= {f"{nb.stem}: {m}" for m in re.findall(rf"minisgl_lit\.((?:{OTHERS})\b(?:\.\w+)?)", code)
+                if m not in BESIDE}
     assert not bad, sorted(bad)
 
 def run_alone(house, program, *args, beside=(), given=""):
-    "What a program prints that finds the core in this folder, and nothing else of the package but these modules"
+    """What a program prints that finds the core in this folder, and nothing else of the package but these
+    modules"""
     shutil.copytree(core, house/"minisgl_lit"/"core", ignore=shutil.ignore_patterns("__pycache__"))
     (house/"minisgl_lit"/"__init__.py").touch()
     for name in beside:
@@ -67,7 +82,8 @@ def run_alone(house, program, *args, beside=(), given=""):
         file.parent.mkdir(exist_ok=True)
         shutil.copy(core.parent/file.relative_to(house/"minisgl_lit"), file)
     here = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"MPLBACKEND": "agg"}
-    run = subprocess.run([sys.executable, "-c", program, *args], cwd=house, env=here, input=given, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", program, *args], cwd=house, env=here, input=given,
+                         capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return run.stdout
 
@@ -75,7 +91,8 @@ def run_alone(house, program, *args, beside=(), given=""):
 def test_it_answers_alone(tmp_path, family):
     "Copied into an empty folder, beside nothing of the package"
     make_checkpoint(family, model := tmp_path/"model")
-    told = json.loads(run_alone(tmp_path/"house", ALONE, str(model), json.dumps(asked := prompts()), str(MAX_NEW)))
+    told = json.loads(run_alone(tmp_path/"house", ALONE, str(model), json.dumps(asked := prompts()),
+                                str(MAX_NEW)))
     right = [generate(model, o) for o in asked]
     assert told["told"] == [right, right] and told["others"] == []
     assert 100 < told["functions"] <= MOST_FUNCTIONS, told["functions"]
@@ -93,5 +110,6 @@ assert minisgl_lit.core.__path__[0].startswith(sys.argv[1]), minisgl_lit.core.__
 @pytest.mark.parametrize("path", [o for o in notebooks() if o.parent.name == "core"], ids=lambda o: o.stem)
 def test_its_chapters_run_alone(tmp_path, path):
     "The same folder, and beside it what draws and what stands in for an engine"
-    cells = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code" and not {"gpu", "slow", "eval"} & directives(c).keys()]
+    cells = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"
+             and not {"gpu", "slow", "eval"} & directives(c).keys()]
     run_alone(tmp_path/"house", CHAPTER, str(tmp_path), beside=BESIDE, given=json.dumps(cells))

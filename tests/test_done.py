@@ -1,4 +1,5 @@
-"""`make done`: a chapter that `make check` would refuse is refused, in the same words, and one that fails leaves package and notebook as they were."""
+"""`make done`: a chapter that `make check` would refuse is refused, in the same words, and one that fails
+leaves package and notebook as they were."""
 import subprocess, sys
 
 import pytest
@@ -49,18 +50,23 @@ def test_a_chapter_that_is_refused_leaves_all_as_it_was(tmp_path):
     copy = Copy(tmp_path)
     notebook = tmp_path/"nbs"/f"{STEM}.ipynb"
     text, module = notebook.with_suffix(".py"), tmp_path/"minisgl_lit"/"core"/"registry.py"
-    subprocess.run([sys.executable, "-m", "jupytext", "--quiet", "--to", "py:percent", notebook, "-o", text], check=True)
+    subprocess.run([sys.executable, "-m", "jupytext", "--quiet", "--to", "py:percent", notebook, "-o", text],
+                   check=True)
     good, before = text.read_text(), (notebook.read_bytes(), module.read_bytes())
     def done(more):
         text.write_text(good + more)
-        return subprocess.run([sys.executable, tmp_path/"tests"/"done.py", STEM], cwd=tmp_path, env=copy.env, capture_output=True, text=True)
+        return subprocess.run([sys.executable, tmp_path/"tests"/"done.py", STEM], cwd=tmp_path, env=copy.env,
+                              capture_output=True, text=True)
     def sentences(more):
         refused = done(more)
-        assert refused.returncode == 1 and text.read_text() == good + more and (notebook.read_bytes(), module.read_bytes()) == before
+        assert (refused.returncode == 1 and text.read_text() == good + more
+                and (notebook.read_bytes(), module.read_bytes()) == before)
         return refused.stderr
     said = sentences(BAD)
-    for sentence in ("imports minisgl_lit.core.engine.engine", "lines of more than 100 letters", "more than three checks in a shown cell", "is never answered"):
+    for sentence in ("imports minisgl_lit.core.engine.engine", "lines of more than 100 letters",
+                     "more than three checks in a shown cell", "is never answered"):
         assert sentence in said, said
     assert "ZeroDivisionError" in sentences(FAILS)
     it = done("")
-    assert it.returncode == 0 and not text.exists() and (notebook.read_bytes(), module.read_bytes()) == before, it.stderr
+    assert (it.returncode == 0 and not text.exists()
+            and (notebook.read_bytes(), module.read_bytes()) == before), it.stderr

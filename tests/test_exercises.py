@@ -1,12 +1,15 @@
-"""What trying an exercise says: cells that fail or print otherwise, and the figures of its section, before and after."""
+"""What trying an exercise says: cells that fail or print otherwise, and the figures of its section, before
+and after."""
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 import exercises
 from exercises import Exercise, verdict
 
 def chapter(budget, steps):
     def printed(text): return [new_output("stream", name="stdout", text=text)]
-    cells = [new_markdown_cell("# A chapter\n## 1. Before"), new_code_cell("#| volatile\nprint(seconds)", outputs=printed(f"{steps / 10} s\n")),
-             new_markdown_cell("## 2. Chunks"), new_code_cell(f"budget = {budget}"), new_code_cell("#| volatile\nserve()", outputs=printed(f"{steps} steps, 0.{steps} s\n"))]
+    cells = [new_markdown_cell("# A chapter\n## 1. Before"),
+             new_code_cell("#| volatile\nprint(seconds)", outputs=printed(f"{steps / 10} s\n")),
+             new_markdown_cell("## 2. Chunks"), new_code_cell(f"budget = {budget}"),
+             new_code_cell("#| volatile\nserve()", outputs=printed(f"{steps} steps, 0.{steps} s\n"))]
     for i, c in enumerate(cells): c.id = f"cell{i}"
     return new_notebook(cells=cells)
 

@@ -1,6 +1,7 @@
-"""FlashInfer's own Python on a GPU that computes nothing (`fake_gpu.py`, in a process of its own): every configuration is built, captured and
-generates, a module that does not compile takes nothing else with it, what a decode step launches outside its graph may only shrink, and the
-steps of `gpu_check` run to their end."""
+"""FlashInfer's own Python on a GPU that computes nothing (`fake_gpu.py`, in a process of its own): every
+configuration is built, captured and generates, a module that does not compile takes nothing else with it,
+what a decode step launches outside its graph may only shrink, and the steps of `gpu_check` run to their
+end."""
 import importlib.util, json, os, subprocess, sys
 from collections import Counter
 from pathlib import Path
@@ -14,88 +15,123 @@ pytestmark = pytest.mark.skipif(not here, reason='needs the package flashinfer: 
 
 def on_fake_gpu(*names):
     "What `fake_gpu.py` says of these, by name"
-    path = os.pathsep.join(map(str, [root, root/'tests', fetched, *filter(None, [os.environ.get('PYTHONPATH')])]))
-    done = subprocess.run([sys.executable, root/'tests'/'fake_gpu.py', *names], cwd=root, capture_output=True, text=True, timeout=300, env=os.environ | dict(PYTHONPATH=path))
+    path = os.pathsep.join(map(str,
+                               [root, root/'tests', fetched, *filter(None, [os.environ.get('PYTHONPATH')])]))
+    done = subprocess.run([sys.executable, root/'tests'/'fake_gpu.py', *names], cwd=root, capture_output=True,
+                          text=True, timeout=300, env=os.environ | dict(PYTHONPATH=path))
     told = [json.loads(o) for o in done.stdout.splitlines()]
     assert len(told) == len(names) and not done.returncode, done.stderr[-3000:]
     return {o['name']: o for o in told}
 
 WORK = ['qwen3moe', 'kv_fp8', 'weights_fp8', 'qwen3', 'no_edits', 'tensor_cores']
-MORE = ['sampled', 'mixed', 'window', 'prefix', 'named', 'llama', 'group5', 'page1']   # of kinds that the others have, too
+# of kinds that the others have, too
+MORE = ['sampled', 'mixed', 'window', 'prefix', 'named', 'llama', 'group5', 'page1']
 BROKEN = ['no_norm', 'accidents']
 MORE_BROKEN = ['no_rope', 'no_prefill']   # the same for other modules
 
 def test_every_configuration_is_built_captured_and_generates(long):
-    """No call is refused, and nothing is copied or planned while a graph is captured: both would raise. A module that does not compile takes
-    nothing else with it."""
+    """No call is refused, and nothing is copied or planned while a graph is captured: both would raise. A
+    module that does not compile takes nothing else with it."""
     work, broken = (WORK + MORE, BROKEN + MORE_BROKEN) if long else (WORK, BROKEN)
     told = on_fake_gpu(*work, *broken)
-    for name, o in told.items(): assert o['ok'] and o['tokens'] == 6 * o['requests'], (name, o.get('error'), o.get('at'))
+    for name, o in told.items():
+        assert o['ok'] and o['tokens'] == 6 * o['requests'], (name, o.get('error'), o.get('at'))
     for name in work:
         o, on_tensor_cores = told[name], name in ('tensor_cores', 'named', 'group5')
         plain = name != 'kv_fp8'   # whose keys and values are read from pages by every prompt
-        assert o['captured'] == 3 and o['replays'] > 3 and ('ragged' in o) == plain and ('paged' in o) >= (not plain), o
-        assert ('captured paged' in o) == on_tensor_cores and ('captured decode' in o) == (not on_tensor_cores), o
-        assert o['captured heads'] and 'captured rope' not in o and o['captured rmsnorm'] and o['captured fused_add_rmsnorm']
-        assert o['captured gate_up'] == o['captured down'] if name == 'qwen3moe' else o['captured silu_and_mul']
+        assert (o['captured'] == 3 and o['replays'] > 3 and ('ragged' in o) == plain
+                and ('paged' in o) >= (not plain)), o
+        assert (('captured paged' in o) == on_tensor_cores
+                and ('captured decode' in o) == (not on_tensor_cores)), o
+        assert (o['captured heads'] and 'captured rope' not in o and o['captured rmsnorm']
+                and o['captured fused_add_rmsnorm'])
+        assert (o['captured gate_up'] == o['captured down'] if name == 'qwen3moe'
+                else o['captured silu_and_mul'])
         assert ('captured round_row' in o) == (name == 'weights_fp8') and o.get('weigh') == o.get('pick')
     at_start = told['qwen3']['weigh']    # of the steps of each kind that an engine does before it serves
     assert told['no_edits']['weigh'] == told['no_edits']['cut'] > at_start + 3
     norm, accidents = (told[o] for o in BROKEN)
-    assert not {'weigh', 'captured pages'} & set(accidents) and accidents['captured decode']   # a crash and a hang took nothing else along
-    assert 'rmsnorm' not in norm and norm['captured heads'] and norm['captured decode']   # torch's own is captured instead
+    # a crash and a hang took nothing else along
+    assert not {'weigh', 'captured pages'} & set(accidents) and accidents['captured decode']
+    # torch's own is captured instead
+    assert 'rmsnorm' not in norm and norm['captured heads'] and norm['captured decode']
     if not long: return
     assert told['sampled']['weigh'] == at_start   # which has penalties in each step
     rope, prefill = (told[o] for o in MORE_BROKEN)
     assert 'rope' not in rope and rope['rmsnorm'] and rope['silu_and_mul']
     assert 'ragged' not in prefill and prefill['captured decode']
 
-# copies to the device and kernels of a decode step outside its graph, whether it begins a page or not: a smaller number is welcome here, a larger
-# one is a bug. A plan of FlashInfer's is one more copy, its own.
+# copies to the device and kernels of a decode step outside its graph, whether it begins a page or not: a
+# smaller number is welcome here, a larger one is a bug. A plan of FlashInfer's is one more copy, its own.
 MOST = dict(greedy=dict(copies=1, kernels=4), random=dict(copies=1, kernels=7))
-LAYER = ['fused_add_rmsnorm', 'aten.linear.default', 'heads', 'decode', 'aten.linear.default', 'fused_add_rmsnorm', 'aten.linear.default', 'silu_and_mul', 'aten.linear.default']
-ROUTER = ['aten.linear.default', 'aten.softmax.int', 'aten.topk.default', 'aten.sum.dim_IntList', 'aten.div.Tensor', 'aten.to.dtype']
-EXPERTS_LAYER = [*LAYER[:6], *ROUTER, 'aten.sort.stable', 'aten.arange.default', 'aten.searchsorted.Tensor', 'gate_up', 'down', 'aten.sum.dim_IntList']
-STEPS = ['machine', 'modules', 'recorded', 'prefill', 'bench256', 'profile', 'sampling', 'attend', 'fp8', 'serve', 'first_start', 'kernels', 'low', 'experts', 'late']
-FOR_A_WHILE = ['serve', 'low', 'prefill', 'bench256', 'experts', 'first_start', 'late']   # these take two thirds of the time of all
+LAYER = ['fused_add_rmsnorm', 'aten.linear.default', 'heads', 'decode', 'aten.linear.default',
+         'fused_add_rmsnorm', 'aten.linear.default', 'silu_and_mul', 'aten.linear.default']
+ROUTER = ['aten.linear.default', 'aten.softmax.int', 'aten.topk.default', 'aten.sum.dim_IntList',
+          'aten.div.Tensor', 'aten.to.dtype']
+EXPERTS_LAYER = [*LAYER[:6], *ROUTER, 'aten.sort.stable', 'aten.arange.default', 'aten.searchsorted.Tensor',
+                 'gate_up', 'down', 'aten.sum.dim_IntList']
+STEPS = ['machine', 'modules', 'recorded', 'prefill', 'bench256', 'profile', 'sampling', 'attend', 'fp8',
+         'serve', 'first_start', 'kernels', 'low', 'experts', 'late']
+# these take two thirds of the time of all
+FOR_A_WHILE = ['serve', 'low', 'prefill', 'bench256', 'experts', 'first_start', 'late']
 
 def test_what_a_step_launches_may_only_shrink_and_steps_of_gpu_check_run_to_their_end(long):
     "On a real GPU there is one run of seven minutes: no line of it may be the first to be wrong"
     steps = [o for o in STEPS if long or o not in FOR_A_WHILE]
-    told = on_fake_gpu(*MOST, 'layer', 'kv_fp8_layer', 'experts_layer', 'fp8_layer', 'experts_fp8_layer', *steps)
+    told = on_fake_gpu(*MOST, 'layer', 'kv_fp8_layer', 'experts_layer', 'fp8_layer', 'experts_fp8_layer',
+                       *steps)
     for name, o in told.items(): assert o['ok'], (name, o['error'], o['at'])
     for name in MOST:
         o = told[name]
         assert o['replays'] == o['plans'] == 1 and o['copies to the host'] == 2, o
         for what, most in MOST[name].items():
             assert o[what] <= most, (name, what, o)
-            assert o[what] > most - 1, f'{name} launches fewer {what} now, {o[what]}: lower the number in MOST'
-    for name in ('layer', 'kv_fp8_layer'): assert told[name]['by_name'] == Counter(LAYER) and told[name]['kernels'] == 9, told[name]
-    assert told['fp8_layer']['by_name'] == Counter([o.replace('linear', '_scaled_mm') for o in LAYER] + ['round_row'] * 4), told['fp8_layer']
-    assert told['experts_layer']['by_name'] == Counter(EXPERTS_LAYER), told['experts_layer']   # and nowhere may the host wait: it would raise
+            assert o[what] > most - 1, (f'{name} launches fewer {what} now, {o[what]}: lower the number in '
+                                        'MOST')
+    for name in ('layer', 'kv_fp8_layer'):
+        assert told[name]['by_name'] == Counter(LAYER) and told[name]['kernels'] == 9, told[name]
+    assert told['fp8_layer']['by_name'] == Counter([o.replace('linear', '_scaled_mm') for o in LAYER]
+        + ['round_row'] * 4), told['fp8_layer']
+    # and nowhere may the host wait: it would raise
+    assert told['experts_layer']['by_name'] == Counter(EXPERTS_LAYER), told['experts_layer']
     attention = [o.replace('linear', '_scaled_mm') for o in LAYER[:6]] + ['round_row'] * 2
-    assert told['experts_fp8_layer']['by_name'] == Counter([*attention, *EXPERTS_LAYER[6:]]), told['experts_fp8_layer']
+    assert (told['experts_fp8_layer']['by_name']
+            == Counter([*attention, *EXPERTS_LAYER[6:]])), told['experts_fp8_layer']
     figures = {name: told[name]['figures'] for name in steps}
-    assert figures['machine']['arch'] == 'sm_90' and figures['machine']['flashinfer'] and 'torch' in figures['machine']['doctor']
-    assert {'heads_steps_us', 'heads_fused_us', 'heads_error', 'heads_fp8_error', 'sampling_error'} <= set(figures['kernels'])
+    assert (figures['machine']['arch'] == 'sm_90' and figures['machine']['flashinfer']
+            and 'torch' in figures['machine']['doctor'])
+    assert ({'heads_steps_us', 'heads_fused_us', 'heads_error', 'heads_fp8_error', 'sampling_error'}
+            <= set(figures['kernels']))
     late = {'prefill_fa3', 'decode_fp8_cuda_cores', 'decode_fp8_tensor_cores'}
-    assert len(figures['modules']) == 8 and set(figures['modules']) >= late and {o['how'] for o in figures['modules'].values()} <= {'aot', 'kept', 'compiled'}
-    assert figures['recorded']['errors'] == [0.] * 20 and figures['recorded']['rows'] == dict(requests=48, replayed=64, one_by_one=64)
+    assert (len(figures['modules']) == 8 and set(figures['modules']) >= late
+            and {o['how'] for o in figures['modules'].values()} <= {'aot', 'kept', 'compiled'})
+    assert (figures['recorded']['errors'] == [0.] * 20
+            and figures['recorded']['rows'] == dict(requests=48, replayed=64, one_by_one=64))
     assert set(figures['profile']) == {'n1', 'n1_longest_us', 'n4', 'n4_longest_us'}
     assert len(figures['sampling']) == 12 + 6 * 2 and 'qwen3_16_bits_kernels_us' in figures['sampling']
-    attend = {f'n{n}_page{page}_{kernel}' for n in (1, 32, 128, 256) for page in (16, 64) for kernel in ('cuda_cores', 'tensor_cores', 'batch_attention')}
+    attend = {f'n{n}_page{page}_{kernel}' for n in (1, 32, 128, 256) for page in (16, 64)
+              for kernel in ('cuda_cores', 'tensor_cores', 'batch_attention')}
     cache = {f'{kv}_{kernel}' for kv in ('kv_bf16', 'kv_fp8') for kernel in ('cuda_cores', 'tensor_cores')}
-    assert set(figures['attend']) == attend and set(figures['fp8']) == {'multiplies', 'n1', 'n16', 'n256', 'n4096'} | cache and figures['fp8']['multiplies']
+    assert (set(figures['attend']) == attend
+            and set(figures['fp8']) == {'multiplies', 'n1', 'n16', 'n256', 'n4096'} | cache
+            and figures['fp8']['multiplies'])
     for o in cache: assert set(figures['fp8'][o]) == {'attend_us', 'us'}
     if not long: return
-    assert set(figures['prefill']) == {f'{kernel}_{what}' for kernel in ('fa2', 'fa3') for what in (8, 300, 'layer')} and set(figures['prefill']['fa3_layer']) == {'fresh_us', 'cached_us'}
+    assert (set(figures['prefill']) == {f'{kernel}_{what}' for kernel in ('fa2', 'fa3')
+        for what in (8, 300, 'layer')} and set(figures['prefill']['fa3_layer']) == {'fresh_us', 'cached_us'})
     kinds = {'overlap_greedy', 'overlap_random', 'overlap_qwen3', 'normal_greedy'}
-    assert kinds | {f'{o}_step_ms' for o in kinds} <= set(figures['bench256']) and all(figures['bench256'][o]['compilations'] == 0 for o in kinds)
+    assert (kinds | {f'{o}_step_ms' for o in kinds} <= set(figures['bench256'])
+            and all(figures['bench256'][o]['compilations'] == 0 for o in kinds))
     for n in (2, 3):
-        o = figures['serve'][f'callers_{n}']   # a loaded machine sends short answers in one piece: then there is no time between
-        assert o['answers'] > 0 == o['errors'] and o['first_token_50_ms'] <= o['first_token_99_ms'] and o.get('between_50_ms', 0) <= o.get('between_99_ms', 0) and o['share_of_own'] > 0, o
-    assert [*figures['first_start']] == ['nothing_kept', 'compiled', 'all_kept'] and {'sampled_again_s', 'compilations'} <= set(figures['first_start']['all_kept'])
-    parts = {o for o in set(figures['prefill']) | attend if o.startswith('fa3') or o.endswith('batch_attention')} | cache
+        # a loaded machine sends short answers in one piece: then there is no time between
+        o = figures['serve'][f'callers_{n}']
+        assert (o['answers'] > 0 == o['errors'] and o['first_token_50_ms'] <= o['first_token_99_ms']
+                and o.get('between_50_ms', 0) <= o.get('between_99_ms', 0) and o['share_of_own'] > 0), o
+    assert ([*figures['first_start']] == ['nothing_kept', 'compiled', 'all_kept']
+            and {'sampled_again_s', 'compilations'} <= set(figures['first_start']['all_kept']))
+    parts = ({o for o in set(figures['prefill']) | attend if o.startswith('fa3')
+              or o.endswith('batch_attention')} | cache)
     assert set(figures['late']) == {'parts'} | late | parts
     assert set(figures['experts']) == {f'n{n}' for n in (1, 16, 64, 256, 2048)}
-    assert set(figures['low']) == {f'{a}_{b}' for a in ('overlap', 'normal') for b in (1, 2, 4, 'host_us')} and 'all' in figures['low']['overlap_host_us']
+    assert (set(figures['low']) == {f'{a}_{b}' for a in ('overlap', 'normal') for b in (1, 2, 4, 'host_us')}
+            and 'all' in figures['low']['overlap_host_us'])

@@ -1,4 +1,5 @@
-"Everything that can go wrong with a running server, on real sockets: who is told, what ends, and what is left (nothing)."
+"""Everything that can go wrong with a running server, on real sockets: who is told, what ends, and what is
+left (nothing)."""
 import asyncio, json, os, random, re, signal, socket, subprocess, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,7 +32,8 @@ def health(url): return web.get(url + '/health').status_code
 def request(body):
     "The bytes of a request to /generate"
     text = json.dumps(body)
-    return (f'POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n'
+    return ('POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: '
+            'close\r\n'
             f'Content-Length: {len(text)}\r\n\r\n{text}').encode()
 
 def connect(server, body, buffer=None):
@@ -55,9 +57,12 @@ def told(raw):
 @contextmanager
 def program(tmp_path, *flags):
     "The command line's server: the process, its url, its engine's process id and folder"
-    command = [sys.executable, '-m', 'minisgl_lit', 'serve', '--port', '0', '--num-pages', '512', '--max-running-req', '16', *flags]
-    with open(tmp_path/'stderr', 'w') as log: p = subprocess.Popen(
-        command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=os.environ | dict(TMPDIR=str(tmp_path)))
+    command = [sys.executable, '-m', 'minisgl_lit', 'serve', '--port', '0', '--num-pages', '512',
+               '--max-running-req', '16', *flags]
+    with open(tmp_path/'stderr', 'w') as log:
+        p = subprocess.Popen(
+            command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
+            env=os.environ | dict(TMPDIR=str(tmp_path)))
     try:
         url = re.search(r'(http://127.0.0.1:\d+)\n$', p.stdout.readline())[1]
         (engine, folder), = engines(p.pid).items()
@@ -72,13 +77,16 @@ class At:
 
 
 def test_engine_is_killed_under_16_streams(capfd):
-    "kill -9: every stream ends with an error event, /health says so, newcomers are refused; with `restart` it goes on"
+    """kill -9: every stream ends with an error event, /health says so, newcomers are refused; with `restart`
+    it goes on"""
     before = engines()
-    with serve(**SMALL | dict(num_pages=2048, log_interval=0, restart=True)) as s, ThreadPoolExecutor(17) as pool:
+    with serve(**SMALL | dict(num_pages=2048, log_interval=0,
+                              restart=True)) as s, ThreadPoolExecutor(17) as pool:
         (pid, folder), = engines().items() - before.items()
         streams = [events(s, '/generate', text='Hello', rid=f's{i}', **LONG) for i in range(16)]
         [*pool.map(next, streams)]   # at once: one after the other, the first might have ended
-        assert post(s, '/pause_generation', mode='in_place').status_code == 200   # so that nobody ends before it is killed
+        # so that nobody ends before it is killed
+        assert post(s, '/pause_generation', mode='in_place').status_code == 200
         whole = pool.submit(post, s, '/generate', text='Hello', **LONG)
         until(lambda: info(s)['running'] + info(s)['waiting'] == 17)
         os.kill(pid, signal.SIGKILL)
@@ -96,13 +104,16 @@ def test_engine_is_killed_under_16_streams(capfd):
 
 @pytest.mark.long
 def test_a_replica_is_killed_under_16_streams():
-    "Its streams end with an error, those of the others go on and are whole; newcomers are served at once; when the last has died, the server ends"
+    """Its streams end with an error, those of the others go on and are whole; newcomers are served at once;
+    when the last has died, the server ends"""
     before = engines()
-    with serve(**SMALL | dict(num_pages=2048, log_interval=0, replicas=3)) as s, ThreadPoolExecutor(16) as pool:
+    with (serve(**SMALL | dict(num_pages=2048, log_interval=0, replicas=3)) as s,
+          ThreadPoolExecutor(16) as pool):
         until(lambda: all(o["joined"] for o in info(s)["per_replica"]))
         streams = [events(s, "/generate", text=f"Hello {i}", rid=f"s{i}", **LONG) for i in range(16)]
         [*pool.map(next, streams)]
-        assert post(s, "/pause_generation", mode="in_place").status_code == 200   # so that nobody ends before it is killed
+        # so that nobody ends before it is killed
+        assert post(s, "/pause_generation", mode="in_place").status_code == 200
         there = [o["running"] + o["waiting"] for o in info(s)["per_replica"]]
         assert sum(there) == 16 and all(there)
         s._processes[1].process.kill()
@@ -123,7 +134,8 @@ def test_a_replica_is_killed_under_16_streams():
 def assert_all_replicas_wait(s):
     "All are paused: who comes waits, at each of them, and is answered when they go on"
     with ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(post, s, "/generate", text=f"{i} pages", sampling_params=dict(max_tokens=2)) for i in range(8)]
+        calls = [pool.submit(post, s, "/generate", text=f"{i} pages", sampling_params=dict(max_tokens=2))
+                 for i in range(8)]
         until(lambda: info(s)["waiting"] == 8)
         assert all(o["waiting"] and not o["running"] for o in info(s)["per_replica"])
         post(s, "/continue_generation")
@@ -150,7 +162,8 @@ def test_a_replica_stands_still():
         os.kill(engine, signal.SIGSTOP)
         try:
             assert "has not been heard of" in info(s)["per_replica"][1]["why"]
-            assert health(s.url) == web.get(s.url + "/health_generate").status_code == web.get(s.url + "/metrics").status_code == 200
+            assert (health(s.url) == web.get(s.url + "/health_generate").status_code
+                    == web.get(s.url + "/metrics").status_code == 200)
             assert post(s, "/generate", text="x", sampling_params=dict(max_tokens=2)).status_code == 200
             assert post(s, "/pause_generation", mode="in_place").status_code == 200
         finally: os.kill(engine, signal.SIGCONT)
@@ -158,7 +171,8 @@ def test_a_replica_stands_still():
         assert_all_replicas_wait(s)
 
 def test_engine_is_frozen(tmp_path, record_property):
-    "SIGSTOP: /health says so; after `watchdog_timeout` it is killed, callers are told, the exit code is not 0"
+    """SIGSTOP: /health says so; after `watchdog_timeout` it is killed, callers are told, the exit code is not
+    0"""
     with program(tmp_path, '--watchdog-timeout', '6') as (p, url, engine, folder):
         stream = events(At(url), '/generate', text='Hello', **LONG)
         next(stream)
@@ -179,7 +193,8 @@ def test_callers_hang_up(server):
         socks = [connect(server, body | dict(stream=rng.random() < .7)) for _ in range(20)]
         for s in socks:
             time.sleep(rng.random()*.01)
-            if rng.random() < .3: s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')   # reset
+            # reset
+            if rng.random() < .3: s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')
             s.close()
     until(lambda: idle(server))
     client = server._client
@@ -200,7 +215,8 @@ def test_slow_readers(server, record_property):
     ids = lambda events: events[-1]['output_ids']
     assert len(ids(quick[0])) == 150 and all(ids(o) == ids(quick[0]) for o in quick + late)
     assert all(o[-1]['meta_info']['finish_reason']['type'] == 'length' for o in quick + late)
-    record_property('60 streams beside 4 that do not read', f'{seconds:.1f} s; events of a quick one {len(quick[0])}, of a slow one {len(late[0])}')
+    record_property('60 streams beside 4 that do not read',
+                    f'{seconds:.1f} s; events of a quick one {len(quick[0])}, of a slow one {len(late[0])}')
     until(lambda: idle(server))
 
 
@@ -216,7 +232,8 @@ def test_more_than_fit():
         assert post(s, '/generate', **ask).status_code == 200 and not s._client._open
         stuck = connect(s, dict(text='Hello', stream=True, **LONG), buffer=2048)
         until(lambda: info(s)['running'] == 1)
-        assert post(s, '/pause_generation', mode='in_place').status_code == 200   # so that it does not end by itself
+        # so that it does not end by itself
+        assert post(s, '/pause_generation', mode='in_place').status_code == 200
         s.drain()
         last = told(read_all(stuck))[-1]
         assert 'was stopped' in last['error']['message']
@@ -229,7 +246,8 @@ def test_sigterm_drains(tmp_path):
         ask = dict(text='The page', sampling_params=dict(max_tokens=500, ignore_eos=True))
         begun = events(At(url), '/generate', text='Hello', **LONG)   # for as long as all else takes
         next(begun)
-        assert post(At(url), '/pause_generation', mode='in_place').status_code == 200   # so that none ends before all have come
+        # so that none ends before all have come
+        assert post(At(url), '/pause_generation', mode='in_place').status_code == 200
         streams = [pool.submit(list, events(At(url), '/generate', **ask)) for _ in range(3)]
         whole = [pool.submit(post, At(url), '/generate', **ask) for _ in range(2)]
         until(lambda: info(At(url))['waiting'] == 5)
@@ -238,9 +256,11 @@ def test_sigterm_drains(tmp_path):
         until(lambda: health(url) == 503)
         assert post(At(url), '/generate', **ask).status_code == 503
         assert [len(r.result().json()['output_ids']) for r in whole] == [500, 500]
-        assert all('error' not in (last := o[-1]) and last['meta_info']['finish_reason']['type'] == 'length' for o in [[*begun], *(o.result() for o in streams)])
+        assert all('error' not in (last := o[-1]) and last['meta_info']['finish_reason']['type'] == 'length'
+                   for o in [[*begun], *(o.result() for o in streams)])
         assert p.wait(60) == 0
-        lines = [json.loads(o) for o in (tmp_path/'stderr').read_text().splitlines() if not o.startswith('Without native kernels')]
+        lines = [json.loads(o) for o in (tmp_path/'stderr').read_text().splitlines()
+                 if not o.startswith('Without native kernels')]
         assert len([o for o in lines if o.get('path') == '/generate' and o['status'] == 200]) == 6
 
 
@@ -253,7 +273,8 @@ def test_a_drain_hears_operators():
         until(lambda: info(s)['waiting'] == 2)
         s.drain()
         until(lambda: health(s.url) == 503)
-        assert post(s, '/generate', **ask).status_code == web.get(s.url + '/health_generate').status_code == 503
+        assert (post(s, '/generate', **ask).status_code == web.get(s.url + '/health_generate').status_code
+                == 503)
         assert post(s, '/abort_request', rid='b').status_code == 200
         assert aborted.result().json()['meta_info']['finish_reason']['type'] == 'abort'
         assert info(s)['waiting'] == 1 and web.get(s.url + '/metrics').status_code == 200
@@ -271,7 +292,8 @@ def test_sigterm_twice(tmp_path):
         p.send_signal(signal.SIGTERM)
         until(lambda: health(url) == 503)
         p.send_signal(signal.SIGTERM)
-        assert all('was stopped' in told(read_all(o))[-1]['error']['message'] for o in streams)   # a drain would let them end
+        # a drain would let them end
+        assert all('was stopped' in told(read_all(o))[-1]['error']['message'] for o in streams)
         assert p.wait(60) == 0
 
 
@@ -316,11 +338,13 @@ def test_step_that_hangs(tmp_path):
         here.bind(endpoint := f'ipc://{tmp_path}/engine')
         ours, its = socket.socketpair()
         settings = json.dumps(dict(num_pages=32, max_running_req=2, watchdog_timeout=1.))
-        with ours, its, subprocess.Popen([sys.executable, '-c', HANGS, endpoint, str(tmp_path/'x'), str(os.getpid()), settings],
+        with ours, its, subprocess.Popen([sys.executable, '-c', HANGS, endpoint, str(tmp_path/'x'),
+                                          str(os.getpid()), settings],
                                          stdin=its, stderr=subprocess.PIPE, text=True) as p:
             try:
                 assert here.poll(60_000) and isinstance(decode(here.recv()), ReadyMsg)
-                with pytest.raises(subprocess.TimeoutExpired): p.wait(1.5)   # nobody has come, so nothing hangs
+                # nobody has come, so nothing hangs
+                with pytest.raises(subprocess.TimeoutExpired): p.wait(1.5)
                 here.send(encode(UserMsg('a', np.array([1]), SamplingParams(max_tokens=5))))
                 assert p.wait(60) == 70
             finally: p.kill()
@@ -332,7 +356,9 @@ def test_idle(server, record_property):
     "A server that nobody asks leaves the processor to others"
     until(lambda: idle(server))
     pid = server._processes[0].process.pid
-    def seconds(): return sum(map(int, open(f'/proc/{pid}/stat').read().rsplit(')', 1)[1].split()[11:13])) / os.sysconf('SC_CLK_TCK') + time.process_time()
+    def seconds():
+        return (sum(map(int, open(f'/proc/{pid}/stat').read().rsplit(')', 1)[1].split()[11:13]))
+                / os.sysconf('SC_CLK_TCK') + time.process_time())
     before = seconds()
     time.sleep(2)
     share = (seconds() - before) / 2
@@ -377,24 +403,28 @@ GrammarCompiler._compile = slow
 """
 
 def test_slow_compiler(tmp_path, monkeypatch):
-    "While a form is compiled others go on; whoever leaves meanwhile ends once, and the rest is served or refused afterwards"
+    """While a form is compiled others go on; whoever leaves meanwhile ends once, and the rest is served or
+    refused afterwards"""
     pytest.importorskip('llguidance')
     before_engine_core(monkeypatch, SLOW % str(tmp_path/'go'))
     yes = dict(text='Well?', sampling_params=dict(regex='yes|no', max_tokens=9))
     with serve(**SMALL, log_interval=0) as s, ThreadPoolExecutor(9) as pool:
-        ask = lambda form, **more: pool.submit(post, s, '/generate', text='Well?', sampling_params=dict(regex=form, max_tokens=9), **more)
+        ask = lambda form, **more: pool.submit(post, s, '/generate', text='Well?',
+                                               sampling_params=dict(regex=form, max_tokens=9), **more)
         served, refused, aborted = ask('yes|no'), ask('('), ask('maybe', rid='me')
         leaves = connect(s, yes | dict(rid='leaves', stream=True))
         until(lambda: info(s)['waiting'] == 4)
         hurry = dict(text='The page', sampling_params=dict(max_tokens=20, ignore_eos=True))
         assert len(post(s, '/generate', **hurry).json()['output_ids']) == 20
         assert post(s, '/generate', **yes, rid='me').json()['error']['param'] == 'rid'
-        assert post(s, '/generate', **yes | dict(text='a '*9999)).status_code == 400   # too long: not compiled at all
+        # too long: not compiled at all
+        assert post(s, '/generate', **yes | dict(text='a '*9999)).status_code == 400
         assert post(s, '/abort_request', rid='me').json()['aborted'] == 1
         assert aborted.result(60).json()['meta_info']['finish_reason']['type'] == 'abort'
         leaves.close()
         until(lambda: info(s)['waiting'] == 2)
-        assert [*events(s, '/generate', **hurry)][-1]['meta_info']['finish_reason'] and not served.done() and not refused.done()
+        assert ([*events(s, '/generate', **hurry)][-1]['meta_info']['finish_reason'] and not served.done()
+                and not refused.done())
         (tmp_path/'go').touch()
         assert served.result(60).json()['text'] in ('yes', 'no')
         assert refused.result(60).status_code == 400 and refused.result().json()['error']['param'] == 'regex'
@@ -459,7 +489,8 @@ async def many_calls(seed):
     return ends
 
 def test_random_lives_of_calls():
-    "Callers come, read, leave; the engine answers, refuses, ends: each token comes once and in order, and nothing is left"
+    """Callers come, read, leave; the engine answers, refuses, ends: each token comes once and in order, and
+    nothing is left"""
     ends = [o for seed in range(20) for o in asyncio.run(many_calls(seed))]
     assert {'ended', 'left', 'full', 'refused'} == set(ends)
 
@@ -475,7 +506,9 @@ def test_abort_follows_its_request():
             await asyncio.gather(task, return_exceptions=True)
         named = [(type(m), m.rid) for m in engine.said]
         for kind, rid in named:
-            if kind is AbortMsg: assert named.index((UserMsg, rid)) < named.index((AbortMsg, rid)) and named.count((AbortMsg, rid)) == 1
+            if kind is AbortMsg:
+                assert (named.index((UserMsg, rid)) < named.index((AbortMsg, rid))
+                        and named.count((AbortMsg, rid)) == 1)
         assert sum(kind is UserMsg for kind, _ in named) == sum(kind is AbortMsg for kind, _ in named) > 0
     asyncio.run(main())
 
@@ -486,27 +519,37 @@ def test_answers_find_their_askers():
         askers = [asyncio.ensure_future(client.control('abort', f'{i}')) for i in range(20)]
         await asyncio.sleep(0)
         askers[3].cancel()
-        for m in random.Random(0).sample(engine.said, 20): client.dispatch(ControlReply(m.id, {'aborted': int(m.argument)}))
-        assert [(await o)['aborted'] for i, o in enumerate(askers) if i != 3] == [i for i in range(20) if i != 3]
+        for m in random.Random(0).sample(engine.said, 20):
+            client.dispatch(ControlReply(m.id, {'aborted': int(m.argument)}))
+        assert ([(await o)['aborted'] for i, o in enumerate(askers) if i != 3]
+                == [i for i in range(20) if i != 3])
         assert not client._control_replies
     asyncio.run(main())
 
 
-CHANGES = {'os.remove', 'os.rename', 'os.mkdir', 'os.rmdir', 'os.truncate', 'fsync'}   # as Python's audit calls them, but for the last
+# as Python's audit calls them, but for the last
+CHANGES = {'os.remove', 'os.rename', 'os.mkdir', 'os.rmdir', 'os.truncate', 'fsync'}
 
 def test_a_slow_disk_holds_up_no_one(server, monkeypatch):
-    "What an upload, a batch, one that is cancelled and a deletion write and remove is written and removed in threads: the event loop has others to answer"
+    """What an upload, a batch, one that is cancelled and a deletion write and remove is written and removed
+    in threads: the event loop has others to answer"""
     done, fsync, watching = [], os.fsync, False
     def note(event, args=()):
         writes = event == 'open' and args[2] & (os.O_WRONLY | os.O_RDWR)
-        if watching and (event in CHANGES or writes): done.append((event, threading.current_thread().name, str(args[:1])))
+        if watching and (event in CHANGES or writes):
+            done.append((event, threading.current_thread().name, str(args[:1])))
     def noted(handle):
         note('fsync')
         fsync(handle)
     monkeypatch.setattr(os, 'fsync', noted)
     sys.addaudithook(note)   # stays, and sees nothing after this test
-    def upload(n): return web.post(server.url + '/v1/files', files={'file': ('asked', b'{"prompt": "x", "max_tokens": 1}\n' * n)}, data={'purpose': 'batch'}).json()['id']
-    def batch(file): return post(server, '/v1/batches', input_file_id=file, endpoint='/v1/completions', completion_window='24h').json()['id']
+    def upload(n):
+        return web.post(server.url + '/v1/files',
+                        files={'file': ('asked', b'{"prompt": "x", "max_tokens": 1}\n' * n)},
+                        data={'purpose': 'batch'}).json()['id']
+    def batch(file):
+        return post(server, '/v1/batches', input_file_id=file, endpoint='/v1/completions',
+                    completion_window='24h').json()['id']
     def state(id): return web.get(f'{server.url}/v1/batches/{id}').json()['status']
     watching = True
     file = upload(3)
@@ -517,4 +560,5 @@ def test_a_slow_disk_holds_up_no_one(server, monkeypatch):
     assert web.delete(f'{server.url}/v1/files/{file}').json()['deleted']
     watching = False
     assert {'fsync', 'open', 'os.rename', 'os.remove'} <= {event for event, *_ in done}   # it has seen them
-    assert not [o for o in done if o[1].startswith(('minisgl_lit', 'asyncio'))]   # the event loop, and the threads that others need
+    # the event loop, and the threads that others need
+    assert not [o for o in done if o[1].startswith(('minisgl_lit', 'asyncio'))]

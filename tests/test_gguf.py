@@ -1,5 +1,6 @@
-"""GGUF files, written by llama.cpp's own quantizer (`tests/data/make_gguf.py`): the same weights as the format's own package makes of them, the
-same tokens as `transformers`, whoever shares the batch; and files that are damaged, cut off or of another kind."""
+"""GGUF files, written by llama.cpp's own quantizer (`tests/data/make_gguf.py`): the same weights as the
+format's own package makes of them, the same tokens as `transformers`, whoever shares the batch; and files
+that are damaged, cut off or of another kind."""
 import json, shutil, unicodedata
 from functools import partial
 from pathlib import Path
@@ -37,23 +38,28 @@ def folder():
     return lambda file: gguf_folder(file, cache_folder()[0]/'gguf')
 
 
-@given(st.sampled_from(sorted(block_formats)), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**32 - 1))
+@given(st.sampled_from(sorted(block_formats)), st.integers(1, 5), st.integers(1, 3),
+       st.integers(0, 2**32 - 1))
 def test_blocks_are_the_weights_of_the_package(kind, rows, blocks, seed):
     "Of any bytes, to the last bit; scales that are not finite apart"
     form = block_formats[kind]
     data = np.random.default_rng(seed).integers(0, 256, (rows, blocks * form.nbytes), dtype=np.uint8)
-    with np.errstate(invalid='ignore', over='ignore'): want = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+    with np.errstate(invalid='ignore', over='ignore'):
+        want = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
     q = read_blocks(kind, torch.from_numpy(data))
     got, finite = q.dequantize().numpy(), np.isfinite(want)
-    assert (q.bits, q.group, q.minima is not None) == (form.bits, form.group, form.minima) and int(q.codes.max()) < 2**q.bits
+    assert ((q.bits, q.group, q.minima is not None) == (form.bits, form.group, form.minima)
+            and int(q.codes.max()) < 2**q.bits)
     assert got.shape == want.shape and np.array_equal(got[finite], want[finite])
 
 
 def theirs(file, folder):
-    "The same file in transformers, which widens it; its config is ours, since theirs leaves out the size of a head"
+    """The same file in transformers, which widens it; its config is ours, since theirs leaves out the size of
+    a head"""
     from transformers import AutoConfig, AutoModelForCausalLM
     config = AutoConfig.from_pretrained(folder(file))
-    return AutoModelForCausalLM.from_pretrained(str(DATA), gguf_file=file.name, config=config, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(str(DATA), gguf_file=file.name, config=config,
+                                                dtype=torch.float32).eval()
 
 
 @torch.inference_mode()
@@ -61,7 +67,8 @@ def answers(model, asked):
     "Greedy ones, each prompt alone"
     def answer(prompt):
         ids = torch.tensor([prompt])
-        return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW, do_sample=False, pad_token_id=0)[0, len(prompt):].tolist()
+        return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_NEW,
+                              do_sample=False, pad_token_id=0)[0, len(prompt):].tolist()
     return [answer(o) for o in asked]
 
 
@@ -81,7 +88,8 @@ def test_whole_numbers_are_near(file, folder):
     "The default: inputs rounded to 8 bits. Each row is as if it were alone, and few tokens change"
     asked = prompts(90)
     def told(**more):
-        with LLM(folder(file), dtype='float32', num_pages=512, **more) as llm: return [o.token_ids for o in llm.generate(asked, GREEDY)]
+        with LLM(folder(file), dtype='float32', num_pages=512, **more) as llm:
+            return [o.token_ids for o in llm.generate(asked, GREEDY)]
     near = told()
     assert near == told(max_running_req=1, chunked_prefill_size=16)
     exact = told(quantization_compute='exact')
@@ -90,14 +98,16 @@ def test_whole_numbers_are_near(file, folder):
 
 @files
 def test_shards_are_parts_of_the_whole(file, folder):
-    "Rows are shared among ranks in whatever bits they have; columns where no group is cut, and widened where one is"
+    """Rows are shared among ranks in whatever bits they have; columns where no group is cut, and widened
+    where one is"""
     config = read_config(folder(file))
     whole = load_weights(folder(file), config, torch.float32)
     def plain(weight): return weight if isinstance(weight, torch.Tensor) else weight.unpack()
     def join(parts): return pack_parts(parts, torch.float32, False)
     for rank in range(2):
         group = ProcessGroup(rank, 2)
-        packed = load_weights(folder(file), config, torch.float32, group=group, assembly=partial(CodedAssembly, join=join) if join else Assembly)
+        packed = load_weights(folder(file), config, torch.float32, group=group,
+                              assembly=partial(CodedAssembly, join=join) if join else Assembly)
         widened = load_weights(folder(file), config, torch.float32, group=group)
         assert {k: tuple(v.shape) for k, v in packed.items()} == weight_shapes(shard_config(config, 2))
         assert all(torch.equal(plain(packed[k]), widened[k]) for k in packed)
@@ -107,7 +117,8 @@ def test_shards_are_parts_of_the_whole(file, folder):
 def test_the_config_is_that_of_the_model(folder):
     "The embedded model's, but for what a file cannot say"
     ours, meant = read_config(folder(DATA/'embedded-Q4_K_M.gguf')), read_config(embedded_path())
-    assert [k for k in vars(meant) if getattr(ours, k) != getattr(meant, k)] == ['eos_token_ids', 'generation']
+    assert ([k for k in vars(meant) if getattr(ours, k) != getattr(meant, k)]
+            == ['eos_token_ids', 'generation'])
 
 
 def test_it_talks(folder):
@@ -141,7 +152,8 @@ def test_refusals(tmp_path, monkeypatch):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
     small = DATA/'qwen2-Q4_0.gguf'
     refused('the weights of this checkpoint are compressed already', model=small, quantization='int4')
-    refused('there is no such file; one on the hub is named hf:owner/model/file.gguf', model=tmp_path/'no.gguf')
+    refused('there is no such file; one on the hub is named hf:owner/model/file.gguf',
+            model=tmp_path/'no.gguf')
     whole = small.read_bytes()
     (tmp_path/'cut.gguf').write_bytes(whole[:len(whole) // 2])
     refused('damaged or incomplete', model=tmp_path/'cut.gguf')
@@ -168,9 +180,12 @@ def test_a_type_without_a_kernel_is_widened(tmp_path, capfd):
     "And a line says so"
     reader, out = gguf.GGUFReader(DATA/'qwen2-Q4_0.gguf'), gguf.GGUFWriter(tmp_path/'m.gguf', 'qwen2')
     for name, field in reader.fields.items():
-        if not name.startswith('GGUF.') and name != 'general.architecture': out.add_key_value(name, field.contents(), field.types[0])
-    iq4 = gguf.GGMLQuantizationType.IQ4_NL   # 18 bytes for 32 weights, as Q4_0 has: other weights from the same bytes
-    for o in reader.tensors: out.add_tensor(o.name, o.data, raw_dtype=iq4 if o.tensor_type.name == 'Q4_0' else o.tensor_type)
+        if not name.startswith('GGUF.') and name != 'general.architecture':
+            out.add_key_value(name, field.contents(), field.types[0])
+    # 18 bytes for 32 weights, as Q4_0 has: other weights from the same bytes
+    iq4 = gguf.GGMLQuantizationType.IQ4_NL
+    for o in reader.tensors:
+        out.add_tensor(o.name, o.data, raw_dtype=iq4 if o.tensor_type.name == 'Q4_0' else o.tensor_type)
     out.write_header_to_file(), out.write_kv_data_to_file(), out.write_tensors_to_file()
     out.close()
     folder = gguf_folder(tmp_path/'m.gguf', cache_folder()[0]/'gguf')
@@ -178,16 +193,20 @@ def test_a_type_without_a_kernel_is_widened(tmp_path, capfd):
     tensor = read_index(folder)[name]
     assert tensor.kind == 'IQ4_NL'
     def join(parts): return pack_parts(parts, torch.float32, False)
-    weights = load_weights(folder, read_config(folder), torch.float32, assembly=partial(CodedAssembly, join=join))
-    assert torch.equal(weights[name], read_tensor(tensor)) and 'IQ4_NL: widened to float32' in capfd.readouterr().err
+    weights = load_weights(folder, read_config(folder), torch.float32,
+                           assembly=partial(CodedAssembly, join=join))
+    assert (torch.equal(weights[name], read_tensor(tensor))
+            and 'IQ4_NL: widened to float32' in capfd.readouterr().err)
 
 
 def test_the_same_text_as_transformers(tmp_path):
     "Our tokenizer of a file's fields, and the one that `transformers` makes of them"
     from transformers import AutoTokenizer
     whole = (DATA/'embedded-Q4_K_M.gguf').read_bytes()
-    (tmp_path/'m.gguf').write_bytes(whole.replace(b'tokenizer.huggingface.json', b'generally.huggingface.json'))
-    theirs, ours = AutoTokenizer.from_pretrained(str(tmp_path), gguf_file='m.gguf'), Tokenizer(gguf_folder(tmp_path/'m.gguf', tmp_path/'cache'))
+    (tmp_path/'m.gguf').write_bytes(whole.replace(b'tokenizer.huggingface.json',
+        b'generally.huggingface.json'))
+    theirs, ours = (AutoTokenizer.from_pretrained(str(tmp_path), gguf_file='m.gguf'),
+                    Tokenizer(gguf_folder(tmp_path/'m.gguf', tmp_path/'cache')))
     some = ['  ', '\n\n', "don't", ' 1234', 'append(', '\u00e9', 'e\u0301', '<|im_start|>', '<|im_end|>']
     @given(st.lists(st.one_of(st.text(), st.sampled_from(some)), max_size=6).map(''.join))
     def same(text):   # composed, as Qwen2's own tokenizer does and `transformers` does not for a GGUF file
@@ -200,4 +219,5 @@ def test_an_index_from_elsewhere_names_no_weights(folder, tmp_path):
     "A downloaded folder that brings an index of tensors: it could name any file of this machine"
     elsewhere = Path(shutil.copytree(folder(FILES[0]), tmp_path/'model'))
     with pytest.raises(ValueError, match='holds no weights|has no safetensors'): LLM(elsewhere, device='cpu')
-    with pytest.raises(ValueError, match='holds no weights'): open_checkpoint(elsewhere, read_config(elsewhere))
+    with pytest.raises(ValueError, match='holds no weights'):
+        open_checkpoint(elsewhere, read_config(elsewhere))

@@ -1,5 +1,5 @@
-"""Recorded decode steps: a fake recording replays a closure over the same static tensors, and every answer is that of transformers;
-sizes and padding for all batches; and, where there is a GPU, the real thing."""
+"""Recorded decode steps: a fake recording replays a closure over the same static tensors, and every answer is
+that of transformers; sizes and padding for all batches; and, where there is a GPU, the real thing."""
 import importlib.util
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -41,7 +41,8 @@ def test_padding_is_nobodys(n, more, page_size):
     table = TableManager(n, 64, page_size, dummy_page=500)
     dummy = dummy_batch(table)
     rows, lens = np.arange(n), np.random.default_rng(n).integers(1, 64, n)
-    batch = Batch(list(range(n)), ForwardMode.DECODE, 3, rows, lens - 1, lens, rows, lens - 1, table.slots(rows, lens - 1), rows)
+    batch = Batch(list(range(n)), ForwardMode.DECODE, 3, rows, lens - 1, lens, rows, lens - 1,
+                  table.slots(rows, lens - 1), rows)
     full = padded(batch, dummy, n + more)
     for o in ('rows', 'cached_lens', 'device_lens', 'token_rows', 'positions', 'out_loc'):
         assert len(getattr(full, o)) == n + more and (getattr(full, o)[:n] == getattr(batch, o)).all(), o
@@ -74,7 +75,8 @@ def checkpoint(request, tmp_path_factory):
 
 def serve(runtime, **params):
     told = {}
-    for i, prompt in enumerate(prompts()): runtime.scheduler.add(str(i), prompt, SamplingParams(max_tokens=MAX_NEW, **params))
+    for i, prompt in enumerate(prompts()):
+        runtime.scheduler.add(str(i), prompt, SamplingParams(max_tokens=MAX_NEW, **params))
     while runtime.scheduler.has_work:
         for o in runtime.scheduler.step():
             assert o.error is None, o.error
@@ -85,9 +87,11 @@ def serve(runtime, **params):
 @pytest.mark.parametrize('sizes, apart', [([1, 2, 3, 4, 5, 6], False), ([2, 4], True), ([], True)])
 @pytest.mark.parametrize('overlap', [False, True])
 def test_replayed_tokens_are_those_of_transformers(checkpoint, sizes, apart, overlap):
-    "Also where the page table lies apart from the host's, as on a GPU: then a step that forgets the pages it begins reads the dummy page"
+    """Also where the page table lies apart from the host's, as on a GPU: then a step that forgets the pages
+    it begins reads the dummy page"""
     (path, right), comparison, replays = checkpoint, Comparison(), []
-    config = EngineConfig.of(path, device='cpu', dtype='float32', attention='torch', overlap=overlap, page_size=4, num_pages=60, max_running_req=6,
+    config = EngineConfig.of(path, device='cpu', dtype='float32', attention='torch', overlap=overlap,
+                             page_size=4, num_pages=60, max_running_req=6,
                              max_prefill_tokens=24, admission='optimistic', schedule_conservativeness=.1)
     runtime = build(config)
     if apart:
@@ -95,7 +99,8 @@ def test_replayed_tokens_are_those_of_transformers(checkpoint, sizes, apart, ove
         table.page_table, table._shared = table.page_table.clone(), False
     record(runtime, sizes, fake_capture(replays))
     for _ in range(2):
-        for prompt, ours, reference in zip(prompts(), serve(runtime, temperature=0), right): comparison.check(path, prompt, ours, reference, sizes)
+        for prompt, ours, reference in zip(prompts(), serve(runtime, temperature=0), right):
+            comparison.check(path, prompt, ours, reference, sizes)
     assert set(replays) <= set(sizes) and (len(replays) > 10 or not sizes)
     runtime.close()
     comparison.done()
@@ -103,7 +108,8 @@ def test_replayed_tokens_are_those_of_transformers(checkpoint, sizes, apart, ove
 def test_seeded_answers_do_not_depend_on_recordings(checkpoint):
     path, _ = checkpoint
     def answers(sizes):
-        runtime = build(EngineConfig.of(path, device='cpu', dtype='float32', attention='torch', page_size=4, num_pages=60, max_running_req=6))
+        runtime = build(EngineConfig.of(path, device='cpu', dtype='float32', attention='torch', page_size=4,
+                                        num_pages=60, max_running_req=6))
         record(runtime, sizes, fake_capture([]))
         told = serve(runtime, temperature=.8, seed=5)
         runtime.close()
@@ -112,7 +118,8 @@ def test_seeded_answers_do_not_depend_on_recordings(checkpoint):
 
 def test_a_failing_recording_is_told_at_once(checkpoint):
     path, _ = checkpoint
-    runtime = build(EngineConfig.of(path, device='cpu', dtype='float32', attention='torch', num_pages=60, max_running_req=6, overlap=True))
+    runtime = build(EngineConfig.of(path, device='cpu', dtype='float32', attention='torch', num_pages=60,
+                                    max_running_req=6, overlap=True))
     def fail(work): raise RuntimeError('no memory for a recording')
     with pytest.raises(RuntimeError, match='no memory for a recording'): record(runtime, [2], fail)
     runtime.engine.stream.reset()
@@ -121,12 +128,17 @@ def test_a_failing_recording_is_told_at_once(checkpoint):
 @needs_gpu
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_replayed_steps_are_those_computed_as_they_come_on_a_gpu(tmp_path, dtype):
-    "All prompts of the reference through both engines; bits may differ, so the logits of each step are compared"
-    make_checkpoint('Qwen3', tmp_path, head_dim=128, hidden_size=128)   # kernels that other steps have compiled
-    runtime = build(EngineConfig.of(tmp_path, device='cuda', dtype=dtype, page_size=16, num_pages=200, max_running_req=6, attention='torch'))
+    """All prompts of the reference through both engines; bits may differ, so the logits of each step are
+    compared"""
+    # kernels that other steps have compiled
+    make_checkpoint('Qwen3', tmp_path, head_dim=128, hidden_size=128)
+    runtime = build(EngineConfig.of(tmp_path, device='cuda', dtype=dtype, page_size=16, num_pages=200,
+                                    max_running_req=6, attention='torch'))
     old, s = runtime.engine, runtime.scheduler
-    attention = choose_attention('flashinfer', old.attention.pool, s.table.page_table, runtime.model_config.windows, num_heads=runtime.model_config.num_heads)
-    graphs = CudaGraphs(old.model, attention, old.token_pool, dummy_batch(s.table), [1, 2, 4, 6], CudaCapture())
+    attention = choose_attention('flashinfer', old.attention.pool, s.table.page_table,
+                                 runtime.model_config.windows, num_heads=runtime.model_config.num_heads)
+    graphs = CudaGraphs(old.model, attention, old.token_pool, dummy_batch(s.table), [1, 2, 4, 6],
+                        CudaCapture())
     s.engine = runtime.engine = GraphEngine(old.model, attention, old.token_pool, old.stream, graphs)
     apart, inner = [], graphs.run
     def run(batch, launched):
@@ -139,7 +151,8 @@ def test_replayed_steps_are_those_computed_as_they_come_on_a_gpu(tmp_path, dtype
     runtime.close()
 
 def test_what_torch_is_told_to_record(monkeypatch):
-    "Once by itself, waited for, then recorded on the same stream; the second recording in the pool of the first; other threads may go on"
+    """Once by itself, waited for, then recorded on the same stream; the second recording in the pool of the
+    first; other threads may go on"""
     did, stream = [], SimpleNamespace(synchronize=lambda: did.append('waited'))
     class Graph:
         def pool(self): return 'pool'
@@ -149,7 +162,8 @@ def test_what_torch_is_told_to_record(monkeypatch):
         did.append(('begins', type(graph), pool, on is stream, capture_error_mode))
         yield
         did.append('ends')
-    for name, o in dict(current_stream=lambda: stream, CUDAGraph=Graph, graph=graph).items(): monkeypatch.setattr(torch.cuda, name, o)
+    for name, o in dict(current_stream=lambda: stream, CUDAGraph=Graph, graph=graph).items():
+        monkeypatch.setattr(torch.cuda, name, o)
     def work():
         did.append('work')
         return did.count('work')
@@ -157,6 +171,7 @@ def test_what_torch_is_told_to_record(monkeypatch):
     for pool in (None, 'pool'):
         did.clear()
         replay, out = capture(work)
-        assert did == ['work', 'waited', ('begins', Graph, pool, True, 'thread_local'), 'work', 'ends'] and out == 2
+        assert (did == ['work', 'waited', ('begins', Graph, pool, True, 'thread_local'), 'work', 'ends']
+                and out == 2)
         replay()
         assert did[-1] == 'replayed'

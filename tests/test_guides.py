@@ -1,9 +1,9 @@
 """Every block of the how-to guides is run, and what it prints must be what the guide shows.
 
-`…` in a shown output stands for anything. Blocks of a page run in order, Python in one namespace, commands in a
-folder where `./my-model` is a copy of the embedded checkpoint; `http://127.0.0.1:1919` becomes a server of ours.
-A block whose first line is `# name.py` or the like is a file of that folder. What a page registers is gone after it.
-Commands that cannot run here (`why_not`) are read instead: by the parser that would read them.
+`…` in a shown output stands for anything. Blocks of a page run in order, Python in one namespace, commands in
+a folder where `./my-model` is a copy of the embedded checkpoint; `http://127.0.0.1:1919` becomes a server of
+ours. A block whose first line is `# name.py` or the like is a file of that folder. What a page registers is
+gone after it. Commands that cannot run here (`why_not`) are read instead: by the parser that would read them.
 """
 import contextlib, io, json, os, re, shlex, shutil, signal, subprocess, sys
 from configparser import ConfigParser
@@ -34,11 +34,13 @@ def commands(body):
 def why_not(command):
     "What keeps a command from being run by a test; empty if nothing does"
     program, *words = shlex.split(command)
-    if program in ("podman", "sudo", "journalctl", "pip", "ray", "serve"): return "it would change the machine"
+    if program in ("podman", "sudo", "journalctl", "pip", "ray", "serve"):
+        return "it would change the machine"
     if any(o.startswith("Qwen/") for o in words): return "it would fetch a model"
     return ""
 
-not_run = [(page.stem, command, why_not(command)) for page in guides for kind, body in blocks(page) if kind == "console"
+not_run = [(page.stem, command, why_not(command)) for page in guides
+           for kind, body in blocks(page) if kind == "console"
            for command, _ in commands(body) if why_not(command)]
 
 def read(command, config=ServerConfig):
@@ -53,7 +55,8 @@ def shown(expected):
 
 def check(expected, output, what):
     said = re.sub(r" +", " ", output.strip())
-    assert not expected or shown(expected.strip()).fullmatch(said), f"{what}\nprinted\n{said}\nand not\n{expected}"
+    assert not expected or shown(expected.strip()).fullmatch(said), (
+        f"{what}\nprinted\n{said}\nand not\n{expected}")
 
 @pytest.fixture(scope="module")
 def shared():
@@ -71,7 +74,8 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def registries():
     "All as they were, whatever a page adds"
-    known = {id(o): o for m in [*sys.modules.values()] if m.__name__.startswith("minisgl_lit") for o in vars(m).values() if isinstance(o, Registry)}
+    known = {id(o): o for m in [*sys.modules.values()] if m.__name__.startswith("minisgl_lit")
+             for o in vars(m).values() if isinstance(o, Registry)}
     before = [(o, {**o}) for o in known.values()]
     yield
     for o, things in before:
@@ -85,15 +89,18 @@ class Page:
 
     def python(self, source):
         "What it prints"
-        with contextlib.redirect_stdout(io.StringIO()) as said: exec(source.replace(URL, self.url), self.names)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec(source.replace(URL, self.url), self.names)
         return said.getvalue()
 
     def console(self, command, expected):
         if command == "minisgl-lit serve": said = f"{self.shared.model} is served on {URL}"
         elif "minisgl-lit serve" in command and " is served on " in expected: said = self.start(command)
         else:
-            own = " --port 0" * ("minisgl-lit serve" in command)   # one that is refused, whoever has the usual port
-            done = subprocess.run(command.replace(URL, self.url) + own, shell=True, text=True, capture_output=True, timeout=120)
+            # one that is refused, whoever has the usual port
+            own = " --port 0" * ("minisgl-lit serve" in command)
+            done = subprocess.run(command.replace(URL, self.url) + own, shell=True, text=True,
+                                  capture_output=True, timeout=120)
             said, refused = done.stdout + done.stderr, expected.startswith("minisgl-lit ")
             assert done.returncode == 2*refused, f"{command}\n{said}"
         check(expected, said.replace(self.url, URL), command)
@@ -101,7 +108,8 @@ class Page:
     def start(self, command):
         "A server that serves the rest of the page; its line"
         self.end()
-        self.server = subprocess.Popen("exec env " + command + " --port 0", shell=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.server = subprocess.Popen("exec env " + command + " --port 0", shell=True,
+                                       stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         line = self.server.stdout.readline()
         self.url = line.split()[-1]
         return line
@@ -140,10 +148,12 @@ def test_commands_that_are_only_read(page, command, reason):
     if program == "minisgl-lit": read([program, *words])
     elif words[0] == "run": read(["minisgl-lit", "serve", *words[words.index("minisgl_lit") + 1:]])
     elif program == "pip":
-        if extra := re.search(r"\[(\w+)\]", command): assert f"{extra[1]}_requirements" in (root/"settings.ini").read_text()
+        if extra := re.search(r"\[(\w+)\]", command):
+            assert f"{extra[1]}_requirements" in (root/"settings.ini").read_text()
     elif program in ("ray", "serve"):
         pytest.importorskip("ray", reason="the extra ray is not installed")
-        told = subprocess.run([Path(sys.executable).parent/program, words[0], "--help"], text=True, capture_output=True)
+        told = subprocess.run([Path(sys.executable).parent/program, words[0], "--help"], text=True,
+                              capture_output=True)
         assert told.returncode == 0 and all(o in told.stdout for o in words if o.startswith("--"))
     else: assert "minisgl" in command
 
@@ -171,21 +181,27 @@ def test_kubernetes(shared):
     [container] = pod["containers"]
     config = read(["minisgl-lit", "serve", *container["args"]])
     assert pod["terminationGracePeriodSeconds"] > config.drain_seconds
-    assert container["env"][0]["name"] == "MINISGL_LIT_API_KEY" and container["ports"][0] == dict(name="http", containerPort=config.port)
-    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"] == deployment["spec"]["template"]["metadata"]["labels"]
-    for probe in "startupProbe", "livenessProbe": assert urlopen(shared.url + container[probe]["httpGet"]["path"]).status == 200
+    assert (container["env"][0]["name"] == "MINISGL_LIT_API_KEY"
+            and container["ports"][0] == dict(name="http", containerPort=config.port))
+    assert (service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+            == deployment["spec"]["template"]["metadata"]["labels"])
+    for probe in "startupProbe", "livenessProbe":
+        assert urlopen(shared.url + container[probe]["httpGet"]["path"]).status == 200
     *_, source = container["readinessProbe"]["exec"]["command"]
-    asked = subprocess.run([sys.executable, "-c", source.replace(URL, shared.url)], env=os.environ | dict(MINISGL_LIT_API_KEY="x"), timeout=60)
+    asked = subprocess.run([sys.executable, "-c", source.replace(URL, shared.url)],
+                           env=os.environ | dict(MINISGL_LIT_API_KEY="x"), timeout=60)
     assert asked.returncode == 0 and shared.url != URL in source
 
 def test_files_for_ray_serve():
-    "Their application, its settings, its deployments and its policy are ours; tests/test_ray_serve.py deploys the first"
+    """Their application, its settings, its deployments and its policy are ours; tests/test_ray_serve.py
+    deploys the first"""
     file, scaled = (yaml.safe_load(o) for k, o in blocks(root/"docs/guides/many-machines.md") if k == "yaml")
     [application] = file["applications"]
     module, name = application["import_path"].split(":")
     assert (module, getattr(cluster, name)) == (cluster.__name__, cluster.app)
     assert cluster.config_of(cluster.deployment_settings(application["args"])).replicas == 2
-    assert [getattr(cluster, o["name"]) for o in application["deployments"]] == [cluster.Ingress, cluster.EngineReplica]
+    assert ([getattr(cluster, o["name"]) for o in application["deployments"]]
+            == [cluster.Ingress, cluster.EngineReplica])
     policy = scaled["autoscaling_config"]["policy"]
     assert policy["policy_function"] == f"{cluster.__name__}:{cluster.ByWaitingTokens.__name__}"
     assert vars(cluster.ByWaitingTokens(**policy["policy_kwargs"])) == vars(cluster.ByWaitingTokens())
@@ -193,31 +209,39 @@ def test_files_for_ray_serve():
 def test_proxy():
     text = one("deploy.md", "nginx")
     assert f"proxy_pass {URL};" in text and "proxy_buffering off;" in text
-    assert f"client_max_body_size {ServerConfig().max_body_mb}m;" in text and text.count("{") == text.count("}") == 1
+    assert (f"client_max_body_size {ServerConfig().max_body_mb}m;" in text
+            and text.count("{") == text.count("}") == 1)
 
 def test_scrape_config():
     job, = yaml.safe_load(one("monitor.md", "yaml"))["scrape_configs"]
-    assert job["metrics_path"] == "/metrics" and job["static_configs"][0]["targets"] == [URL.removeprefix("http://")]
+    assert (job["metrics_path"] == "/metrics"
+            and job["static_configs"][0]["targets"] == [URL.removeprefix("http://")])
 
 def test_metrics_are_all_named_and_none_is_invented(shared):
     from prometheus_client.parser import text_string_to_metric_families
-    told = {o.name + "_total" * (o.type == "counter"): o.type for o in text_string_to_metric_families(urlopen(shared.url + "/metrics").read().decode())}
+    told = {o.name + "_total" * (o.type == "counter"): o.type
+            for o in text_string_to_metric_families(urlopen(shared.url + "/metrics").read().decode())}
     told.pop("minisgl:num_aborted_requests_created")   # when counting began, which the library adds
-    for other in ("vllm:num_requests_running", "vllm:e2e_request_latency_seconds", "sglang:token_usage", "process_cpu_seconds_total"): assert other in told
+    for other in ("vllm:num_requests_running", "vllm:e2e_request_latency_seconds", "sglang:token_usage",
+                  "process_cpu_seconds_total"):
+        assert other in told
     told = {name: kind for name, kind in told.items() if name.startswith("minisgl:")}
-    table = dict(re.findall(r"^\| `(minisgl:\w+)` \| (\w+) \|", (root/"docs/guides/monitor.md").read_text(), re.M))
+    table = dict(re.findall(r"^\| `(minisgl:\w+)` \| (\w+) \|", (root/"docs/guides/monitor.md").read_text(),
+                            re.M))
     assert table == told
 
 def test_the_dashboard_shows_metrics_that_there_are(shared):
     told = urlopen(shared.url + "/metrics").read().decode()
     panels = json.loads((root/"docs"/"grafana.json").read_text())["panels"]
-    used = {name for p in panels for t in p["targets"] for name in re.findall(r"(?:minisgl:|process_)\w+", t["expr"])}
+    used = {name for p in panels for t in p["targets"]
+            for name in re.findall(r"(?:minisgl:|process_)\w+", t["expr"])}
     assert len(panels) == 9 and len(used) >= 14
     for name in used: assert f"\n{name}{{" in told or f"\n{name} " in told, name
 
 def test_flags_and_defaults_in_the_prose():
     "Each flag that is named exists, and each default in a table is the default"
-    known, defaults = set(), {"--" + f.name.replace("_", "-"): str(f.default).lower() for f in fields(ServerConfig)}
+    known, defaults = (set(),
+        {"--" + f.name.replace("_", "-"): str(f.default).lower() for f in fields(ServerConfig)})
     def flags(parser):
         if parser.fill: parser.fill(parser)
         known.update(o for a in parser._actions for o in a.option_strings)
@@ -226,9 +250,11 @@ def test_flags_and_defaults_in_the_prose():
     for page in guides:
         prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
         if page.stem == "coming-from":   # other engines' flags stand behind ours: | what | here | ...
-            prose = "\n".join(row.split(" | ")[1] if row.startswith("| ") else row for row in prose.splitlines())
+            prose = "\n".join(row.split(" | ")[1] if row.startswith("| ") else row
+                              for row in prose.splitlines())
         for flag in re.findall(r"`(--[a-z-]+)", prose): assert flag in known, f"{page.stem}: {flag}"
-        for flag, value in re.findall(r"^\| `(--[a-z-]+)` \| `([^`]+)` \|", prose, re.M): assert defaults[flag] == value, f"{page.stem}: {flag}"
+        for flag, value in re.findall(r"^\| `(--[a-z-]+)` \| `([^`]+)` \|", prose, re.M):
+            assert defaults[flag] == value, f"{page.stem}: {flag}"
 
 def test_links_and_the_list_of_guides():
     for page in guides:
@@ -243,14 +269,18 @@ def test_routes_in_the_prose(shared):
     "Each route that is named is served"
     known = {"/", "/v1", *json.load(urlopen(shared.url + "/openapi.json"))["paths"]}
     for page in guides:
-        for route in re.findall(r"`(/[a-z0-9_/]*)`", page.read_text(encoding="utf-8")): assert route in known, f"{page.stem}: {route}"
+        for route in re.findall(r"`(/[a-z0-9_/]*)`", page.read_text(encoding="utf-8")):
+            assert route in known, f"{page.stem}: {route}"
 
-# What README and CONTRIBUTING tell to type. (Their Python is the notebook `index`, which is run and compared like all others.)
-told = [command for name in ("README.md", "CONTRIBUTING.md") for kind, body in blocks(root/name) if kind == "bash"
+# What README and CONTRIBUTING tell to type. (Their Python is the notebook `index`, which is run and compared
+# like all others.)
+told = [command for name in ("README.md", "CONTRIBUTING.md")
+        for kind, body in blocks(root/name) if kind == "bash"
         for command in re.sub(r"\\\n *", "", re.sub(r" +#.*", "", body)).splitlines()]
 
 def test_every_command_of_the_readme_is_checked():
-    assert {o.split()[0] for o in told} == {"make", "curl", "$EDITOR"} and {"make serve", "make test"} <= {*told}
+    assert ({o.split()[0] for o in told} == {"make", "curl", "$EDITOR"}
+            and {"make serve", "make test"} <= {*told})
 
 @pytest.mark.parametrize("command", [o for o in told if o.startswith("make ")])
 def test_make_knows(command):
@@ -259,11 +289,14 @@ def test_make_knows(command):
     assert done.returncode == 0 and done.stdout, done.stderr
 
 def test_the_first_install_says_what_it_fetches(tmp_path):
-    "In a checkout without .venv: a line before, and one for each large file, as pip names it; none of it on standard output"
+    """In a checkout without .venv: a line before, and one for each large file, as pip names it; none of it on
+    standard output"""
     for name in ("Makefile", "settings.ini", "setup.py"): shutil.copy(root/name, tmp_path)
     (tmp_path/".venv"/"bin").mkdir(parents=True)
-    said = ["Looking in indexes: x", "Collecting torch", "  Downloading torch-2.13-cp311.whl.metadata (29 kB)", "Downloading torch-2.13-cp311.whl (899.8 MB)",
-            "  Using cached numpy-2.whl (16.9 MB)", "Downloading idna-3.whl (71 kB)", "Successfully installed torch"]
+    said = ["Looking in indexes: x", "Collecting torch",
+        "  Downloading torch-2.13-cp311.whl.metadata (29 kB)", "Downloading torch-2.13-cp311.whl (899.8 MB)",
+            "  Using cached numpy-2.whl (16.9 MB)", "Downloading idna-3.whl (71 kB)",
+            "Successfully installed torch"]
     fake = tmp_path/".venv"/"bin"/"python"
     fake.write_text("#!/bin/sh\ncat <<'E'\n" + "\n".join(said) + "\nE\n")
     fake.chmod(0o755)
@@ -274,23 +307,28 @@ def test_the_first_install_says_what_it_fetches(tmp_path):
     assert files == ["  Downloading torch-2.13-cp311.whl, 899.8 MB", "  Using cached numpy-2.whl, 16.9 MB"]
     fake.write_text("#!/bin/sh\nexit 3\n")   # an install that fails is none
     (tmp_path/".venv"/".core").unlink()
-    assert subprocess.run(["make", ".venv/.core"], cwd=tmp_path, env=env, capture_output=True).returncode and not (tmp_path/".venv"/".core").exists()
+    assert (subprocess.run(["make", ".venv/.core"], cwd=tmp_path, env=env, capture_output=True).returncode
+            and not (tmp_path/".venv"/".core").exists())
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="there is no curl here")
 @pytest.mark.parametrize("command", [o for o in told if o.startswith("curl ")])
 def test_first_chat(command, shared):
-    done = subprocess.run(command.replace(URL, shared.url), shell=True, text=True, capture_output=True, timeout=60)
+    done = subprocess.run(command.replace(URL, shared.url), shell=True, text=True, capture_output=True,
+                          timeout=60)
     answer, = json.loads(done.stdout)["choices"]
     assert answer["finish_reason"] == "stop" and "pages" in answer["message"]["content"]
 
 @pytest.mark.skipif(not (root/".venv"/".core").exists(), reason="needs .venv, which make installs")
 def test_make_serve():
     "The first command, as people type it: it serves, and Ctrl-C ends all of it"
-    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}   # as if no other make had started us
-    p = subprocess.Popen(["make", "serve", "PORT=0"], cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+    # as if no other make had started us
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    p = subprocess.Popen(["make", "serve", "PORT=0"], cwd=root, env=env, stdout=subprocess.PIPE,
+                         stderr=subprocess.DEVNULL, text=True, start_new_session=True)
     with p:
         url = p.stdout.readline().split()[-1]
-        assert json.load(urlopen(url + "/v1/models"))["data"][0]["id"] == "embedded" and "<title>" in urlopen(url).read().decode()
+        assert (json.load(urlopen(url + "/v1/models"))["data"][0]["id"] == "embedded"
+                and "<title>" in urlopen(url).read().decode())
         os.killpg(p.pid, signal.SIGINT)
         p.wait(60)
     with pytest.raises(OSError): urlopen(url)
@@ -301,6 +339,10 @@ def test_the_served_families_are_named():
     from minisgl_lit.core.models.checkpoint import families
     told = (root/"docs/guides/serve-a-checkpoint.md").read_text().partition("Served are the architectures")[2]
     text = told.partition(".")[0]
-    named = {re.sub(r"\W|_", "", o).lower() for o in re.split(r",\s|\sand\s", text.partition(", in float32")[0])}
-    assert named == {re.sub(r"\W|_", "", o.removesuffix("ForCausalLM")).lower() for o in families.names if o.endswith("ForCausalLM")}
-    assert {o.removesuffix("ForConditionalGeneration") for o in families.names if not o.endswith("ForCausalLM")} == {re.sub(r"\W", "", o) for o in ("Mistral 3", "InternVL", "SmolVLM") if o in told}
+    named = {re.sub(r"\W|_", "", o).lower()
+             for o in re.split(r",\s|\sand\s", text.partition(", in float32")[0])}
+    assert named == {re.sub(r"\W|_", "", o.removesuffix("ForCausalLM")).lower()
+                     for o in families.names if o.endswith("ForCausalLM")}
+    assert ({o.removesuffix("ForConditionalGeneration")
+             for o in families.names if not o.endswith("ForCausalLM")}
+            == {re.sub(r"\W", "", o) for o in ("Mistral 3", "InternVL", "SmolVLM") if o in told})

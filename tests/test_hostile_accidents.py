@@ -1,4 +1,5 @@
-"Accidents: damaged and planted libraries, orphans, engines that fail again and again, bugs that one request meets, idle hours, busy cores."
+"""Accidents: damaged and planted libraries, orphans, engines that fail again and again, bugs that one request
+meets, idle hours, busy cores."""
 import asyncio, itertools, os, signal, subprocess, sys, time
 from concurrent.futures import Future
 from pathlib import Path
@@ -77,14 +78,16 @@ def test_a_damaged_library_is_made_again(cache):
 @pytest.fixture(scope='module')
 def libraries(tmp_path_factory):
     "Ours, and one that has the same function, and leaves a mark in the current folder when it is loaded"
-    evil = ADD + '#include <stdio.h>\n__attribute__((constructor)) static void f(void) { fclose(fopen("it ran", "w")); }\n'
+    evil = (ADD + '#include <stdio.h>\n__attribute__((constructor)) static void f(void) { fclose(fopen("it '
+                  'ran", "w")); }\n')
     return [compiler.compile_c(o, tmp_path_factory.mktemp('made')) for o in (ADD, evil)]
 
 def plant(libraries, cache):
     "Put the other one where ours would be"
     ours, theirs = libraries
     cache.mkdir(mode=0o700)
-    (planted := cache/f"{ours.stem.split('-')[0]}-{compiler._checksum(theirs)}.so").write_bytes(theirs.read_bytes())
+    (planted := cache
+     /f"{ours.stem.split('-')[0]}-{compiler._checksum(theirs)}.so").write_bytes(theirs.read_bytes())
     planted.chmod(0o700)
     return planted
 
@@ -93,11 +96,13 @@ def test_a_library_is_whole_or_not_there(cache, monkeypatch):
     "It gets its name last, in one move; who is stopped before leaves nothing that looks like a library"
     def stopped(*_): raise OSError('no more')
     monkeypatch.setattr(Path, 'replace', stopped)
-    with pytest.raises(OSError, match='no more'), compiler.library_folder() as folder: compiler.compile_c(ADD, folder)
+    with pytest.raises(OSError, match='no more'), compiler.library_folder() as folder:
+        compiler.compile_c(ADD, folder)
     assert not [*cache.rglob('*.so')]
 
 @needs_compiler
-@pytest.mark.parametrize('how', ['folder for all', 'folder is a link', "somebody else's folder", 'file for all', "somebody else's file"])
+@pytest.mark.parametrize('how',
+    ['folder for all', 'folder is a link', "somebody else's folder", 'file for all', "somebody else's file"])
 def test_planted_code_does_not_run(libraries, cache, tmp_path, monkeypatch, capfd, how):
     monkeypatch.chdir(tmp_path)
     library, mark = plant(libraries, cache), tmp_path/'it ran'
@@ -162,11 +167,13 @@ def test_ranks_are_killed_with_rank_0(monkeypatch):
 def test_the_command_line_waits_asleep():
     "The variables are set before anything can have imported torch"
     code = ('import sys, os\nclass Finder:\n    def find_spec(self, name, path=None, target=None):\n'
-            '        if name == "torch": print(os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT")); sys.stdout.flush(); os._exit(0)\n'
+            '        if name == "torch": print(os.environ.get("OMP_WAIT_POLICY"), '
+            'os.environ.get("GOMP_SPINCOUNT")); sys.stdout.flush(); os._exit(0)\n'
             'sys.meta_path.insert(0, Finder())\nimport runpy\nsys.argv = ["x", "generate", "Hi"]\n'
             'runpy.run_module("minisgl_lit", run_name="__main__", alter_sys=True)')
     env = {k: v for k, v in os.environ.items() if k not in threads_wait}
-    assert subprocess.run([sys.executable, '-c', code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout == 'passive 100000\n'
+    assert (subprocess.run([sys.executable, '-c', code], env=env, cwd=ROOT, capture_output=True, text=True,
+                           timeout=60).stdout == 'passive 100000\n')
 
 def test_a_driver_that_is_forgotten_ends_its_engine():
     closed = []
@@ -198,18 +205,19 @@ if sys.argv[1] == 'forget': del llm
 time.sleep(100)
 '''
 
-PARENT = '''
+PARENT = ('''
 import signal, subprocess, time
 from minisgl_lit.process import start_module
 child = start_module('http.server', '0', '--bind', '127.0.0.1', stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, orphaned=signal.SIGKILL)
 child.stdout.readline()
 print(child.pid, flush=True)
 time.sleep(100)
-'''
+''')   # noqa: E501
 
 @linux
 def test_a_module_does_not_outlive_who_started_it():
-    parent = subprocess.Popen([sys.executable, '-c', PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | dict(PYTHONUNBUFFERED='1'))
+    parent = subprocess.Popen([sys.executable, '-c', PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                              env=os.environ | dict(PYTHONUNBUFFERED='1'))
     try: child = int(parent.stdout.readline())
     finally:
         parent.kill()
@@ -226,7 +234,8 @@ def test_who_is_an_orphan_already_ends():
 @pytest.mark.long
 @pytest.mark.parametrize('how', ['forget', 'stop the rank and kill us'])
 def test_a_rank_does_not_outlive_its_model(how):
-    leader = subprocess.Popen([sys.executable, '-c', LEADER, how], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    leader = subprocess.Popen([sys.executable, '-c', LEADER, how], cwd=ROOT, stdout=subprocess.PIPE,
+                              text=True)
     rank = int(leader.stdout.readline())
     try:
         if how != 'forget':
@@ -242,9 +251,12 @@ def test_a_rank_does_not_outlive_its_model(how):
 @pytest.mark.parametrize('stopped', ['rank', 'engine core', 'both'])
 def test_nothing_outlives_a_server_that_is_killed(tmp_path, stopped):
     "Whoever is stopped meanwhile; and no folder stays"
-    def children(pid): return [int(o) for f in Path('/proc').glob(f'{pid}/task/*/children') for o in f.read_text().split()]
-    command = [sys.executable, '-m', 'minisgl_lit', 'serve', '--port', '0', '--tp', '2', '--num-pages', '50', '--device', 'cpu']
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | dict(TMPDIR=str(tmp_path)))
+    def children(pid):
+        return [int(o) for f in Path('/proc').glob(f'{pid}/task/*/children') for o in f.read_text().split()]
+    command = [sys.executable, '-m', 'minisgl_lit', 'serve', '--port', '0', '--tp', '2', '--num-pages', '50',
+               '--device', 'cpu']
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                              env=os.environ | dict(TMPDIR=str(tmp_path)))
     try:
         assert 'served on' in server.stdout.readline()
         engine, = children(server.pid)
@@ -273,11 +285,13 @@ def test_an_engine_that_always_fails_is_given_up(monkeypatch, capfd):
     def fail(why): client.failed = why
     client = SimpleNamespace(listen=listen, fail=fail, failed='', process=SimpleNamespace(close=close))
     server = object.__new__(Server)
-    server._config, server._load, server._processes, server._router = ServerConfig(restart=True), load, {0: client.process}, None
+    server._config, server._load, server._processes, server._router = (ServerConfig(restart=True), load,
+        {0: client.process}, None)
     server._stopping, server._log_file = asyncio.Event(), sys.stderr
     server._loop = SimpleNamespace(time=lambda: 0.)
     monkeypatch.setattr(asyncio, 'sleep', sleep)
-    with pytest.raises(RuntimeError, match='^the engine process has ended with code 70; 5 failures within 10 minutes, so it is not started again$'):
+    with pytest.raises(RuntimeError, match='^the engine process has ended with code 70; 5 failures within 10 '
+                                           'minutes, so it is not started again$'):
         asyncio.run(server._supervise(0, client))
     assert (slept, len(loads)) == ([0, 1, 2, 4], 4)
     assert capfd.readouterr().err.count('starting another') == 4
@@ -298,8 +312,10 @@ def test_a_replica_that_has_failed_for_good_is_said_and_ended(restart, monkeypat
         return it
     clients = [client(0, fails), client(1, lives)]
     server = object.__new__(Server)
-    server._config, server._load, server._processes = ServerConfig(restart=restart), load, {i: o.process for i, o in enumerate(clients)}
-    server._router, server._stopping, server._log_file = SimpleNamespace(join=join, leave=lambda name: None), asyncio.Event(), sys.stderr
+    server._config, server._load, server._processes = (ServerConfig(restart=restart), load,
+        {i: o.process for i, o in enumerate(clients)})
+    server._router, server._stopping, server._log_file = (SimpleNamespace(join=join, leave=lambda name: None),
+        asyncio.Event(), sys.stderr)
     server._cluster = None
     server._loop = SimpleNamespace(time=lambda: 0.)
     monkeypatch.setattr(asyncio, "sleep", sleep)
@@ -310,9 +326,12 @@ def test_a_replica_that_has_failed_for_good_is_said_and_ended(restart, monkeypat
         supervising.cancel()
     asyncio.run(main())
     *before, last = capfd.readouterr().err.splitlines()
-    assert [o.startswith("minisgl_lit: replica 0: the engine") and "starting another" in o for o in before] == [True]*4*restart
-    said = "the engine could not be started: no space is left; 5 failures within 10 minutes, so it is not started again"
-    assert last == "minisgl_lit: replica 0: " + (said if restart else "the engine process has ended with code 70")
+    assert ([o.startswith("minisgl_lit: replica 0: the engine") and "starting another" in o for o in before]
+            == [True]*4*restart)
+    said = ("the engine could not be started: no space is left; 5 failures within 10 minutes, so it is not "
+            "started again")
+    assert last == "minisgl_lit: replica 0: " + (said if restart
+        else "the engine process has ended with code 70")
     assert closed == [0]*(1 + 4*restart) and clients[0].failed and not clients[1].failed
 
 def test_without_rays_head_all_engines_have_failed(capfd):
@@ -321,9 +340,11 @@ def test_without_rays_head_all_engines_have_failed(capfd):
     async def lives(): await asyncio.Event().wait()
     async def watch(log): raise RuntimeError("Ray has not answered for 45 s")
     client, server = SimpleNamespace(listen=lives, fail=fail, failed=""), object.__new__(Server)
-    server._config, server._router, server._log_file, server._cluster = ServerConfig(), None, sys.stderr, SimpleNamespace(watch=watch)
+    server._config, server._router, server._log_file, server._cluster = (ServerConfig(), None, sys.stderr,
+        SimpleNamespace(watch=watch))
     server._loop = SimpleNamespace(time=lambda: 0.)
-    with pytest.raises(RuntimeError, match="^Ray has not answered for 45 s; without its head all engines end. Start this server again once Ray is there$") as e:
+    with pytest.raises(RuntimeError, match="^Ray has not answered for 45 s; without its head all engines "
+                                           "end. Start this server again once Ray is there$") as e:
         asyncio.run(server._supervise_all([client]))
     assert client.failed == str(e.value) and not capfd.readouterr().err
 
@@ -373,11 +394,13 @@ class Checks:
 def toy(overlap=False, where=''):
     "A scheduler in which the requests of rid `bad` meet a bug there"
     table = TableManager(4, 48, page_size=4, dummy_page=PAGES)
-    engine = ToyEngine(table.page_table, table.token_pool, 4, PAGES, 50, ManualStream() if overlap else InlineStream())
+    engine = ToyEngine(table.page_table, table.token_pool, 4, PAGES, 50,
+                       ManualStream() if overlap else InlineStream())
     def make_grammar(pending):
         if where == 'make_grammar': raise Bug
         return Grammar(where)
-    s = Scheduler(engine, CacheManager(PAGES, table, RadixCache(4)), 50, itertools.count().__next__, EngineConfig(overlap=overlap),
+    s = Scheduler(engine, CacheManager(PAGES, table, RadixCache(4)), 50, itertools.count().__next__,
+                  EngineConfig(overlap=overlap),
                   rules=TextRules(Checks(where), make_grammar))
     if where == 'validate':
         validate = s.validator.validate
@@ -392,9 +415,11 @@ def compiled(params):
     return done
 
 @pytest.mark.parametrize('overlap', [False, True])
-@pytest.mark.parametrize('where', ['validate', 'make stop check', 'make_grammar', 'compile', 'push', 'take', 'mask', 'accept'])
+@pytest.mark.parametrize('where',
+    ['validate', 'make stop check', 'make_grammar', 'compile', 'push', 'take', 'mask', 'accept'])
 def test_a_bug_that_one_request_meets_ends_that_request(overlap, where, caplog):
-    "One error for it, with a traceback in the log; the others get what they get alone, and every page comes back"
+    """One error for it, with a traceback in the log; the others get what they get alone, and every page comes
+    back"""
     s = toy(overlap, where)
     def compile(params):
         if where == 'compile' and params.regex: raise Bug
@@ -442,7 +467,8 @@ def with_cached(n_nodes):
     "A scheduler with so many cached prefixes of one page"
     table = TableManager(2, 48, page_size=4, dummy_page=n_nodes)
     engine = ToyEngine(table.page_table, table.token_pool, 4, n_nodes, 10**6)
-    s = Scheduler(engine, cache := CacheManager(n_nodes, table, RadixCache(4)), 10**6, itertools.count().__next__, EngineConfig(overlap=False))
+    s = Scheduler(engine, cache := CacheManager(n_nodes, table, RadixCache(4)), 10**6,
+                  itertools.count().__next__, EngineConfig(overlap=False))
     for i in range(n_nodes): cache.prefix.insert(np.array([i, 1, 2, 3]), cache.allocate(1))
     cache._allocated[:], cache.held_size = False, 0
     return s
@@ -520,11 +546,13 @@ def test_decoding_beside_two_busy_loops(record_property):
     "Threads that soon sleep while they wait get their share of the cores"
     def rate(**env):
         env = {k: v for k, v in os.environ.items() if not k.startswith(('OMP_', 'GOMP_'))} | env
-        return float(subprocess.run([sys.executable, '-c', DECODE], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=True).stdout)
+        return float(subprocess.run([sys.executable, '-c', DECODE], cwd=ROOT, env=env, capture_output=True,
+                                    text=True, timeout=500, check=True).stdout)
     alone = rate()
     loops = [subprocess.Popen([sys.executable, '-c', 'while True: pass']) for _ in range(2)]
     try: asleep, awake = rate(), rate(OMP_WAIT_POLICY='active')
     finally:
         for o in loops: o.kill(), o.wait()
-    record_property('tok/s alone, beside two busy loops, and the same with threads that spin', f'{alone:.1f}, {asleep:.1f}, {awake:.1f}')
+    record_property('tok/s alone, beside two busy loops, and the same with threads that spin',
+                    f'{alone:.1f}, {asleep:.1f}, {awake:.1f}')
     assert asleep > alone / 8

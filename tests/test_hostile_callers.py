@@ -1,4 +1,5 @@
-"""What one caller sends takes nothing from another: shares by weight, limits, names of requests, and keys that nobody sees.
+"""What one caller sends takes nothing from another: shares by weight, limits, names of requests, and keys
+that nobody sees.
 
 Work is counted in tokens and steps; nothing is timed.
 """
@@ -39,13 +40,16 @@ VOCAB, MAX_SEQ_LEN, ROWS = 13, 24, 3
 
 def server(policy="fair", **config):
     "A scheduler on a toy engine"
-    config = EngineConfig(**dict(policy=policy, page_size=4, max_running_req=ROWS, max_prefill_tokens=32, overlap=False, seed=0, cache="none") | config)
+    config = EngineConfig(**dict(policy=policy, page_size=4, max_running_req=ROWS, max_prefill_tokens=32,
+                                 overlap=False, seed=0, cache="none") | config)
     table = TableManager(config.max_running_req, MAX_SEQ_LEN, 4, dummy_page=60)
     engine = ToyEngine(table.page_table, table.token_pool, 4, 60, VOCAB)
-    return Scheduler(engine, CacheManager(60, table, make_prefix_cache(config.cache, 4)), VOCAB, float, config)
+    return Scheduler(engine, CacheManager(60, table, make_prefix_cache(config.cache, 4)), VOCAB, float,
+                     config)
 
 def ask(s, rid, caller, n_prompt=4, n_answer=4, prompt=None, **params):
-    return s.add(rid, prompt or [int(o) for o in np.arange(n_prompt) % VOCAB], SamplingParams(max_tokens=n_answer, ignore_eos=True, temperature=0, **params), caller)
+    return s.add(rid, prompt or [int(o) for o in np.arange(n_prompt) % VOCAB],
+                 SamplingParams(max_tokens=n_answer, ignore_eos=True, temperature=0, **params), caller)
 
 def finish(s):
     while s.has_work: s.step()
@@ -53,27 +57,32 @@ def finish(s):
 
 def cost(o):
     "What was computed for a request, as the paper counts it"
-    return (o.input_len - o.cached_tokens)*FairOrder.prompt_cost + (o.n_tokens - o.input_len)*FairOrder.output_cost if "scheduled" in o.times else 0.
+    return ((o.input_len - o.cached_tokens)*FairOrder.prompt_cost
+            + (o.n_tokens - o.input_len)*FairOrder.output_cost if "scheduled" in o.times else 0.)
 
 def worst_gap(s, asked, max_steps=250):
-    """While all callers wait: the most that one was ever served ahead of another, by weight, in any stretch of time.
-    And how much was served."""
+    """While all callers wait: the most that one was ever served ahead of another, by weight, in any stretch
+    of time. And how much was served."""
     served = []
     while True:
         s.step()
-        if not asked.keys() <= {o.caller for o in s.prefill.waiting.values()} or len(served) == max_steps: break
+        if not asked.keys() <= {o.caller for o in s.prefill.waiting.values()} or len(served) == max_steps:
+            break
         served.append([sum(map(cost, requests)) / caller.weight for caller, requests in asked.items()])
     ahead = [[row[i] - row[j] for row in served] for i, j in combinations(range(len(asked)), 2)]
     return max((max(o) - min(o) for o in ahead if o), default=0.), sum(served[-1]) if served else 0.
 
-def bound(weights): return 2*max(FairOrder.prompt_cost*MAX_SEQ_LEN, FairOrder.output_cost*ROWS*MAX_SEQ_LEN) / min(weights)
+def bound(weights):
+    return 2*max(FairOrder.prompt_cost*MAX_SEQ_LEN, FairOrder.output_cost*ROWS*MAX_SEQ_LEN) / min(weights)
 
-kinds = st.tuples(st.integers(1, 12), st.integers(1, 12), st.sampled_from([1., 1., .5, 3.]))   # prompt, answer, weight
+# prompt, answer, weight
+kinds = st.tuples(st.integers(1, 12), st.integers(1, 12), st.sampled_from([1., 1., .5, 3.]))
 
 @settings(max_examples=6)
 @given(st.lists(kinds, min_size=2, max_size=4), st.booleans(), st.sampled_from(["none", "radix"]), st.data())
 def test_the_bound_of_the_paper(callers, overlap, cache, data):
-    "Of callers that wait all the time none is served further ahead of another than 2 max(w_p L, w_q M), whatever they ask for"
+    """Of callers that wait all the time none is served further ahead of another than 2 max(w_p L, w_q M),
+    whatever they ask for"""
     s, asked = server(overlap=overlap, cache=cache, mixed_chunk=data.draw(st.booleans())), {}
     for i, (n_prompt, n_answer, weight) in enumerate(callers):
         caller = Caller(f"c{i}", weight=weight)
@@ -114,7 +123,8 @@ def test_nothing_is_held_back():
         for i in range(40): ask(s, str(i), Caller(names[i % len(names)]), n_answer=1 + i % 5)
         finish(s)
         return s.launched
-    for names in (("a",), ("a", "b"), ("a", "b", "c")): assert steps("fair", *names) <= steps("fcfs", *names) + 2
+    for names in (("a",), ("a", "b"), ("a", "b", "c")):
+        assert steps("fair", *names) <= steps("fcfs", *names) + 2
 
 def test_who_was_idle_has_nothing_saved_up():
     s = server()
@@ -144,7 +154,8 @@ def test_users_share_what_their_caller_has():
     assert gap <= bound([1.]) / 2 < served / 2, (gap, served)
 
 def test_starts_alternate_within_a_pass():
-    waiting, started = [PendingReq(f"{name}{i}", np.arange(4), SamplingParams(), 9, caller=Caller(name)) for name in "ab" for i in range(3)], []
+    waiting, started = ([PendingReq(f"{name}{i}", np.arange(4), SamplingParams(), 9, caller=Caller(name))
+                         for name in "ab" for i in range(3)], [])
     for o in FairOrder().order(waiting, {o: i for i, o in enumerate(waiting)}):
         o.req = object()
         started.append(o.rid)
@@ -160,7 +171,8 @@ def test_an_empty_queue_sets_nobody_back():
     assert gap <= bound([1.]) / 2 and served > 200, (gap, served)
 
 def test_who_pays_what():
-    "Prompts as far as they are computed, answers twice, once, and over the weight; what has ended is let go of"
+    """Prompts as far as they are computed, answers twice, once, and over the weight; what has ended is let go
+    of"""
     s = server(cache="radix")
     fairness = s.prefill.policy.inner.fairness
     def paid(rid, n_answer, caller):
@@ -184,7 +196,8 @@ def test_counters_are_bounded():
     for i in range(3000):
         one = PendingReq(str(i), np.array([1]), SamplingParams(), 2, caller=Caller(str(i)))
         list(order.order([one], {one: 0}))
-    assert len(order.callers.served) <= counters.max_idle + 2 and len(order.users) <= len(order.callers.served)
+    assert (len(order.callers.served) <= counters.max_idle + 2
+            and len(order.users) <= len(order.callers.served))
 
 # ---- a queue that is full, and priorities
 
@@ -207,7 +220,8 @@ def test_who_cannot_be_served_displaces_nobody():
     s = server(max_queued_req=1)
     s.rules = TextRules(make_grammar=no_grammar)
     ask(s, "innocent", Caller())
-    with pytest.raises(RequestError, match="no such grammar"): ask(s, "wrong", Caller("b"), regex="x", priority=9)
+    with pytest.raises(RequestError, match="no such grammar"):
+        ask(s, "wrong", Caller("b"), regex="x", priority=9)
     assert [o.rid for o in s.step() if o.error] == [] and "innocent" in s.alive
 
 @pytest.mark.parametrize("policy, retracted", [("fcfs", 1), ("fair", 0)])
@@ -269,12 +283,14 @@ def web(tokenizer, tmp_path):   # noqa: F811
     def call(path, key="k-bob-0123456789ab", method="POST", **body):
         async def one():
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-                return await client.request(method, path, json=body if method == "POST" else None, headers={"authorization": f"Bearer {key}"})
+                return await client.request(method, path, json=body if method == "POST" else None,
+                                            headers={"authorization": f"Bearer {key}"})
         return asyncio.run(one())
     call.engine, call.now, call.file = engine, now, file
     return call
 
-ROUTES = {"/v1/completions": dict(prompt="SAY:hi"), "/generate": dict(text="SAY:hi"), "/v1/chat/completions": dict(messages=[dict(role="user", content="SAY:hi")]),
+ROUTES = {"/v1/completions": dict(prompt="SAY:hi"), "/generate": dict(text="SAY:hi"),
+          "/v1/chat/completions": dict(messages=[dict(role="user", content="SAY:hi")]),
           "/v1/responses": dict(input="SAY:hi")}
 
 def test_a_request_says_whose_it_is(web):
@@ -289,7 +305,8 @@ def test_a_request_says_whose_it_is(web):
 
 def test_the_caller_travels_to_the_scheduler():
     s = server()
-    message = decode(encode(UserMsg("a", np.array([1, 2]), SamplingParams(max_tokens=2), Caller("alice", "eve", 2.5))))
+    message = decode(encode(UserMsg("a", np.array([1, 2]), SamplingParams(max_tokens=2),
+                                    Caller("alice", "eve", 2.5))))
     assert EngineCore(s).handle(message) is None
     assert s.alive["a"].caller == Caller("alice", "eve", 2.5)
 
@@ -299,15 +316,18 @@ def test_limits_by_the_minute(web):
     left = [web("/v1/completions", alice, **body).headers["x-ratelimit-remaining-tokens"] for _ in range(3)]
     assert left == ["32", "24", "16"]
     r = web("/v1/completions", alice, **body)
-    assert (r.status_code, r.json()["error"]["code"], r.headers["retry-after"]) == (429, "rate_limit_exceeded", "21")
+    assert ((r.status_code, r.json()["error"]["code"], r.headers["retry-after"])
+            == (429, "rate_limit_exceeded", "21"))
     assert {k: v for k, v in r.headers.items() if "limit" in k} == {
-        "x-ratelimit-limit-requests": "3", "x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "60.000s",
-        "x-ratelimit-limit-tokens": "40", "x-ratelimit-remaining-tokens": "16", "x-ratelimit-reset-tokens": "36.000s"}
+        "x-ratelimit-limit-requests": "3", "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "60.000s", "x-ratelimit-limit-tokens": "40",
+        "x-ratelimit-remaining-tokens": "16", "x-ratelimit-reset-tokens": "36.000s"}
     assert len(web.engine.requests) == 3
     assert web("/v1/models", alice, "GET").status_code == 200   # to ask how things are costs nothing
     assert web("/v1/completions", **body).status_code == 200    # and bob has no limits
     web.now[0] = 21.
-    assert web("/v1/completions", alice, prompt="SAY:" + "x"*60, max_tokens=50).status_code == 200   # more than there is: a debt
+    # more than there is: a debt
+    assert web("/v1/completions", alice, prompt="SAY:" + "x"*60, max_tokens=50).status_code == 200
     web.now[0] = 60.
     r = web("/v1/completions", alice, **body)
     assert r.status_code == 429 and "alice may have 40 tokens a minute" in r.json()["error"]["message"]
@@ -316,7 +336,8 @@ def test_limits_by_the_minute(web):
 def test_refused_requests_take_no_tokens(web):
     alice = "k-alice-0123456789"
     assert web("/v1/completions", alice, prompt="SAY:hi", max_tokens=-1).status_code == 400
-    assert web("/v1/completions", alice, prompt="SAY:hi", max_tokens=1).headers["x-ratelimit-remaining-tokens"] == "33"
+    assert (web("/v1/completions", alice, prompt="SAY:hi",
+                max_tokens=1).headers["x-ratelimit-remaining-tokens"] == "33")
 
 OPERATIONS = "/pause_generation", "/continue_generation", "/flush_cache", "/start_profile", "/stop_profile"
 
@@ -325,12 +346,14 @@ def test_operations_are_the_admins(web):
         r = web(path)
         assert (r.status_code, "admin_key" in r.json()["error"]["message"]) == (403, True), path
         assert web(path, "guess").status_code == 401
-        for variant in (path + "/", path + "%0A", path.upper(), "/" + path): assert web(variant).status_code in (307, 403, 404, 405), variant
+        for variant in (path + "/", path + "%0A", path.upper(), "/" + path):
+            assert web(variant).status_code in (307, 403, 404, 405), variant
     assert web("/abort_request", abort_all=True).status_code == 403
     assert web.engine.orders == []
     for path in OPERATIONS: assert web(path, "operator").status_code == 200
     assert web("/abort_request", "operator", abort_all=True).status_code == 200
-    assert [o for o, _ in web.engine.orders] == ["pause", "resume", "flush_cache", "profile_start", "profile_stop", "abort"]
+    assert [o for o, _ in web.engine.orders] == ["pause", "resume", "flush_cache", "profile_start",
+        "profile_stop", "abort"]
 
 def test_one_key_or_none(tokenizer):   # noqa: F811
     "With the one api_key operations need the admin's, too; without keys they are open as ever"
@@ -338,9 +361,11 @@ def test_one_key_or_none(tokenizer):   # noqa: F811
         engine, found = Hears(tokenizer), []
         async def all_of_them():
             transport = httpx.ASGITransport(create_app(engine, tokenizer, {}, callers))
-            async with httpx.AsyncClient(transport=transport, base_url="http://x", headers={"authorization": f"Bearer {key}"}) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://x",
+                                         headers={"authorization": f"Bearer {key}"}) as client:
                 for path in OPERATIONS: found.append((await client.post(path)).status_code)
-                for body in (dict(abort_all=True), dict(rid="*"), dict(rid="a*"), dict(rid="a")): found.append((await client.post("/abort_request", json=body)).status_code)
+                for body in (dict(abort_all=True), dict(rid="*"), dict(rid="a*"), dict(rid="a")):
+                    found.append((await client.post("/abort_request", json=body)).status_code)
         asyncio.run(all_of_them())
         return found, [o for o in engine.orders if o[0] == "abort"]
     keyed, admin_only = ServerConfig(api_key="k", admin_key="operator"), ServerConfig(admin_key="operator")
@@ -353,14 +378,18 @@ def test_nobody_aborts_or_takes_the_names_of_others(web):
     for key, name in (("k-bob-0123456789ab", "bob"), ("k-alice-0123456789", "alice")):
         assert web("/generate", key, text="SAY:hi", rid="mine").json()["meta_info"]["id"] == "mine"
         assert web.engine.requests[-1].rid == f"{name}/mine"
-    for rid in ("mine", "*", "alice/mine", "../alice/mine"): assert web("/abort_request", rid=rid).status_code == 200
-    assert web.engine.orders == [("abort", "bob/mine"), ("abort", "bob/*"), ("abort", "bob/alice/mine"), ("abort", "bob/../alice/mine")]
-    assert web("/abort_request", "operator", rid="alice/mine").status_code == 200 and web.engine.orders[-1] == ("abort", "alice/mine")
+    for rid in ("mine", "*", "alice/mine", "../alice/mine"):
+        assert web("/abort_request", rid=rid).status_code == 200
+    assert web.engine.orders == [("abort", "bob/mine"), ("abort", "bob/*"), ("abort", "bob/alice/mine"),
+                                 ("abort", "bob/../alice/mine")]
+    assert (web("/abort_request", "operator", rid="alice/mine").status_code == 200
+            and web.engine.orders[-1] == ("abort", "alice/mine"))
 
 def test_nobody_reads_or_goes_on_with_the_answers_of_others(web):
     said = web("/v1/responses", input="SAY:hi").json()
     path, alice = f"/v1/responses/{said['id']}", "k-alice-0123456789"
-    for r in (web(path, alice, "GET"), web(path, alice, "DELETE"), web("/v1/responses", alice, input="x", previous_response_id=said["id"]),
+    for r in (web(path, alice, "GET"), web(path, alice, "DELETE"),
+              web("/v1/responses", alice, input="x", previous_response_id=said["id"]),
               web("/v1/responses", alice, input=[dict(type="item_reference", id=said["output"][0]["id"])])):
         assert r.status_code == 404
     assert web(path, method="GET").json() == said
@@ -369,15 +398,18 @@ def test_nobody_reads_or_goes_on_with_the_answers_of_others(web):
 
 def test_keys_of_other_clients(web):
     "Anthropic's clients send theirs in `x-api-key`"
-    assert web("/v1/messages", "wrong", max_tokens=9, messages=[dict(role="user", content="SAY:hi")]).json()["error"]["type"] == "authentication_error"
+    assert (web("/v1/messages", "wrong", max_tokens=9,
+        messages=[dict(role="user", content="SAY:hi")]).json()["error"]["type"] == "authentication_error")
 
 def test_a_star_reaches_nobody_elses_requests():
     "With one key for all, or none beside an admin's, a prefix would be one of everybody's names"
-    for account, allowed in ((Account('alice'), True), (Account('default', is_shared=True), False), (Account(is_shared=True), False),
+    for account, allowed in ((Account('alice'), True), (Account('default', is_shared=True), False),
+                             (Account(is_shared=True), False),
                              (Account(is_admin=True, is_shared=True), True)):
         asked = []
         async def control(command, argument): asked.append(argument)
-        app, request = SimpleNamespace(operations=SimpleNamespace(control=control)), SimpleNamespace(state=SimpleNamespace(account=account))
+        app, request = (SimpleNamespace(operations=SimpleNamespace(control=control)),
+                        SimpleNamespace(state=SimpleNamespace(account=account)))
         for rid in ('*', 'a*', 'a'):
             abort = Api.abort_request(app, AbortRequest(rid=rid), request)
             if allowed or rid == 'a': asyncio.run(abort)
@@ -389,15 +421,18 @@ def test_nobody_sees_a_key(web, caplog):
     secrets = "k-alice-0123456789", "k-bob-0123456789ab", "operator"
     with caplog.at_level(logging.DEBUG):
         texts = [r.text + str(r.headers) for key in (*secrets, "guess-0123456789")
-                 for r in (web("/get_server_info", key, "GET"), web("/v1/models", key, "GET"), web("/generate", key, text="SAY:hi", rid=3), web("/flush_cache", key))]
+                 for r in (web("/get_server_info", key, "GET"), web("/v1/models", key, "GET"),
+                           web("/generate", key, text="SAY:hi", rid=3), web("/flush_cache", key))]
     said = "".join(texts) + caplog.text
     assert '"running"' in said and len(caplog.records) >= 16
     for secret in (*secrets, "guess-0123456789", str(web.file)): assert secret not in said
 
 def test_a_server_starts_with_right_keys_only(tmp_path, monkeypatch):
     file = tmp_path/"keys.json"
-    for entries, why in (({"a": {"key": "0123456789abcdef", "limit": 3}}, "caller a: .*limit"), ([], "must name at least one"),
-                         ({"a": {"key": "0123456789abcdef"}, "b": {"key": "0123456789abcdef"}}, "a and b have the same key")):
+    for entries, why in (({"a": {"key": "0123456789abcdef", "limit": 3}}, "caller a: .*limit"),
+                         ([], "must name at least one"),
+                         ({"a": {"key": "0123456789abcdef"}, "b": {"key": "0123456789abcdef"}},
+                          "a and b have the same key")):
         file.write_text(json.dumps(entries))
         file.chmod(0o600)
         with pytest.raises(ValueError, match=why) as said: serve(port=0, api_keys=str(file))
@@ -405,8 +440,10 @@ def test_a_server_starts_with_right_keys_only(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="give one of them"): serve(port=0, api_keys=str(file), api_key="k")
     file.write_text(json.dumps({"a": {"key": "0123456789abcdef"}}))
     file.chmod(0o644)
-    with pytest.warns(UserWarning, match="other users of this machine may read"): callers = Callers.from_config(ServerConfig(api_keys=str(file)))
-    assert callers.identify(b"bEaReR 0123456789abcdef").name == "a" and callers.identify(b"Bearer 0123456789abcdeF") is None
+    with pytest.warns(UserWarning, match="other users of this machine may read"):
+        callers = Callers.from_config(ServerConfig(api_keys=str(file)))
+    assert (callers.identify(b"bEaReR 0123456789abcdef").name == "a"
+            and callers.identify(b"Bearer 0123456789abcdeF") is None)
     monkeypatch.setenv("MINISGL_LIT_ADMIN_KEY", " operator\n")
     assert from_args(ServerConfig, Namespace()).admin_key == "operator"
 

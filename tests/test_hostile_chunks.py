@@ -1,4 +1,5 @@
-"""A long prompt holds up nobody: short ones start beside its chunks, and a second long one is not starved by that."""
+"""A long prompt holds up nobody: short ones start beside its chunks, and a second long one is not starved by
+that."""
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -35,7 +36,8 @@ def server(num_pages=2000, rows=64, page_size=16, max_seq_len=10_100, prefix='no
     return Scheduler(engine, cache, 13, lambda: 0., config, observer=Steps())
 
 def add(s, rid, n, max_tokens=1, first=0):
-    s.add(rid, np.arange(first, first + n) % 13, SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True))
+    s.add(rid, np.arange(first, first + n) % 13,
+          SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True))
 
 def finish(s):
     while s.has_work: s.step()
@@ -62,7 +64,8 @@ def test_many_long_prompts_hold_up_no_short_one():
     assert [seen.started[f'long {i}'] for i in range(3)] == [1, 4, 7]   # each where the one before it ends
 
 def crowd(s):
-    "Two long prompts, and short ones without end, with long answers; when the second has started, it must have been at once"
+    """Two long prompts, and short ones without end, with long answers; when the second has started, it must
+    have been at once"""
     n = 0
     add(s, 'first', 1000, first=1)
     add(s, 'second', 1000)
@@ -75,7 +78,8 @@ def crowd(s):
     assert s.observer.started['second'] == s.observer.computed['first'] and 'short 0' in s.observer.started
 
 @pytest.mark.parametrize('tight', [dict(num_pages=150), dict(rows=6)])
-def test_a_second_long_prompt_is_not_starved(tight): crowd(server(chunked_prefill_size=64, max_prefill_tokens=256, **tight))
+def test_a_second_long_prompt_is_not_starved(tight):
+    crowd(server(chunked_prefill_size=64, max_prefill_tokens=256, **tight))
 
 def test_what_it_has_cached_is_kept_for_it_too():
     "Twenty pages of the second prompt are in the tree; the short ones would evict them"
@@ -86,7 +90,8 @@ def test_what_it_has_cached_is_kept_for_it_too():
     finish(s)
 
 def test_waiting_for_chunks_costs_little():
-    "A hundred long prompts wait for 40 steps: they are looked up once when the first is in chunks, and not all of them"
+    """A hundred long prompts wait for 40 steps: they are looked up once when the first is in chunks, and not
+    all of them"""
     s = server(num_pages=20_000, chunked_prefill_size=64, max_prefill_tokens=256, max_seq_len=3000)
     for i in range(101): add(s, f'long {i}', 64*40)
     s.step()
@@ -115,6 +120,7 @@ def test_the_first_that_must_wait_is_next(chunk, budget, rows, num_pages, overla
             assert late <= 1, f'{overtaken} could have started'
         elif s.prefill.chunked and s.prefill.waiting:
             head = next(iter(s.prefill.waiting))
-            if any(int(o) > int(head) for o in waited - s.prefill.waiting.keys()): overtaken, owner, late = head, s.prefill.chunked, 0
+            if any(int(o) > int(head) for o in waited - s.prefill.waiting.keys()):
+                overtaken, owner, late = head, s.prefill.chunked, 0
     s.self_check()
     assert len(s.observer.computed) == n

@@ -1,5 +1,5 @@
-"""What a downloaded file says is compared with its size before anything is reserved: files made to do harm, and in `make test-long` some thousand small valid
-ones with one number changed (`hostile_files.py`)."""
+"""What a downloaded file says is compared with its size before anything is reserved: files made to do harm,
+and in `make test-long` some thousand small valid ones with one number changed (`hostile_files.py`)."""
 import json, os, subprocess, sys
 from pathlib import Path
 
@@ -9,7 +9,8 @@ def tried(*args: str) -> list[dict]:
     "What became of each, tried by a process that has computed nothing before"
     here = Path(__file__).parent
     env = os.environ | {'PYTHONPATH': f'{here.parent}', 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run([sys.executable, here/'hostile_files.py', *args], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, here/'hostile_files.py', *args], env=env, capture_output=True,
+                          text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(o) for o in done.stdout.splitlines()]
 

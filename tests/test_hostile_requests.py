@@ -1,4 +1,5 @@
-"""Requests that cost more than they may: each is refused with its limit, and the work that it would have been is counted."""
+"""Requests that cost more than they may: each is refused with its limit, and the work that it would have been
+is counted."""
 import asyncio, json, subprocess, sys, threading
 
 import httpx
@@ -77,7 +78,8 @@ class InProcess:
         def grammar(pending):
             if pending.params.regex == "(": raise RequestError("regex", "regex is no pattern")
         config = EngineConfig(max_running_req=8, max_queued_req=QUEUED, overlap=False, **settings)
-        self.scheduler = Scheduler(engine, cache, 256, lambda: self.now, config, rules=TextRules(TextStopChecks(tokenizer), grammar))
+        self.scheduler = Scheduler(engine, cache, 256, lambda: self.now, config,
+                                   rules=TextRules(TextStopChecks(tokenizer), grammar))
         self.outputs, self.taken = {}, 0
 
     async def stream(self, requests):
@@ -107,7 +109,8 @@ def say(*texts): return [{"role": "user", "content": o} for o in texts]
 def one_token(path, body):
     "The same body for an answer of one token, as this route has it"
     if path in (PLAIN, CHAT): return body | {"max_tokens": 1}
-    if path == GENERATE: return body | {"sampling_params": {"max_new_tokens": 1} | body.get("sampling_params", {})}
+    if path == GENERATE:
+        return body | {"sampling_params": {"max_new_tokens": 1} | body.get("sampling_params", {})}
     return body
 
 
@@ -116,23 +119,29 @@ def one_token(path, body):
 HUGE = "x" * 2_000_000
 
 @pytest.mark.parametrize("path, body", [
-    (PLAIN, {"prompt": HUGE}), (PLAIN, {"prompt": ["x", HUGE]}), (GENERATE, {"text": HUGE}), (CHAT, {"messages": say("x", HUGE)}),
-    ("/tokenize", {"prompt": HUGE}), ("/tokenize", {"messages": say(HUGE)}), (PLAIN, {"prompt": [5]*100_000}), ("/detokenize", {"tokens": [5]*600_000})])
+    (PLAIN, {"prompt": HUGE}), (PLAIN, {"prompt": ["x", HUGE]}), (GENERATE, {"text": HUGE}),
+    (CHAT, {"messages": say("x", HUGE)}), ("/tokenize", {"prompt": HUGE}),
+    ("/tokenize", {"messages": say(HUGE)}), (PLAIN, {"prompt": [5]*100_000}),
+    ("/detokenize", {"tokens": [5]*600_000})])
 def test_what_cannot_fit_is_refused_by_its_length(web, tokenizer, engine, path, body):
     r = post(web, path, **one_token(path, body))
-    assert r.status_code in (400, 413) and any(limit in r.text for limit in (f"{MAX_LEN}", "524,288", "500,000")), r.text
+    assert (r.status_code in (400, 413)
+            and any(limit in r.text for limit in (f"{MAX_LEN}", "524,288", "500,000"))), r.text
     assert (tokenizer.backend.characters, engine.taken) == (0, 0)
 
 @pytest.mark.parametrize("path, body, status", [
-    ("/tokenize", {"prompt": ["x"*100]*200}, 200), ("/tokenize", {"prompt": [""]*200}, 200), ("/tokenize", {"messages": say(*"x"*300)}, 200),
-    ("/detokenize", {"tokens": [[5]*9]*2000}, 200), ("/detokenize", {"tokens": [5]*20_000}, 200), ("/tokenize", {"messages": say(*"x"*10_000)}, 400),
+    ("/tokenize", {"prompt": ["x"*100]*200}, 200), ("/tokenize", {"prompt": [""]*200}, 200),
+    ("/tokenize", {"messages": say(*"x"*300)}, 200), ("/detokenize", {"tokens": [[5]*9]*2000}, 200),
+    ("/detokenize", {"tokens": [5]*20_000}, 200), ("/tokenize", {"messages": say(*"x"*10_000)}, 400),
     (CHAT, {"messages": say(*"x"*5_000)}, 400)])
 def test_long_work_is_done_in_a_thread(web, tokenizer, path, body, status, monkeypatch):
     seen = tokenizer.backend.threads
     render = type(tokenizer.chat_template).render
-    monkeypatch.setattr(type(tokenizer.chat_template), "render", lambda *args: (seen.add(threading.current_thread()), render(*args))[1])
+    monkeypatch.setattr(type(tokenizer.chat_template), "render",
+                        lambda *args: (seen.add(threading.current_thread()), render(*args))[1])
     decode = Tokenizer.decode
-    monkeypatch.setattr(Tokenizer, "decode", lambda *args: (seen.add(threading.current_thread()), decode(*args))[1])
+    monkeypatch.setattr(Tokenizer, "decode",
+                        lambda *args: (seen.add(threading.current_thread()), decode(*args))[1])
     r = post(web, path, **body)
     assert r.status_code == status and threading.main_thread() not in seen, r.text
 
@@ -171,14 +180,16 @@ def test_what_is_cancelled_does_not_go_on():
 def test_an_answer_of_many_tokens_is_refused(web):
     "Each prompt fits; their ids would be a body of many megabytes, made on the loop"
     r = post(web, "/tokenize", prompt=["x"*MAX_LEN]*1_311)
-    assert r.status_code == 400 and "prompt may come to at most 524,288 tokens in one call, not 524,400" in r.text
+    assert (r.status_code == 400
+            and "prompt may come to at most 524,288 tokens in one call, not 524,400" in r.text)
 
 def test_who_hangs_up_leaves_the_queue(engine, tokenizer):
     app, body = create_app(engine, tokenizer), json.dumps({"prompt": ["x"*9_999]*100}).encode()
     messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
     async def receive(): return messages.pop(0) if messages else await asyncio.Event().wait()
     async def send(message): pass
-    scope = dict(type="http", method="POST", path=PLAIN, query_string=b"", headers=[(b"content-type", b"application/json")])
+    scope = dict(type="http", method="POST", path=PLAIN, query_string=b"",
+                 headers=[(b"content-type", b"application/json")])
     asyncio.run(app(scope, receive, send))
     assert tokenizer.backend.characters < 20*9_999 and engine.taken == 0
 
@@ -189,18 +200,25 @@ def named(normalizer=None, pre=None, **options):
     return tok
 
 def with_merges(*normalizer):
-    vocab = {c: i for i, c in enumerate(LETTERS)} | {"ab": 256, "abc": 257, "ĠĠ": 258, "ĠĠĠĠ": 259, "Ã¤": 260, "aÌĪ": 261}
+    vocab = ({c: i for i, c in enumerate(LETTERS)} | {"ab": 256, "abc": 257, "ĠĠ": 258, "ĠĠĠĠ": 259,
+        "Ã¤": 260, "aÌĪ": 261})
     merges = [("a", "b"), ("ab", "c"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ"), ("Ã", "¤")]
-    tok = named(normalizers.Sequence(list(normalizer)) if normalizer else None, pre_tokenizers.ByteLevel(add_prefix_space=False), vocab=vocab, merges=merges)
+    tok = named(normalizers.Sequence(list(normalizer)) if normalizer else None,
+                pre_tokenizers.ByteLevel(add_prefix_space=False), vocab=vocab, merges=merges)
     tok.add_special_tokens(["<|end|>", "<é>"])
     return tok
 
 FALLBACK = {f"<0x{b:02X}>": b for b in range(256)} | {"▁": 256, "a": 257, "▁▁": 258, "aa": 259}
-BACKENDS = [with_merges(), with_merges(normalizers.NFC()), with_merges(normalizers.NFKC(), normalizers.Lowercase()),
-            named(normalizers.Replace(" ", "▁"), vocab=FALLBACK, merges=[("▁", "▁"), ("a", "a")], byte_fallback=True),
-            named(pre=pre_tokenizers.Metaspace(), vocab={"[UNK]": 0, "a": 1, "▁": 2, "▁a": 3}, merges=[("▁", "a")], unk_token="[UNK]")]
+BACKENDS = [with_merges(), with_merges(normalizers.NFC()),
+            with_merges(normalizers.NFKC(), normalizers.Lowercase()),
+            named(normalizers.Replace(" ", "▁"), vocab=FALLBACK, merges=[("▁", "▁"), ("a", "a")],
+                  byte_fallback=True),
+            named(pre=pre_tokenizers.Metaspace(), vocab={"[UNK]": 0, "a": 1, "▁": 2, "▁a": 3},
+                  merges=[("▁", "a")], unk_token="[UNK]")]
 
-@given(st.sampled_from(BACKENDS), st.text(st.sampled_from("abc  ä\u0308\u0301ǖu가각ﬁ①👋İ") | st.characters(codec="utf-8"), max_size=60), st.sampled_from(["", "<|end|>", "<é>", "    "]))
+@given(st.sampled_from(BACKENDS),
+       st.text(st.sampled_from("abc  ä\u0308\u0301ǖu가각ﬁ①👋İ") | st.characters(codec="utf-8"), max_size=60),
+       st.sampled_from(["", "<|end|>", "<é>", "    "]))
 def test_the_bound_never_refuses_what_fits(backend, text, more):
     "A token never has more characters than we say"
     from minisgl_lit.text.tokenizer import _chars_per_token
@@ -211,14 +229,22 @@ def test_the_bound_never_refuses_what_fits(backend, text, more):
 # -- limits --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("path, field, limit, body", [
-    (PLAIN, "stop", "64", {"prompt": "x", "stop": ["a"]*65}), (CHAT, "stop", "64", {"messages": say("x"), "stop": [f"{i}" for i in range(20_000)]}),
-    (PLAIN, "stop", "1,000", {"prompt": "x", "stop": HUGE}), (GENERATE, "stop", "1,000", {"text": "x", "sampling_params": {"stop": "a"*1001}}),
-    (PLAIN, "stop_token_ids", "1,024", {"prompt": "x", "stop_token_ids": [1]*100_000}), (PLAIN, "logit_bias", "4,096", {"prompt": "x", "logit_bias": {str(i): 1 for i in range(9_999)}}),
-    (GENERATE, "rid", "128", {"text": "x", "rid": HUGE}), (GENERATE, "rid", "128", {"text": "x", "rid": "r"*129}), ("/abort_request", "rid", "256", {"rid": HUGE}),
-    (PLAIN, "extra_key", "256", {"prompt": "x", "extra_key": HUGE}), (CHAT, "extra_key", "256", {"messages": say("x"), "cache_salt": "k"*257}),
-    (PLAIN, "prompt", "3 requests (max_queued_req)", {"prompt": ["x"]*10_000}), (PLAIN, "prompt", "not 12,800", {"prompt": ["x"]*100, "n": 128}),
-    (GENERATE, "text", "3 requests (max_queued_req)", {"text": ["x"]*10_000, "sampling_params": [{}]*10_000}), (GENERATE, "text", "not 4", {"text": ["x"]*2, "sampling_params": {"n": 2}}),
-    (CHAT, "messages", "3 requests (max_queued_req)", {"messages": say("x"), "n": 4}), (CHAT, "messages", "10,000", {"messages": say(*"x"*10_001)})])
+    (PLAIN, "stop", "64", {"prompt": "x", "stop": ["a"]*65}),
+    (CHAT, "stop", "64", {"messages": say("x"), "stop": [f"{i}" for i in range(20_000)]}),
+    (PLAIN, "stop", "1,000", {"prompt": "x", "stop": HUGE}),
+    (GENERATE, "stop", "1,000", {"text": "x", "sampling_params": {"stop": "a"*1001}}),
+    (PLAIN, "stop_token_ids", "1,024", {"prompt": "x", "stop_token_ids": [1]*100_000}),
+    (PLAIN, "logit_bias", "4,096", {"prompt": "x", "logit_bias": {str(i): 1 for i in range(9_999)}}),
+    (GENERATE, "rid", "128", {"text": "x", "rid": HUGE}),
+    (GENERATE, "rid", "128", {"text": "x", "rid": "r"*129}), ("/abort_request", "rid", "256", {"rid": HUGE}),
+    (PLAIN, "extra_key", "256", {"prompt": "x", "extra_key": HUGE}),
+    (CHAT, "extra_key", "256", {"messages": say("x"), "cache_salt": "k"*257}),
+    (PLAIN, "prompt", "3 requests (max_queued_req)", {"prompt": ["x"]*10_000}),
+    (PLAIN, "prompt", "not 12,800", {"prompt": ["x"]*100, "n": 128}),
+    (GENERATE, "text", "3 requests (max_queued_req)", {"text": ["x"]*10_000, "sampling_params": [{}]*10_000}),
+    (GENERATE, "text", "not 4", {"text": ["x"]*2, "sampling_params": {"n": 2}}),
+    (CHAT, "messages", "3 requests (max_queued_req)", {"messages": say("x"), "n": 4}),
+    (CHAT, "messages", "10,000", {"messages": say(*"x"*10_001)})])
 def test_limits_are_said(web, engine, tokenizer, path, field, limit, body):
     r = post(web, path, **body)
     error = r.json()["error"]
@@ -234,10 +260,12 @@ def test_parameters_of_too_many_prompts_are_not_looked_at(web, monkeypatch):
 def test_a_prompt_counts_for_each_answer(web, engine, monkeypatch):
     monkeypatch.setattr("minisgl_lit.server.api_server._MAX_CALL_TOKENS", 100)
     r = post(web, PLAIN, prompt="x"*60, n=2)
-    assert r.status_code == 400 and "at most 100 tokens, each counted n times, not 120" in r.text and engine.taken == 0
+    assert (r.status_code == 400 and "at most 100 tokens, each counted n times, not 120" in r.text
+            and engine.taken == 0)
 
 def test_limits_are_not_passed_by_what_they_allow(web):
-    for path, body in [(PLAIN, {"prompt": ["x"]*QUEUED, "stop": ["~"*1000] + ["~"]*63, "extra_key": "k"*256}), (GENERATE, {"text": "x", "rid": "r"*128})]:
+    for path, body in [(PLAIN, {"prompt": ["x"]*QUEUED, "stop": ["~"*1000] + ["~"]*63, "extra_key": "k"*256}),
+                       (GENERATE, {"text": "x", "rid": "r"*128})]:
         assert post(web, path, **one_token(path, body)).status_code == 200
 
 def test_many_answers_are_checked_once(monkeypatch):
@@ -250,18 +278,23 @@ def test_many_answers_are_checked_once(monkeypatch):
 # -- isolation -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("path, body, key", [
-    (PLAIN, {"prompt": "x"*48}, lambda k: {"cache_salt": k}), (PLAIN, {"prompt": "x"*48}, lambda k: {"extra_key": k}),
-    (CHAT, {"messages": say("x"*48)}, lambda k: {"cache_salt": k}), (CHAT, {"messages": say("x"*48)}, lambda k: {"extra_key": k}),
-    (GENERATE, {"text": "x"*48}, lambda k: {"extra_key": k}), (GENERATE, {"text": "x"*48}, lambda k: {"cache_salt": k}),
-    (GENERATE, {"text": "x"*48}, lambda k: {"sampling_params": {"extra_key": k}}), (GENERATE, {"text": "x"*48}, lambda k: {"sampling_params": {"cache_salt": k}})])
+    (PLAIN, {"prompt": "x"*48}, lambda k: {"cache_salt": k}),
+    (PLAIN, {"prompt": "x"*48}, lambda k: {"extra_key": k}), (CHAT, {"messages": say("x"*48)},
+        lambda k: {"cache_salt": k}), (CHAT, {"messages": say("x"*48)}, lambda k: {"extra_key": k}),
+    (GENERATE, {"text": "x"*48}, lambda k: {"extra_key": k}),
+    (GENERATE, {"text": "x"*48}, lambda k: {"cache_salt": k}),
+    (GENERATE, {"text": "x"*48}, lambda k: {"sampling_params": {"extra_key": k}}),
+    (GENERATE, {"text": "x"*48}, lambda k: {"sampling_params": {"cache_salt": k}})])
 def test_tenants_share_no_cache(web, path, body, key):
     def cached(tenant):
         said = post(web, path, **one_token(path, body | key(tenant))).json()
-        return said["meta_info"]["cached_tokens"] if path == GENERATE else said["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return (said["meta_info"]["cached_tokens"] if path == GENERATE
+                else said["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert [cached(o) for o in ("A", "B", "A", "B")] == [0, 0, 44, 44]
 
 def test_two_keys_that_differ_are_refused(web):
-    for path, body in [(PLAIN, {"prompt": "x", "extra_key": "a", "cache_salt": "b"}), (GENERATE, {"text": "x", "extra_key": "a", "sampling_params": {"cache_salt": "b"}})]:
+    for path, body in [(PLAIN, {"prompt": "x", "extra_key": "a", "cache_salt": "b"}),
+                       (GENERATE, {"text": "x", "extra_key": "a", "sampling_params": {"cache_salt": "b"}})]:
         r = post(web, path, **body)
         assert r.status_code == 400 and "are the same setting; give one of them" in r.text
 
@@ -289,13 +322,15 @@ def test_who_is_displaced_may_try_again(engine, web):
     replies = full_queue(engine, web, {"prompt": "high", "priority": 5, "max_tokens": 1})
     assert [r.status_code for r in replies] == [200]*(QUEUED - 1) + [503, 200]
     r = replies[QUEUED - 1]
-    assert r.headers["retry-after"] == "1" and "displaced" in r.text and r.json()["error"]["code"] == "queue_full"
+    assert (r.headers["retry-after"] == "1" and "displaced" in r.text
+            and r.json()["error"]["code"] == "queue_full")
 
 def test_who_waits_too_long_may_try_again(engine, web):
     engine.now = 0.
     async def late():
         engine.held = True
-        posts = [asyncio.ensure_future(web.post(PLAIN, json={"prompt": "x", "stream": o})) for o in (False, True)]
+        posts = [asyncio.ensure_future(web.post(PLAIN, json={"prompt": "x", "stream": o}))
+                 for o in (False, True)]
         while engine.taken < 2: await asyncio.sleep(0)
         engine.held, engine.now = False, 99.
         return [await o for o in posts]
@@ -315,34 +350,43 @@ def test_a_failure_later_is_ours(tokenizer):
 
 # -- chat templates ------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("template", ["{{ 'a'*300000000 }}", "{{ 1/0 }}", "{% if %}", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-                                      "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ nothing.at.all }}", "{{ " + "("*5000, "{# long #}"*150_000])
+@pytest.mark.parametrize("template", ["{{ 'a'*300000000 }}", "{{ 1/0 }}", "{% if %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+                                      "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+                                      "{{ nothing.at.all }}", "{{ " + "("*5000, "{# long #}"*150_000])
 def test_a_broken_template_is_the_checkpoints_fault(checkpoint, template):
     tok = Tokenizer(checkpoint(template))
     assert tok.template_problem.startswith("the chat template of this checkpoint cannot be used: ")
-    web = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(InProcess(tok), tok)), base_url="http://here")
+    web = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(InProcess(tok), tok)),
+                            base_url="http://here")
     for path, more in [(CHAT, {}), (CHAT, {"stream": True}), ("/tokenize", {})]:
         r = post(web, path, messages=say("hi"), **more)
         assert r.status_code == 400 and "of this checkpoint cannot be used" in r.text
     assert post(web, PLAIN, prompt="x", max_tokens=1).status_code == 200
 
 def test_a_template_that_fails_on_some_messages(checkpoint):
-    tok = Tokenizer(checkpoint("{{ 1 / (messages | length - 2) }}{% if messages[0].content == 'no' %}{{ raise_exception('never') }}{% endif %}"))
-    web = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(InProcess(tok), tok)), base_url="http://here")
+    tok = Tokenizer(checkpoint("{{ 1 / (messages | length - 2) }}{% if messages[0].content == 'no' %}{{ "
+                               "raise_exception('never') }}{% endif %}"))
+    web = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(InProcess(tok), tok)),
+                            base_url="http://here")
     said = [post(web, CHAT, messages=say(*o), max_tokens=1) for o in (["a"], ["a", "b"], ["no"])]
     assert [r.status_code for r in said] == [200, 400, 400]
-    assert "of this checkpoint fails on these messages: ZeroDivisionError" in said[1].text and "refuses these messages: never" in said[2].text
+    assert ("of this checkpoint fails on these messages: ZeroDivisionError" in said[1].text
+            and "refuses these messages: never" in said[2].text)
 
 
 def test_a_template_that_is_slow_on_some_messages_renders_in_a_thread(checkpoint, monkeypatch):
     "The event loop gives it a twentieth of a second"
-    tok = Tokenizer(checkpoint("{% if messages[0].content == 'slow' %}" + "{% for i in range(99999) %}"*2 + "{% endfor %}"*2 + "{% endif %}x"))
-    web = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(InProcess(tok), tok)), base_url="http://here")
+    tok = Tokenizer(checkpoint("{% if messages[0].content == 'slow' %}" + "{% for i in range(99999) %}"*2
+                               + "{% endfor %}"*2 + "{% endif %}x"))
+    web = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(InProcess(tok), tok)),
+                            base_url="http://here")
     seen, render = [], type(tok.chat_template).render
     def noted(self, *args):
         if len(args) < 5: return render(self, *args)   # to find the control tokens
         seen.append((threading.current_thread() is threading.main_thread(), args[-1]))
-        return render(self, *args) if args[-1] < RENDER_S else "x"   # what a thread has is too long for a test
+        # what a thread has is too long for a test
+        return render(self, *args) if args[-1] < RENDER_S else "x"
     monkeypatch.setattr(type(tok.chat_template), "render", noted)
     assert post(web, "/tokenize", messages=say("quick")).status_code == 200 and seen == [(True, .05)]
     seen.clear()
@@ -352,7 +396,7 @@ def test_a_template_that_is_slow_on_some_messages_renders_in_a_thread(checkpoint
 
 # -- what takes long -----------------------------------------------------------------------------
 
-MEMORY = """
+MEMORY = ("""
 import asyncio, sys
 from pathlib import Path
 from fastapi import Request
@@ -380,12 +424,14 @@ async def main():
     await trim_memory(.05)
     print(turns, most - before, mb() - before)
 asyncio.run(main())
-"""
+""")   # noqa: E501
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_memory_of_long_texts_comes_back():
-    "Six texts of a million characters, two at a time; meanwhile the loop turns, and afterwards the memory is the system's again"
-    said = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=120, check=True)
+    """Six texts of a million characters, two at a time; meanwhile the loop turns, and afterwards the memory
+    is the system's again"""
+    said = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=120,
+                          check=True)
     turns, most, kept = map(float, said.stdout.split())
     assert turns > 50 and most < 700 and kept < 50, said.stdout

@@ -1,4 +1,5 @@
-"What a caller can do to a connection, a reader to a log, and a standstill to the truth: each stops nobody else."
+"""What a caller can do to a connection, a reader to a log, and a standstill to the truth: each stops nobody
+else."""
 import asyncio, io, json, logging, os, re, resource, signal, socket, subprocess, sys, threading, time
 from contextlib import asynccontextmanager, contextmanager
 from types import SimpleNamespace
@@ -36,13 +37,15 @@ async def echo_length(scope, receive, send):
         message = await receive()
         if message['type'] == 'http.disconnect': return
         size, more = size + len(message['body']), message.get('more_body')
-    await send({'type': 'http.response.start', 'status': 200, 'headers': [(b'content-length', b'%d' % len(str(size)))]})
+    await send({'type': 'http.response.start', 'status': 200,
+                'headers': [(b'content-length', b'%d' % len(str(size)))]})
     await send({'type': 'http.response.body', 'body': str(size).encode()})
 
 @asynccontextmanager
 async def limited(app=echo_length, most=8, listener=None):
     "It is not served, which would take two tenths of a second to end: its protocol needs only its settings"
-    http, lines = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan='off', ws='none')), []
+    http, lines = (uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan='off',
+        ws='none')), [])
     with listener or socket.create_server(('127.0.0.1', 0)) as listener:
         acceptor = ConnectionAcceptor(http, listener, most, lines.append)
         acceptor.lines, acceptor.http = lines, http
@@ -65,17 +68,23 @@ async def until(true):
 
 def status(answer): return int(answer[9:12]) if answer.startswith(b'HTTP/1.1 ') else answer
 
-@pytest.mark.parametrize('begin, piece, megabytes, said', [(HALF_HEADER, MB, 100, 431), (b'GET /', MB, 50, 414), (b'', b'GET / HTTP/1.1\r\nX: ' + MB[:40_000] + b'\r\n\r\n', 1, 431),
-                                                           (b'GET / HTTP/1.1\r\n', b'X: y\r\n'*170_000, 100, 431),
-                                                           (CHUNKED + b'0\r\nX: ', MB, 20, 400), (CHUNKED + b'0\r\n', b'X: y\r\n'*170_000, 20, 400), (CHUNKED, b'1\r\nx\r\n'*170_000, 20, 400)])
+@pytest.mark.parametrize('begin, piece, megabytes, said', [(HALF_HEADER, MB, 100, 431),
+    (b'GET /', MB, 50, 414), (b'', b'GET / HTTP/1.1\r\nX: ' + MB[:40_000] + b'\r\n\r\n', 1, 431),
+                                                           (b'GET / HTTP/1.1\r\n', b'X: y\r\n'*170_000, 100,
+                                                               431),
+                                                           (CHUNKED + b'0\r\nX: ', MB, 20, 400),
+                                                           (CHUNKED + b'0\r\n', b'X: y\r\n'*170_000, 20, 400),
+                                                           (CHUNKED, b'1\r\nx\r\n'*170_000, 20, 400)])
 def test_a_header_is_cut_off(begin, piece, megabytes, said, monkeypatch):
-    "100 MB of header, 50 of URL, 20 of trailers or of chunks of a byte: refused when a read or two have come, however much is sent; what is parsed is counted"
+    """100 MB of header, 50 of URL, 20 of trailers or of chunks of a byte: refused when a read or two have
+    come, however much is sent; what is parsed is counted"""
     parsed = []
     async def life():
         async with limited() as server:
             kind = type(server)._accept.__globals__['LimitedProtocol']
             feed = kind.__mro__[1].data_received
-            monkeypatch.setattr(kind.__mro__[1], 'data_received', lambda self, data: (parsed.append(len(data)), feed(self, data))[1])
+            monkeypatch.setattr(kind.__mro__[1], 'data_received',
+                                lambda self, data: (parsed.append(len(data)), feed(self, data))[1])
             reader, writer = await connect(server, begin)
             answer = asyncio.ensure_future(reader.read())
             for _ in range(megabytes):
@@ -89,9 +98,11 @@ def test_a_header_is_cut_off(begin, piece, megabytes, said, monkeypatch):
     assert sum(parsed) <= 1 << 20
 
 @pytest.mark.parametrize('trickle', [b'', b'x'])
-@pytest.mark.parametrize('sent, seconds, said', [(b'', 10, b''), (HALF_HEADER, 10, 408), (HALF_BODY, 30, 408)])
+@pytest.mark.parametrize('sent, seconds, said',
+                         [(b'', 10, b''), (HALF_HEADER, 10, 408), (HALF_BODY, 30, 408)])
 def test_what_does_not_come_ends(sent, seconds, said, trickle):
-    "Nothing, half a header, half a body: each has its seconds, and a byte in each of them is no reason for more"
+    """Nothing, half a header, half a body: each has its seconds, and a byte in each of them is no reason for
+    more"""
     async def life():
         async with limited() as server:
             reader, writer = await connect(server, sent)
@@ -125,7 +136,8 @@ def test_slow_but_honest_bodies_are_read():
     "16 KB in each second go on for as long as they come: three times as long as nothing may"
     async def life():
         async with limited() as server:
-            reader, writer = await connect(server, b'POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n' % (90 << 14))
+            reader, writer = await connect(server,
+                b'POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n' % (90 << 14))
             for i in range(90):
                 writer.write(MB[:1 << 14])
                 await until(lambda: any(c._body == (i + 1) << 14 for c in server.connections.open) or i == 89)
@@ -195,7 +207,8 @@ def test_no_descriptors_are_one_line(caplog):
 
 @pytest.mark.parametrize('how', ['half', 'gone', 'old', 'half a body'])
 def test_half_closed_callers(how):
-    "A caller who has only ended its half is answered; one who has gone is noticed, also one that speaks HTTP 1.0"
+    """A caller who has only ended its half is answered; one who has gone is noticed, also one that speaks
+    HTTP 1.0"""
     noticed, let_go = [], None
     async def app(scope, receive, send):
         message = {'more_body': True}
@@ -240,29 +253,36 @@ class Engine:
 
 def ask(app, method, path, **kw):
     async def life():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url='http://x') as client: return await client.request(method, path, **kw)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url='http://x') as client:
+            return await client.request(method, path, **kw)
     return asyncio.run(life())
 
 def test_head_and_allow():
     app = create_app(Engine(), Tokenizer(embedded_path()))
     assert [ask(app, 'HEAD', path).status_code for path in ('/health', '/', '/v1/models')] == [200]*3
-    for method, path, allowed in (('POST', '/health', 'GET, HEAD'), ('GET', '/v1/completions', 'POST'), ('DELETE', '/', 'GET, HEAD')):
+    for method, path, allowed in (('POST', '/health', 'GET, HEAD'), ('GET', '/v1/completions', 'POST'),
+                                  ('DELETE', '/', 'GET, HEAD')):
         answer = ask(app, method, path)
         assert (answer.status_code, answer.headers['allow']) == (405, allowed)
 
-@pytest.mark.parametrize('encoding, said', [('gzip', 415), ('br', 415), ('gzip, identity', 415), ('identity', 200), ('Identity', 200), ('', 200)])
+@pytest.mark.parametrize('encoding, said',
+    [('gzip', 415), ('br', 415), ('gzip, identity', 415), ('identity', 200), ('Identity', 200), ('', 200)])
 def test_compressed_bodies_are_refused_by_name(encoding, said):
-    answer = ask(ErrorMiddleware(BodyLimitMiddleware(echo_length)), 'POST', '/', content=b'x', headers={'content-encoding': encoding})
+    answer = ask(ErrorMiddleware(BodyLimitMiddleware(echo_length)), 'POST', '/', content=b'x',
+                 headers={'content-encoding': encoding})
     assert answer.status_code == said and (said == 200 or encoding in answer.json()['error']['message'])
 
-@pytest.mark.parametrize('given, said', [('Bearer open', 200), ('bearer open', 200), ('BEARER  open', 200), ('Basic open', 401), ('bearer opem', 401), ('open', 401), ('bearer', 401)])
+@pytest.mark.parametrize('given, said', [('Bearer open', 200), ('bearer open', 200), ('BEARER  open', 200),
+    ('Basic open', 401), ('bearer opem', 401), ('open', 401), ('bearer', 401)])
 def test_the_scheme_may_be_written_in_any_case(given, said):
-    assert ask(ErrorMiddleware(ApiKeyMiddleware(echo_length, Callers({'open': Account('ann')}))), 'GET', '/', headers={'authorization': given}).status_code == said
+    assert (ask(ErrorMiddleware(ApiKeyMiddleware(echo_length, Callers({'open': Account('ann')}))), 'GET', '/',
+                headers={'authorization': given}).status_code == said)
 
 def test_a_key_on_the_command_line_is_warned_about(monkeypatch, capsys):
     def start(**settings): raise RuntimeError('enough')
     monkeypatch.setattr('minisgl_lit.serve', start)
-    monkeypatch.setattr('minisgl_lit.cli.signal', SimpleNamespace(**vars(signal) | dict(signal=lambda *_: None)))
+    monkeypatch.setattr('minisgl_lit.cli.signal',
+                        SimpleNamespace(**vars(signal) | dict(signal=lambda *_: None)))
     for name, variable in (('api_key', 'MINISGL_LIT_API_KEY'), ('admin_key', 'MINISGL_LIT_ADMIN_KEY')):
         for given, said in (({name: 'secret'}, True), ({}, False)):
             serve_command(SimpleNamespace(**given))
@@ -275,7 +295,8 @@ def test_the_command_keeps_little_memory(monkeypatch):
     called = []
     monkeypatch.setattr('minisgl_lit.server.middleware.keep_little_memory', lambda: called.append('kept'))
     monkeypatch.setattr('minisgl_lit.serve', start)
-    monkeypatch.setattr('minisgl_lit.cli.signal', SimpleNamespace(**vars(signal) | dict(signal=lambda *_: None)))
+    monkeypatch.setattr('minisgl_lit.cli.signal',
+                        SimpleNamespace(**vars(signal) | dict(signal=lambda *_: None)))
     assert serve_command(SimpleNamespace()) == 1 and called == ['kept']
 
 def test_the_command_takes_its_keys_from_the_environment(monkeypatch):
@@ -284,18 +305,21 @@ def test_the_command_takes_its_keys_from_the_environment(monkeypatch):
         raise RuntimeError('enough')
     taken = []
     monkeypatch.setattr('minisgl_lit.serve', start)
-    monkeypatch.setattr('minisgl_lit.cli.signal', SimpleNamespace(**vars(signal) | dict(signal=lambda *_: None)))
+    monkeypatch.setattr('minisgl_lit.cli.signal',
+                        SimpleNamespace(**vars(signal) | dict(signal=lambda *_: None)))
     monkeypatch.setenv('MINISGL_LIT_API_KEY', 'callers')
     monkeypatch.setenv('MINISGL_LIT_ADMIN_KEY', 'operator')
     serve_command(SimpleNamespace())
     serve_command(SimpleNamespace(api_keys='a file'))   # in which each caller has a key
     assert taken == [('callers', 'operator'), (None, 'operator')]
 
-@pytest.mark.parametrize('host, keys, said', [('0.0.0.0', {}, True), ('0.0.0.0', {'api_key': 'k'}, False), ('0.0.0.0', {'api_keys': 'a file'}, False), ('127.0.0.1', {}, False)])
+@pytest.mark.parametrize('host, keys, said', [('0.0.0.0', {}, True), ('0.0.0.0', {'api_key': 'k'}, False),
+    ('0.0.0.0', {'api_keys': 'a file'}, False), ('127.0.0.1', {}, False)])
 def test_an_open_door_is_warned_about(host, keys, said):
     lines = []
     with socket.create_server((host, 0)) as listener:
-        server = SimpleNamespace(_listener=listener, _config=ServerConfig(host=host, **keys), _log=lines.append)
+        server = SimpleNamespace(_listener=listener, _config=ServerConfig(host=host, **keys),
+                                 _log=lines.append)
         Server._warn_of_strangers(server)
     assert len(lines) == said
 
@@ -309,13 +333,15 @@ def test_the_guide_publishes_to_this_machine_alone():
 
 @contextmanager
 def handle(silent):
-    "A handle as it is when its last heartbeat was read so many seconds ago, and the engine's end of the socket"
+    """A handle as it is when its last heartbeat was read so many seconds ago, and the engine's end of the
+    socket"""
     ours, its = socket.socketpair()
     with ours, its:
         ours.setblocking(False)
         loop = SimpleNamespace(time=lambda: 1000., remove_reader=lambda _: None)
         o = EngineCoreHandle.__new__(EngineCoreHandle)
-        o.loop, o.ready, o._gone, o._heartbeat_socket, o._last_heartbeat = loop, True, False, ours, 1000. - silent
+        o.loop, o.ready, o._gone, o._heartbeat_socket, o._last_heartbeat = (loop, True, False, ours,
+            1000. - silent)
         o.exited = SimpleNamespace(done=lambda: False)
         yield o, its
 
@@ -344,7 +370,8 @@ class Stuck(io.StringIO):
 
 @pytest.mark.parametrize('make', [Broken, Stuck])
 def test_no_writer_of_lines_waits_or_fails(make, monkeypatch):
-    "The access log, the server's own lines and the step loop's: where they would stand still, this test would, too"
+    """The access log, the server's own lines and the step loop's: where they would stand still, this test
+    would, too"""
     file = make()
     monkeypatch.setattr(sys, 'stderr', file)
     monkeypatch.setattr(middleware, 'log', logging.Logger('alone'))
@@ -374,7 +401,8 @@ def test_what_waits_for_a_reader_is_bounded():
     assert sum(map(int, told)) == log.dropped == 3000 - file.getvalue().count('\n') + len(told)
 
 def test_the_engine_core_writes_through_a_thread(monkeypatch):
-    "Whatever Python code there prints, and its tracebacks: before anything else is done, standard error is put behind a queue"
+    """Whatever Python code there prints, and its tracebacks: before anything else is done, standard error is
+    put behind a queue"""
     class First(Exception): pass
     def unblock(as_json): raise First(as_json)
     monkeypatch.setattr(engine_process, 'unblock_stderr', unblock)
@@ -388,8 +416,10 @@ def test_the_engine_core_writes_through_a_thread(monkeypatch):
 @contextmanager
 def program(stderr, *flags, before=''):
     "The command line's server, with this for a standard error: process and port"
-    command = f'{before} exec {sys.executable} -m minisgl_lit serve --port 0 --num-pages 512 --max-running-req 16 ' + ' '.join(flags)
-    p = subprocess.Popen(['bash', '-c', command], text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, cwd=root)
+    command = (f'{before} exec {sys.executable} -m minisgl_lit serve --port 0 --num-pages 512 '
+               '--max-running-req 16 ' + ' '.join(flags))
+    p = subprocess.Popen(['bash', '-c', command], text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                         stderr=stderr, cwd=root)
     try: yield p, int(re.search(r':(\d+)\n$', p.stdout.readline())[1])
     finally:
         p.kill()
@@ -403,12 +433,14 @@ def told(port, sent, seconds=20):
 
 def completion(n):
     body = json.dumps(dict(prompt='The page', max_tokens=n, ignore_eos=True)).encode()
-    return b'POST /v1/completions HTTP/1.1\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n' % len(body) + body
+    return (b'POST /v1/completions HTTP/1.1\r\nConnection: close\r\nContent-Type: '
+            b'application/json\r\nContent-Length: %d\r\n\r\n' % len(body) + body)
 
 @pytest.mark.long
 @pytest.mark.parametrize('kind', ['full disk', 'no reader', 'a reader that does not read'])
 def test_a_log_that_cannot_be_written_stops_nothing(kind):
-    "A line at each step and call, more of them than a pipe holds; afterwards the server ends as it should, with code 0"
+    """A line at each step and call, more of them than a pipe holds; afterwards the server ends as it should,
+    with code 0"""
     read_end, write_end = os.pipe()
     if kind == 'no reader': os.close(read_end)
     with open('/dev/full', 'w') if kind == 'full disk' else os.fdopen(write_end, 'w') as stderr:
@@ -448,4 +480,5 @@ def test_1500_connections_where_256_files_may_be_open(tmp_path):
         for o in idle: o.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     lines = (tmp_path/'log').read_text().splitlines()
-    assert len([o for o in lines if 'connections:' in o]) <= 6 and not any('Traceback' in o for o in lines), lines
+    assert (len([o for o in lines if 'connections:' in o]) <= 6
+            and not any('Traceback' in o for o in lines)), lines

@@ -1,4 +1,5 @@
-"""Keys and values in 8 bits: tokens equal `transformers` with a cache that rounds them in the same way, whatever the settings; and who is refused."""
+"""Keys and values in 8 bits: tokens equal `transformers` with a cache that rounds them in the same way,
+whatever the settings; and who is refused."""
 import pytest
 import torch
 from transformers import DynamicCache
@@ -15,7 +16,8 @@ from test_products import needs_compiler
 from test_recorded_steps import start, watch
 from test_recorded_steps import serve as serve_all
 
-MODELS = {family: (family, {}) for family in FAMILIES} | {o: VARIANTS[o] for o in ('window everywhere', 'window in listed layers', 'constants')}
+MODELS = ({family: (family, {}) for family in FAMILIES}
+          | {o: VARIANTS[o] for o in ('window everywhere', 'window in listed layers', 'constants')})
 
 def rounded(x): return widen_rows(round_rows(x))
 
@@ -27,7 +29,8 @@ class RoundedCache(DynamicCache):
 @torch.inference_mode()
 def expected(path, prompt: list[int]) -> list[int]:
     model = load(path)
-    out = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=MAX_NEW,
+    out = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                         max_new_tokens=MAX_NEW,
                          do_sample=False, pad_token_id=0, past_key_values=RoundedCache(config=model.config))
     return out[0, len(prompt):].tolist()
 
@@ -43,7 +46,8 @@ def test_parity(name, tmp_path):
     want = {i: expected(tmp_path, prompt) for i, prompt in enumerate(prompts())}
     for settings in SETTINGS:
         was = torch.get_num_threads()
-        runtime = build(EngineConfig(model=str(tmp_path), device='cpu', dtype='float32', kv_dtype='int8', max_running_req=6, **settings))
+        runtime = build(EngineConfig(model=str(tmp_path), device='cpu', dtype='float32', kv_dtype='int8',
+                                     max_running_req=6, **settings))
         try:
             assert runtime.engine.attention.pool.buffer.dtype == torch.int8
             assert serve(runtime, 'a')[0] == want, settings
@@ -69,7 +73,8 @@ def test_replayed_steps_are_those_computed_layer_by_layer(dtype, tmp_path, monke
 def test_more_context_in_the_same_memory():
     "A head of 64 numbers takes 68 bytes instead of 128"
     def pages(**more):
-        resolved = ResolvedConfig.of(EngineConfig(device='cpu', dtype='bfloat16', max_running_req=4000, **more))
+        resolved = ResolvedConfig.of(EngineConfig(device='cpu', dtype='bfloat16', max_running_req=4000,
+            **more))
         assert resolved.model.head_dim == 64
         return plan_memory(resolved, free=10**7, weights=0).num_pages
     assert pages(kv_dtype='int8') + 1 == pytest.approx((pages() + 1) * 128 / 68, abs=2)
@@ -85,7 +90,8 @@ def test_it_is_the_same_answer():
     (dict(dtype='float16'), "kv_dtype='int8' needs dtype bfloat16 or float32, not float16"),
     (dict(attention='flashinfer'), "kv_dtype='int8' is for native or torch attention, not 'flashinfer'")])
 def test_refused(settings, words):
-    with pytest.raises(ValueError) as e: ResolvedConfig.of(EngineConfig(kv_dtype='int8', device='cpu', **settings))
+    with pytest.raises(ValueError) as e:
+        ResolvedConfig.of(EngineConfig(kv_dtype='int8', device='cpu', **settings))
     assert str(e.value) == words
 
 def test_odd_heads_are_refused(tmp_path):

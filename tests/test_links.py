@@ -1,4 +1,5 @@
-"""Links to an engine, and what may happen to them: strangers who say nothing, or too much; a client that speaks another language; a cable that is cut.
+"""Links to an engine, and what may happen to them: strangers who say nothing, or too much; a client that
+speaks another language; a cable that is cut.
 
 The engines are toys, in this process; a link is the real one, over TCP."""
 import asyncio, socket, struct, time
@@ -60,10 +61,13 @@ async def linking(address):
 async def read(client, rid, n=20):
     "The tokens of an answer, and why it ended"
     ids = []
-    async for output in client.stream([UserMsg(rid, np.array([1, 2]), SamplingParams(max_tokens=n, temperature=0))]): ids += output.token_ids
+    async for output in client.stream([UserMsg(rid, np.array([1, 2]),
+                                               SamplingParams(max_tokens=n, temperature=0))]):
+        ids += output.token_ids
     return ids, output.error
 
-async def is_whole(client, rid, n=20): return await read(client, rid, n) == (expected_output([1, 2], n, 1000), None)
+async def is_whole(client, rid, n=20):
+    return await read(client, rid, n) == (expected_output([1, 2], n, 1000), None)
 
 async def until(condition):
     async with asyncio.timeout(30):
@@ -72,7 +76,8 @@ async def until(condition):
 
 UNKNOWN = msgspec.msgpack.encode({"type": "UserMsg", "of_a_later_version": 1})
 
-@pytest.mark.parametrize("parts", [[b""], [b"\x81"], [UNKNOWN], [encode(READY)], [encode(HelloMsg())[:-1]], [b"two", b"parts"]],
+@pytest.mark.parametrize("parts",
+    [[b""], [b"\x81"], [UNKNOWN], [encode(READY)], [encode(HelloMsg())[:-1]], [b"two", b"parts"]],
                          ids=["empty", "half", "of another version", "not for an engine", "cut", "two parts"])
 def test_a_client_that_speaks_another_language(parts):
     "It is given up, and told why; the engine goes on for the others"
@@ -108,7 +113,8 @@ def test_strangers_who_say_nothing():
                 for o in silent: o.close()
     run(main)
 
-GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)   # as ZMTP has it
+# as ZMTP has it
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 
 @pytest.mark.parametrize("flags", [2, 6], ids=["message", "command"])
 def test_a_stranger_who_says_too_much(flags):
@@ -131,7 +137,8 @@ def test_what_came_before_the_end_is_read():
     "An answer and the end of the engine come together: the answer counts"
     async def main():
         async with hosting() as host, linking(host.address) as client:
-            async for output in client.stream([UserMsg("a", np.array([1, 2]), SamplingParams(max_tokens=2, temperature=0))]):
+            async for output in client.stream([UserMsg("a", np.array([1, 2]),
+                    SamplingParams(max_tokens=2, temperature=0))]):
                 host.process.kill()   # while its last output is on its way
             assert output.finish_reason == "length" and output.error is None
             await until(lambda: client.failed)
@@ -185,7 +192,8 @@ async def cable(address, drop_after=None):
     async def connected(r, w):
         r2, w2 = await asyncio.open_connection(ip, int(port))
         ways.extend((w, w2))
-        tasks.extend((asyncio.ensure_future(carry(r, w2, None)), asyncio.ensure_future(carry(r2, w, drop_after))))
+        tasks.extend((asyncio.ensure_future(carry(r, w2, None)),
+                      asyncio.ensure_future(carry(r2, w, drop_after))))
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
     here = "tcp://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
     def cut():
@@ -200,7 +208,8 @@ async def cable(address, drop_after=None):
 def test_a_cable_is_cut(drop_after):
     "The client is told, the engine computes no more for it, and a new link is as good as the first"
     async def main():
-        async with hosting(step_seconds=.002) as host, linking(host.address) as other, cable(host.address, drop_after) as (there, cut):
+        async with (hosting(step_seconds=.002) as host, linking(host.address) as other,
+                    cable(host.address, drop_after) as (there, cut)):
             async with linking(there) as client:
                 stream = asyncio.ensure_future(read(client, "a", 230))
                 if drop_after is None:
@@ -209,14 +218,16 @@ def test_a_cable_is_cut(drop_after):
                 assert (await asyncio.wait_for(stream, 10))[1] == "the link to the engine has ended"
                 assert not client.alive
             await until(lambda: not host.n_open)
-            async with linking(host.address) as again: assert await is_whole(again, "a") and await is_whole(other, "b")
+            async with linking(host.address) as again:
+                assert await is_whole(again, "a") and await is_whole(other, "b")
             await until(lambda: len(host._links) == 1)
     run(main)
 
 def test_a_client_aborts_what_is_anothers():
     "That goes on"
     async def main():
-        async with hosting(step_seconds=.002) as host, linking(host.address) as one, linking(host.address) as two:
+        async with (hosting(step_seconds=.002) as host, linking(host.address) as one,
+                    linking(host.address) as two):
             begun = asyncio.ensure_future(read(one, "a", 100))
             await until(lambda: host.n_open)
             two._open["a"] = None   # as if it had been its own

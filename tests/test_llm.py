@@ -1,4 +1,5 @@
-"""Many threads on one driver: streams read to the end, left halfway, forgotten; lists; an engine that fails once."""
+"""Many threads on one driver: streams read to the end, left halfway, forgotten; lists; an engine that fails
+once."""
 import os, random, re, subprocess, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -41,7 +42,8 @@ def toy_driver(overlap, rows=3, pages=24, queued=4, delay=0.0, driver=EngineDriv
     cache = CacheManager(pages, table, make_prefix_cache("radix", 4))
     scheduler = Scheduler(engine, cache, VOCAB, float, EngineConfig(max_queued_req=queued, overlap=overlap),
                           rules=TextRules(TextStopChecks(letters := Letters())))
-    runtime = SimpleNamespace(scheduler=scheduler, core=EngineCore(scheduler), engine=engine, close=stream.close, tokenizer=letters,
+    runtime = SimpleNamespace(scheduler=scheduler, core=EngineCore(scheduler), engine=engine,
+                              close=stream.close, tokenizer=letters,
                               grammars=SimpleNamespace(validate=lambda params: None))
     return driver(runtime)
 
@@ -55,26 +57,32 @@ def one_caller(driver, seed):
     rng, errors = random.Random(seed), []
     for _ in range(12):
         n = rng.randint(0, 9)
-        params, many = SamplingParams(max_tokens=n, temperature=0), [prompt(rng) for _ in range(rng.randint(1, 6))]
+        params, many = (SamplingParams(max_tokens=n, temperature=0),
+                        [prompt(rng) for _ in range(rng.randint(1, 6))])
         what = rng.choice(["list", "stream", "leave", "forget", "stop"])
         if what == "list":
             outs = driver.collect(driver.make_requests(many, np.array, params), progress=False)
             errors += [o for o in outs if o.finish_reason is FinishReason.ERROR]
-            assert [o.token_ids for o in outs if not o.error] == [expected(i, n) for i, o in zip(many, outs) if not o.error]
+            assert [o.token_ids for o in outs if not o.error] == [expected(i, n)
+                for i, o in zip(many, outs) if not o.error]
         elif what == "stop":
             want = expected(many[0], 9)
             stop = Letters().decode(want[3:5])
             params = SamplingParams(max_tokens=12, temperature=0, stop=stop)
             out, = driver.collect(driver.make_requests(many[:1], np.array, params), progress=False)
             if out.error: errors.append(out)
-            else: assert out.text == Letters().decode(want).split(stop)[0] and out.finish_reason is FinishReason.STOP
+            else:
+                assert (out.text == Letters().decode(want).split(stop)[0]
+                        and out.finish_reason is FinishReason.STOP)
         else:
             stream = driver.read(*driver.make_requests(many[:1], np.array, params, streamed=True))
             if what == "stream": pieces = list(stream)
             else: pieces = [p for p, _ in zip(stream, range(rng.randint(0, n)))]   # and the stream is dropped
             if what == "leave": stream.close()
             if pieces and pieces[-1].error: errors.append(pieces[-1])
-            else: assert [i for p in pieces for i in p.token_ids] == expected(many[0], n)[:sum(len(p.token_ids) for p in pieces)]
+            else:
+                assert ([i for p in pieces for i in p.token_ids]
+                        == expected(many[0], n)[:sum(len(p.token_ids) for p in pieces)])
             del stream
     return errors
 
@@ -83,7 +91,8 @@ def one_caller(driver, seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_callers_do_not_mix(overlap, seed):
     driver = toy_driver(overlap)
-    with ThreadPoolExecutor(4) as pool: errors = [*pool.map(lambda k: one_caller(driver, 10 * seed + k), range(4))]
+    with ThreadPoolExecutor(4) as pool:
+        errors = [*pool.map(lambda k: one_caller(driver, 10 * seed + k), range(4))]
     assert errors == [[]] * 4 and driver._open == {} and not driver._backlog
     driver.release([])
     driver.runtime.scheduler.self_check()
@@ -96,7 +105,8 @@ def test_a_failing_engine_is_told_and_forgotten(overlap):
     for fail_at in (5, 7, 9):   # who is told may just have left
         driver = toy_driver(overlap)
         driver.runtime.engine.fail_at = fail_at
-        with ThreadPoolExecutor(3) as pool: errors = sum(pool.map(lambda k: one_caller(driver, k), range(3)), [])
+        with ThreadPoolExecutor(3) as pool:
+            errors = sum(pool.map(lambda k: one_caller(driver, k), range(3)), [])
         assert all("the engine failed" in o.error for o in errors)
         assert one_caller(driver, 99) == []
         told += errors
@@ -111,7 +121,8 @@ def test_closing_wakes_those_who_wait():
     def reader():
         params = SamplingParams(max_tokens=40, temperature=0)
         with pytest.raises(RuntimeError, match="has been closed"):
-            with closing(driver.read(*driver.make_requests([[1]], np.array, params, streamed=True))) as stream:
+            with closing(
+                    driver.read(*driver.make_requests([[1]], np.array, params, streamed=True))) as stream:
                 for piece in stream: told.append(piece)
     threads = [threading.Thread(target=reader) for _ in range(3)]
     for t in threads: t.start()
@@ -149,7 +160,8 @@ def failing(*args): raise ZeroDivisionError("a bug")
 
 def test_an_engine_that_fails_while_it_is_closed_is_ended():
     driver = toy_driver(False)
-    stream = driver.read(*driver.make_requests([[1]], np.array, SamplingParams(max_tokens=9, temperature=0), streamed=True))
+    stream = driver.read(*driver.make_requests([[1]], np.array, SamplingParams(max_tokens=9, temperature=0),
+                                               streamed=True))
     next(stream)
     driver.core.scheduler.step = failing
     with pytest.raises(ZeroDivisionError): driver.close()
@@ -157,14 +169,16 @@ def test_an_engine_that_fails_while_it_is_closed_is_ended():
 
 
 def without_weights(driver):
-    driver.runtime.weights = driver.core.updates.weights = driver.core.memory.weights = SimpleNamespace(check=lambda path: None, load=lambda path: None, check_release=lambda parts: None,
+    driver.runtime.weights = driver.core.updates.weights = driver.core.memory.weights = SimpleNamespace(
+        check=lambda path: None, load=lambda path: None, check_release=lambda parts: None,
                                              release=lambda parts: None, reload=lambda: None)
     return driver
 
 
 def test_a_step_that_fails_loses_nobody_who_waits_for_room():
     "The queue is full, and the step raises: those that were refused for now are served all the same"
-    driver, params, prompts = toy_driver(False, queued=1), SamplingParams(max_tokens=5, temperature=0), [[k] for k in range(9)]
+    driver, params, prompts = (toy_driver(False, queued=1), SamplingParams(max_tokens=5, temperature=0),
+                               [[k] for k in range(9)])
     requests = driver.make_requests(prompts, np.array, params)
     driver.submit(requests)
     step, driver.core.scheduler.step = driver.core.scheduler.step, failing
@@ -202,14 +216,16 @@ def test_falling_asleep_has_an_end():
     driver.submit(waiting)
     step, refused = driver.core.scheduler.step, []
     def another():   # at each step another caller asks
-        with pytest.raises(RuntimeError, match="falling asleep"): driver.submit(driver.make_requests([[1]], np.array, params))
+        with pytest.raises(RuntimeError, match="falling asleep"):
+            driver.submit(driver.make_requests([[1]], np.array, params))
         refused.append(1)
         return step()
     driver.core.scheduler.step = another
     driver.sleep({"kv_cache"})
     driver.core.scheduler.step = step
     assert refused and [o.output.token_ids for o in waiting] == [expected(o, 5) for o in prompts]
-    with pytest.raises(RuntimeError, match="memory has been released"): driver.collect(driver.make_requests([[1]], np.array, params), progress=False)
+    with pytest.raises(RuntimeError, match="memory has been released"):
+        driver.collect(driver.make_requests([[1]], np.array, params), progress=False)
     driver.control("resume_memory", "kv_cache weights")
     out, = driver.collect(driver.make_requests([[2]], np.array, params), progress=False)
     assert out.token_ids == expected([2], 5)
@@ -246,13 +262,16 @@ def test_what_is_reserved_is_not_used():
         assert llm.runtime.memory.kv > 2 * 2**30 and rss() - before < 300e6
         llm.generate("The page", SamplingParams(max_tokens=20, ignore_eos=True))
         assert rss() - before < 300e6
-    assert re.match(r"weights [\d.]+ GiB in use, keys and values [\d.]+ GiB reserved, in use as they fill: 100,000 pages of 16 tokens, ", told), told
+    assert re.match(r"weights [\d.]+ GiB in use, keys and values [\d.]+ GiB reserved, in use as they fill: "
+                    r"100,000 pages of 16 tokens, ", told), told
 
 
 def test_transformers_stays_out():
     "Importing it would take longer than everything else that a first answer needs."
     code = ("import sys\nfrom minisgl_lit import LLM, SamplingParams\n"
-            "LLM(num_pages=9).generate(['The scheduler']*5, SamplingParams(max_tokens=2))\nprint('transformers' in sys.modules)")
+            "LLM(num_pages=9).generate(['The scheduler']*5, "
+            "SamplingParams(max_tokens=2))\nprint('transformers' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    said = [o for o in done.stderr.splitlines() if not o.startswith("Without native kernels")]   # where there is no compiler
+    # where there is no compiler
+    said = [o for o in done.stderr.splitlines() if not o.startswith("Without native kernels")]
     assert (done.stdout, said) == ("False\n", [])   # and nothing is said that nobody has asked for

@@ -13,10 +13,12 @@ from minisgl_lit.loop.messages import (
 
 text, whole = st.text(max_size=20), st.integers(0, 2**63 - 1)
 real = st.floats(allow_nan=False, allow_infinity=False)
-params = st.builds(SamplingParams, temperature=st.none() | st.floats(0, 10), top_p=st.none() | st.floats(.1, 1),
-                   top_k=st.none() | st.integers(-1, 100), max_tokens=st.none() | whole, seed=st.none() | whole,
-                   stop=st.lists(st.text(min_size=1, max_size=5), max_size=3), stop_token_ids=st.lists(whole, max_size=3),
-                   ignore_eos=st.booleans(), skip_special_tokens=st.booleans(), no_stop_trim=st.booleans())
+params = st.builds(SamplingParams, temperature=st.none() | st.floats(0, 10),
+                   top_p=st.none() | st.floats(.1, 1),
+                   top_k=st.none() | st.integers(-1, 100), max_tokens=st.none() | whole,
+                   seed=st.none() | whole, stop=st.lists(st.text(min_size=1, max_size=5), max_size=3),
+                   stop_token_ids=st.lists(whole, max_size=3), ignore_eos=st.booleans(),
+                   skip_special_tokens=st.booleans(), no_stop_trim=st.booleans())
 replies = st.builds(EngineCoreOutput, rid=text, token_ids=st.lists(whole, max_size=4),
                     finish_reason=st.none() | st.sampled_from(FinishReason), matched=st.none() | text | whole,
                     error=st.none() | text, prompt_tokens=whole, cached_tokens=whole,
@@ -24,12 +26,15 @@ replies = st.builds(EngineCoreOutput, rid=text, token_ids=st.lists(whole, max_si
 data = st.recursive(st.none() | st.booleans() | whole | real | text, lambda o: st.lists(o, max_size=3) |
                     st.dictionaries(text, o, max_size=3), max_leaves=8)
 plain_messages = st.one_of(
-    st.builds(AbortMsg, text), st.builds(ControlMsg, whole, text, text), st.just(StopMsg()), st.builds(ReadyMsg, text, whole, whole),
-    st.builds(FailMsg, text, st.booleans()), st.builds(RefusedMsg, text, text, text, st.booleans()),
+    st.builds(AbortMsg, text), st.builds(ControlMsg, whole, text, text), st.just(StopMsg()),
+    st.builds(ReadyMsg, text, whole, whole), st.builds(FailMsg, text, st.booleans()),
+    st.builds(RefusedMsg, text, text, text, st.booleans()),
     st.builds(ControlReply, whole, st.dictionaries(text, data, max_size=3), st.none() | text),
     st.lists(st.tuples(text, whole), max_size=4).flatmap(
-        lambda o: st.builds(EngineCoreOutputs, st.just([a for a, _ in o]), st.just([b for _, b in o]), st.lists(replies, max_size=3))))
-user_messages = st.builds(UserMsg, text, st.lists(whole, max_size=9).map(lambda o: np.array(o, dtype=np.int64)), params)
+        lambda o: st.builds(EngineCoreOutputs, st.just([a for a, _ in o]), st.just([b for _, b in o]),
+                            st.lists(replies, max_size=3))))
+user_messages = st.builds(UserMsg, text,
+                          st.lists(whole, max_size=9).map(lambda o: np.array(o, dtype=np.int64)), params)
 hashes = st.lists(st.integers(-2**63, 2**63 - 1), max_size=5).map(lambda o: np.array(o, dtype=np.int64))
 event_messages = st.builds(KVEventsMsg, st.builds(KVEvents, whole, hashes, hashes, st.booleans()))
 
@@ -62,11 +67,13 @@ def test_any_bytes(junk):
 
 @given(st.one_of(plain_messages, user_messages, event_messages), st.data())
 def test_changed_messages(message, d):
-    "A field missing, one too many, one of another kind, another name, a byte changed: refused, or again a message."
+    """A field missing, one too many, one of another kind, another name, a byte changed: refused, or again a
+    message."""
     fields = msgspec.msgpack.decode(encode(message))
     name = d.draw(st.sampled_from(sorted(fields)))
     without = {k: v for k, v in fields.items() if k != name}
-    for wrong in (without, fields | {'more': d.draw(data)}, fields | {name: d.draw(data)}, fields | {'type': d.draw(data)}):
+    for wrong in (without, fields | {'more': d.draw(data)}, fields | {name: d.draw(data)},
+                  fields | {'type': d.draw(data)}):
         try: again = decode(msgspec.msgpack.encode(wrong))
         except MessageError: continue
         assert 'more' not in wrong and type(again).__name__ == wrong['type']

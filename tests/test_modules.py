@@ -1,9 +1,12 @@
-"""The form of a documented module: a page of purpose, example, API and tests, on no reading path. What its first cell calls **Purpose** is one."""
+"""The form of a documented module: a page of purpose, example, API and tests, on no reading path. What its
+first cell calls **Purpose** is one."""
 import re
 import nbformat, pytest
 from nbrun import chapter, directives, notebooks
 
-modules = {chapter(nb): nb for nb in notebooks() if any(c.source.startswith("# ") and "\n**Purpose.** " in c.source for c in nbformat.read(nb, as_version=4).cells if c.cell_type == "markdown")}
+modules = {chapter(nb): nb for nb in notebooks()
+           if any(c.source.startswith("# ") and "\n**Purpose.** " in c.source
+                  for c in nbformat.read(nb, as_version=4).cells if c.cell_type == "markdown")}
 every = pytest.mark.parametrize("stem", modules)
 
 def cells(stem): return nbformat.read(modules[stem], as_version=4).cells
@@ -13,7 +16,8 @@ def test_there_are_modules(): assert len(modules) >= 21
 
 @every
 def test_it_begins_with_purpose_and_example(stem):
-    "Title, promise and at most 120 words; then what a caller writes, with its output, before anything is exported"
+    """Title, promise and at most 120 words; then what a caller writes, with its output, before anything is
+    exported"""
     shown = [c for c in cells(stem) if "hide" not in directives(c) and "default_exp" not in directives(c)]
     about = re.fullmatch(r"# .+\n> .+\n\n\*\*Purpose\.\*\* (.+)", shown[0].source)
     assert about and len(about[1].split()) <= 120
@@ -24,9 +28,11 @@ def test_it_begins_with_purpose_and_example(stem):
 
 @every
 def test_it_asks_nothing(stem):
-    "No questions, predictions or exercises; two sentences before code that is exported, and three lines of what is left out"
+    """No questions, predictions or exercises; two sentences before code that is exported, and three lines of
+    what is left out"""
     prose = [c.source for c in cells(stem) if c.cell_type == "markdown"]
-    assert not [o for o in prose if "?" in plain(o) or re.search(r"\*\*(Predict|Answer|Exercise|To think about)", o)]
+    assert not [o for o in prose if "?" in plain(o)
+                or re.search(r"\*\*(Predict|Answer|Exercise|To think about)", o)]
     for before, c in zip(cells(stem), cells(stem)[1:]):
         if before.cell_type == "markdown" and {"export", "script"} & directives(c).keys():
             assert len(re.findall(r"[.!](?=\s|$)", plain(before.source))) <= 2, before.source
@@ -35,5 +41,6 @@ def test_it_asks_nothing(stem):
 
 @every
 def test_long_code_is_folded(stem):
-    long = [c.source for c in cells(stem) if {"export", "script"} & directives(c).keys() and sum(not o.startswith("#|") for o in c.source.splitlines()) > 20]
+    long = [c.source for c in cells(stem) if {"export", "script"} & directives(c).keys()
+            and sum(not o.startswith("#|") for o in c.source.splitlines()) > 20]
     assert not [o for o in long if "#| code-fold: true" not in o]

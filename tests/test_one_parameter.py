@@ -1,5 +1,5 @@
-"""A sampling parameter is one entry: with it come its check, its help, a keyword argument, a field of the routes and hostile values. A processor of
-logits follows a parameter without a line in the engine."""
+"""A sampling parameter is one entry: with it come its check, its help, a keyword argument, a field of the
+routes and hostile values. A processor of logits follows a parameter without a line in the engine."""
 from dataclasses import dataclass, fields
 
 import pytest
@@ -40,16 +40,20 @@ class HalfAdded(SamplingParams):
 def test_what_is_half_added_is_told():
     said = dict(zip(("bare", "any", "silent", "far", "odd", "alone"), gaps(HalfAdded), strict=True))
     assert said == {
-        "bare": "bare has no entry: write it as `bare: TYPE = param(DEFAULT, RULE, HELP)`", "any": "any has no rule: it takes anything",
-        "silent": "silent needs a help of one line, without a full stop", "far": "the default of far is not a whole number of at least 0",
+        "bare": "bare has no entry: write it as `bare: TYPE = param(DEFAULT, RULE, HELP)`",
+        "any": "any has no rule: it takes anything",
+        "silent": "silent needs a help of one line, without a full stop",
+        "far": "the default of far is not a whole number of at least 0",
         "odd": "odd is usually 2.0, which is not a finite number from 0 to 1",
         "alone": "alone edits logits, and no processor has its name: logits_processors.register('alone', …)"}
-    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'rule' and 'help'"): param(0)
+    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'rule' and 'help'"):
+        param(0)
 
-NEW = "    zz_test: float = param(0., real(0, 1), 'Leave out what is below so much of the largest, squared')\n"
+NEW = ("    zz_test: float = param(0., real(0, 1), 'Leave out what is below so much of the largest, "
+       "squared')\n")
 CHAPTER, BEFORE = "core/01_sampling_params", "    max_tokens: int | None = param("
 
-PROGRAM = '''
+PROGRAM = ('''
 import inspect, json, sys
 from typing import get_type_hints
 import httpx
@@ -80,7 +84,7 @@ sys.path.insert(0, "tests")
 import hostile
 told["hostile"] = "zz_test" in hostile.NUMBERS
 print(json.dumps(told))
-'''
+''')   # noqa: E501
 
 @pytest.mark.long   # test_one_place.py adds one, too, and looks at less of it
 def test_a_new_parameter_is_one_entry(tmp_path):
@@ -92,7 +96,8 @@ def test_a_new_parameter_is_one_entry(tmp_path):
     assert "    zz_test: float\n" in (tmp_path/"minisgl_lit/_keywords.py").read_text()
     told, said = copy.run(PROGRAM), "zz_test must be a finite number from 0 to 1, not 2"
     help = "Leave out what is below so much of the largest, squared"
-    assert (told["check"], told["help"], told["types"]) == (said, [f"    zz_test = 0.0: {help}"], [True, True])
+    assert (told["check"], told["help"], told["types"]) == (said, [f"    zz_test = 0.0: {help}"],
+        [True, True])
     assert (told["LLM"], told["shown"]) == ([2, said], True)
     for path in ("/v1/completions", "/v1/chat/completions", "/generate"):
         where = "sampling_params." if path == "/generate" else ""
@@ -105,8 +110,10 @@ def test_a_new_parameter_is_one_entry(tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class MyParams(SamplingParams):
-    n_sigma: float = param(0., real(0, 99), "Leave out what is so many standard deviations below the largest", more="processor")
-    no_repeat: bool = param(False, (lambda v: isinstance(v, bool), "True or False"), "No token comes again", more="processor")
+    n_sigma: float = param(0., real(0, 99), "Leave out what is so many standard deviations below the largest",
+                           more="processor")
+    no_repeat: bool = param(False, (lambda v: isinstance(v, bool), "True or False"), "No token comes again",
+                            more="processor")
 
 def n_sigma(logits, values, seen):
     assert logits.dtype == torch.float32 and logits.shape[0] == len(values) == len(seen[0])
@@ -120,11 +127,13 @@ def processors(monkeypatch):
         calls.append(values)
         return n_sigma(logits, values, seen)
     monkeypatch.setitem(logits_processors, "n_sigma", counted)
-    monkeypatch.setitem(logits_processors, "no_repeat", lambda logits, values, seen: logits.scatter(1, seen[0], -torch.inf))
+    monkeypatch.setitem(logits_processors, "no_repeat",
+                        lambda logits, values, seen: logits.scatter(1, seen[0], -torch.inf))
     return calls
 
 def test_a_processor_edits_logits(processors):
-    "A hot request whose processor leaves one token is greedy; those beside it are as they were; one that reads tokens finds the prompt, too"
+    """A hot request whose processor leaves one token is greedy; those beside it are as they were; one that
+    reads tokens finds the prompt, too"""
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
     hot = dict(temperature=9., seed=3, max_tokens=8, ignore_eos=True)
     with LLM(device="cpu", num_pages=64) as llm:

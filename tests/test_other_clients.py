@@ -1,5 +1,6 @@
-"""Clients that others have written, each in an environment of its own: `make test-clients` makes these and runs all that is in
-`tests/clients`. A script says on its first line what it needs, gets the server's address and model, and fails where a client does."""
+"""Clients that others have written, each in an environment of its own: `make test-clients` makes these and
+runs all that is in `tests/clients`. A script says on its first line what it needs, gets the server's address
+and model, and fails where a client does."""
 import os, shutil, subprocess, sys
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from minisgl_lit import serve
 HERE = Path(__file__).parent
 SCRIPTS = sorted([*(HERE/"clients").glob("*.py"), *(HERE/"clients").glob("*.mjs")])
 ENVIRONMENTS = HERE.parent/".clients"
-pytestmark = pytest.mark.skipif(not os.environ.get("TST_CLIENTS"), reason="environments of other clients: make test-clients")
+pytestmark = pytest.mark.skipif(not os.environ.get("TST_CLIENTS"),
+                                reason="environments of other clients: make test-clients")
 
 
 def needs(script): return script.read_text().splitlines()[0].split("needs:")[1].split()
@@ -23,7 +25,8 @@ def installed(script):
     if not is_python and not shutil.which("npm"): pytest.skip("npm is not installed")
     folder.mkdir(parents=True, exist_ok=True)
     if is_python: subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    install = [folder/"bin/python", "-m", "pip", "install", "-q"] if is_python else ["npm", "install", "--silent", "--no-fund", "--prefix", folder]
+    install = ([folder/"bin/python", "-m", "pip", "install", "-q"] if is_python
+               else ["npm", "install", "--silent", "--no-fund", "--prefix", folder])
     done = subprocess.run([*install, *needs(script)], capture_output=True, text=True)
     if done.returncode: pytest.skip(f"cannot be installed: {wanted}: {done.stderr.strip()[-300:]}")
     stamp.write_text(wanted)
@@ -42,5 +45,6 @@ def test_client(server, script):
     if script.suffix == ".mjs":   # node looks for packages beside a script
         run = ["node", shutil.copy(script, folder)]
     env = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
-    done = subprocess.run([*run, server.url, server.model], capture_output=True, text=True, timeout=200, env=env)
+    done = subprocess.run([*run, server.url, server.model], capture_output=True, text=True, timeout=200,
+                          env=env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

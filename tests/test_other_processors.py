@@ -1,5 +1,6 @@
-"""The chapters as machines without AMX, with AVX2 only or with neither would run them, with other numbers of threads, and without a compiler:
-no stored output that is compared may depend on that. All chapters in `make test-long`, and those that would show it first in `make test`."""
+"""The chapters as machines without AMX, with AVX2 only or with neither would run them, with other numbers of
+threads, and without a compiler: no stored output that is compared may depend on that. All chapters in `make
+test-long`, and those that would show it first in `make test`."""
 import os, platform, subprocess, sys
 from pathlib import Path
 
@@ -16,9 +17,12 @@ FIRST = "kernels/compiler"    # it shows levels
 
 def fails(mask):
     "The chapters that fail on such a machine, with what they say"
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "tests/test_notebooks.py"], cwd=root,
-                          env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | mask, capture_output=True, text=True)
-    return "" if done.returncode == 0 and " passed" in done.stdout else done.stdout[-3000:] + done.stderr[-500:]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2",
+                           "tests/test_notebooks.py"], cwd=root,
+                          env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | mask,
+                          capture_output=True, text=True)
+    return ("" if done.returncode == 0 and " passed" in done.stdout
+            else done.stdout[-3000:] + done.stderr[-500:])
 
 def named(mask): return "=".join(*mask.items())
 

@@ -1,6 +1,7 @@
-"""Checkpoints in the layouts of GPTQ, AWQ, compressed-tensors and FP8, packed here by their published layouts, by the package
-compressed-tensors itself, and by AutoRound, GPTQModel and transformers (`tests/data/make_packed.py`): the same tokens as
-`transformers` on the weights that are meant, and refusals."""
+"""Checkpoints in the layouts of GPTQ, AWQ, compressed-tensors and FP8, packed here by their published
+layouts, by the package compressed-tensors itself, and by AutoRound, GPTQModel and transformers
+(`tests/data/make_packed.py`): the same tokens as `transformers` on the weights that are meant, and
+refusals."""
 import hashlib, json
 from pathlib import Path
 
@@ -39,16 +40,19 @@ def rounded(weight: torch.Tensor, symmetric: bool):
     scales = ((high - low) / 15).half()
     zeros = torch.full(scales.shape, 8) if symmetric else (-low / scales.float()).round().clamp(0, 15).int()
     codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).int()
-    return codes.flatten(1), scales, zeros, ((codes - zeros[..., None]) * scales.float()[..., None]).flatten(1)
+    return (codes.flatten(1), scales, zeros,
+            ((codes - zeros[..., None]) * scales.float()[..., None]).flatten(1))
 
 def gptq(weight, more):
     codes, scales, zeros, meant = rounded(weight, more.get('sym', False))
-    layer = dict(qweight=words(codes).T, qzeros=words((zeros - 1 & 15).T), scales=scales.T, g_idx=torch.arange(weight.shape[1]).int() // GROUP)
+    layer = dict(qweight=words(codes).T, qzeros=words((zeros - 1 & 15).T), scales=scales.T,
+                 g_idx=torch.arange(weight.shape[1]).int() // GROUP)
     if more.get('desc_act'):   # the order in which inputs were rounded: their groups are mixed
         order = torch.randperm(weight.shape[1])
         codes, scales, zeros, meant = rounded(weight[:, order], False)
         back = order.argsort()
-        layer = dict(qweight=words(codes[:, back]).T, qzeros=words((zeros - 1 & 15).T), scales=scales.T, g_idx=(back // GROUP).int())
+        layer = dict(qweight=words(codes[:, back]).T, qzeros=words((zeros - 1 & 15).T), scales=scales.T,
+                     g_idx=(back // GROUP).int())
         meant = meant[:, back]
     return layer, meant
 
@@ -73,15 +77,19 @@ def fp8(weight, more):
     eight = (weight / wide).to(torch.float8_e4m3fn)
     return dict(weight=eight, weight_scale_inv=scale), eight.float() * wide
 
-def groups(bits, **more): return dict(config_groups=dict(group_0=dict(targets=['Linear'], weights=dict(num_bits=bits))), **more)
+def groups(bits, **more):
+    return dict(config_groups=dict(group_0=dict(targets=['Linear'], weights=dict(num_bits=bits))), **more)
 KINDS = {
     'gptq': (gptq, dict(quant_method='gptq', bits=4, group_size=GROUP, desc_act=False, sym=False)),
     'gptq, symmetric': (gptq, dict(quant_method='gptq', bits=4, group_size=GROUP, sym=True)),
     'gptq, act-order': (gptq, dict(quant_method='gptq', bits=4, group_size=GROUP, desc_act=True)),
     'awq': (awq, dict(quant_method='awq', bits=4, group_size=GROUP, zero_point=True, version='gemm')),
-    'compressed-tensors': (compressed, dict(quant_method='compressed-tensors', format='pack-quantized', symmetric=True) | groups(4)),
-    'compressed-tensors, zero points': (compressed, dict(quant_method='compressed-tensors', format='pack-quantized', symmetric=False) | groups(4)),
-    'compressed-tensors, int8': (int8, dict(quant_method='compressed-tensors', format='int-quantized') | groups(8)),
+    'compressed-tensors': (compressed,
+        dict(quant_method='compressed-tensors', format='pack-quantized', symmetric=True) | groups(4)),
+    'compressed-tensors, zero points': (compressed,
+        dict(quant_method='compressed-tensors', format='pack-quantized', symmetric=False) | groups(4)),
+    'compressed-tensors, int8': (int8,
+                                 dict(quant_method='compressed-tensors', format='int-quantized') | groups(8)),
     'fp8': (fp8, dict(quant_method='fp8', weight_block_size=[32, 32]))}
 
 def make(family: str, kind: str, folder: Path) -> tuple[Path, Path]:
@@ -107,7 +115,8 @@ def make(family: str, kind: str, folder: Path) -> tuple[Path, Path]:
     return packed, plain
 
 
-@pytest.mark.parametrize('family, kind', [*((o, 'gptq') for o in ('Llama', 'Qwen2', 'Qwen3')), *(('Qwen3', o) for o in list(KINDS)[1:])])
+@pytest.mark.parametrize('family, kind',
+    [*((o, 'gptq') for o in ('Llama', 'Qwen2', 'Qwen3')), *(('Qwen3', o) for o in list(KINDS)[1:])])
 def test_the_same_tokens_as_transformers(family, kind, tmp_path, capfd):
     "On the weights that are meant, with exact products"
     packed, plain = make(family, kind, tmp_path)
@@ -137,15 +146,18 @@ def least_and_most(weight: torch.Tensor, args) -> tuple[torch.Tensor, torch.Tens
 def make_by_others(kind: str, folder: Path) -> tuple[Path, Path]:
     "The same by the package compressed-tensors, which llm-compressor and `transformers` write and read with"
     from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, apply_quantization_config
+    from compressed_tensors.quantization import (QuantizationArgs, QuantizationConfig, QuantizationScheme,
+        apply_quantization_config)
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import calculate_qparams
     plain, packed = folder/'plain', folder/'packed'
     make_checkpoint('Qwen3', plain)
     model, meant = load(plain), load_weights(plain)
     inputs = QuantizationArgs(num_bits=8, strategy='token', dynamic=True) if 'inputs' in kind else None
-    scheme = QuantizationScheme(targets=['Linear'], weights=QuantizationArgs(**THEIRS[kind][0]), input_activations=inputs)
-    apply_quantization_config(model, QuantizationConfig(config_groups=dict(group_0=scheme), ignore=['lm_head']))
+    scheme = QuantizationScheme(targets=['Linear'], weights=QuantizationArgs(**THEIRS[kind][0]),
+                                input_activations=inputs)
+    apply_quantization_config(model,
+                              QuantizationConfig(config_groups=dict(group_0=scheme), ignore=['lm_head']))
     for name, module in model.named_modules():
         if not hasattr(module, 'quantization_scheme'): continue
         args, weight = module.quantization_scheme.weights, module.weight.data
@@ -157,7 +169,8 @@ def make_by_others(kind: str, folder: Path) -> tuple[Path, Path]:
     model.save_pretrained(packed)
     compressor.update_config(packed)
     for file in [*plain.glob('*.safetensors*')]: file.unlink()
-    save_file({name: o.contiguous() for name, o in meant.items()}, plain/'model.safetensors', metadata=dict(format='pt'))
+    save_file({name: o.contiguous() for name, o in meant.items()}, plain/'model.safetensors',
+              metadata=dict(format='pt'))
     return packed, plain
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -179,17 +192,20 @@ SUMS = json.loads((DATA/'packed_files.json').read_text())['sha256']
 
 @pytest.mark.parametrize('name', SUMS)
 def test_files_that_people_make(name, tmp_path, capfd):
-    "The weights of each layer are those that GPTQModel reads (FP8: transformers), and the tokens those of `transformers` on them"
+    """The weights of each layer are those that GPTQModel reads (FP8: transformers), and the tokens those of
+    `transformers` on them"""
     meant = {}
     for part, o, first in open_checkpoint(DATA/name, read_config(DATA/name)).read():
         assert first == 0, 'small tensors are read whole'
         meant[part] = o if isinstance(o, torch.Tensor) else o.dequantize()
-    sums = {part: hashlib.sha256((meant[part].half() + 0.).contiguous().numpy().tobytes()).hexdigest() for part in SUMS[name]}
+    sums = {part: hashlib.sha256((meant[part].half() + 0.).contiguous().numpy().tobytes()).hexdigest()
+            for part in SUMS[name]}
     assert sums == SUMS[name] and len(sums) == 14
     config = json.loads((DATA/name/'config.json').read_text())
     del config['quantization_config']
     (tmp_path/'config.json').write_text(json.dumps(config))
-    save_file({part: o.float().contiguous() for part, o in meant.items()}, tmp_path/'model.safetensors', metadata=dict(format='pt'))
+    save_file({part: o.float().contiguous() for part, o in meant.items()}, tmp_path/'model.safetensors',
+              metadata=dict(format='pt'))
     asked = prompts(90)
     with LLM(DATA/name, dtype='float32', quantization_compute='exact', num_pages=64) as llm:
         got = [o.token_ids for o in llm.generate(asked, GREEDY)]
@@ -209,25 +225,32 @@ def test_refusals(tmp_path):
     packed, _ = make('Qwen3', 'gptq', tmp_path)
     refused('the weights of this checkpoint are compressed already', model=packed, quantization='int8')
     config = json.loads((packed/'config.json').read_text())
-    def change(**more): (packed/'config.json').write_text(json.dumps(config | dict(quantization_config=config['quantization_config'] | more)))
+    def change(**more):
+        (packed/'config.json').write_text(json.dumps(config
+            | dict(quantization_config=config['quantization_config'] | more)))
     change(bits=3)
     refused('bits=3 of quantization_config is not served; known are 4, 8', model=packed)
     change(quant_method='bitsandbytes')
-    refused("quant_method='bitsandbytes' of config.json is not served; known are gptq, awq, fp8, compressed-tensors", model=packed)
+    refused("quant_method='bitsandbytes' of config.json is not served; known are gptq, awq, fp8, "
+            "compressed-tensors", model=packed)
     change()
     tensors = load_file(packed/'model.safetensors')
-    save_file({k: v for k, v in tensors.items() if not k.endswith('0.self_attn.q_proj.scales')}, packed/'model.safetensors')
+    save_file({k: v for k, v in tensors.items() if not k.endswith('0.self_attn.q_proj.scales')},
+              packed/'model.safetensors')
     refused(r'a layer of the checkpoint has only .*\.qweight.*; \'scales\' is missing', model=packed)
 
 
 def test_what_is_needed_is_known_before(tmp_path):
     "The form of each layer, as it will be read"
     packed, plain = make('Qwen3', 'awq', tmp_path)
-    checkpoint, meant = open_checkpoint(packed, read_config(packed)), open_checkpoint(plain, read_config(plain))
-    assert {k: o.shape for k, o in checkpoint.tensors.items()} == {k: o.shape for k, o in meant.tensors.items()}
+    checkpoint, meant = (open_checkpoint(packed, read_config(packed)),
+                         open_checkpoint(plain, read_config(plain)))
+    assert {k: o.shape for k, o in checkpoint.tensors.items()} == {k: o.shape
+        for k, o in meant.tensors.items()}
     for name, tensor, _ in checkpoint.read():
         info = checkpoint.tensors[name]
-        if info.groups: assert (tensor.bits, tensor.group) == info.groups[:2] and tuple(tensor.codes.shape) == info.shape
+        if info.groups:
+            assert (tensor.bits, tensor.group) == info.groups[:2] and tuple(tensor.codes.shape) == info.shape
 
 
 def test_float16_would_have_no_kernel(tmp_path):
@@ -237,23 +260,28 @@ def test_float16_would_have_no_kernel(tmp_path):
     (packed/'config.json').write_text(json.dumps(config | dict(dtype='float16')))
     def chosen(**settings): return ResolvedConfig.of(EngineConfig(model=str(packed), **settings)).dtype
     assert (chosen(), chosen(dtype='float16')) == (torch.bfloat16, torch.float16)
-    (plain/'config.json').write_text(json.dumps(json.loads((plain/'config.json').read_text()) | dict(dtype='float16')))
+    (plain/'config.json').write_text(json.dumps(json.loads((plain/'config.json').read_text())
+                                                | dict(dtype='float16')))
     assert ResolvedConfig.of(EngineConfig(model=str(plain))).dtype == torch.float16
 
 
 @pytest.mark.parametrize('method', ['gptq', 'awq'])
 def test_what_changes_nothing_is_left_out(method, tmp_path, capfd):
-    "Biases of zeros beside each layer, as usual tools write them, scales of a cache in fp8, a layer behind the last: with a line; a bias that does something is refused"
+    """Biases of zeros beside each layer, as usual tools write them, scales of a cache in fp8, a layer behind
+    the last: with a line; a bias that does something is refused"""
     packed, _ = make('Llama', method, tmp_path)
     tensors, config = load_file(packed/'model.safetensors'), read_config(packed)
     want = read_weights(packed, config, torch.float32)
     layers = {k.rpartition('.')[0]: v.shape[1] for k, v in tensors.items() if k.endswith('.scales')}
     more = {f'{o}.bias': torch.zeros(n).half() for o, n in layers.items()}
-    more |= {'model.layers.0.self_attn.k_scale': torch.ones(1), f'model.layers.{config.num_layers}.input_layernorm.weight': torch.ones(1)}
+    more |= {'model.layers.0.self_attn.k_scale': torch.ones(1),
+             f'model.layers.{config.num_layers}.input_layernorm.weight': torch.ones(1)}
     save_file(tensors | more, packed/'model.safetensors')
     got = read_weights(packed, config, torch.float32)
     assert got.keys() == want.keys() and all(torch.equal(got[o], want[o]) for o in want)
-    assert f'1 tensors of layers behind the last of {config.num_layers} are left out' in capfd.readouterr().err
+    assert (f'1 tensors of layers behind the last of {config.num_layers} are left out'
+            in capfd.readouterr().err)
     name = next(iter(layers)) + '.bias'
     save_file(tensors | {name: more[name] + 1}, packed/'model.safetensors')
-    with pytest.raises(ValueError, match=f'config.json does not account for: {name}'): read_weights(packed, config, torch.float32)
+    with pytest.raises(ValueError, match=f'config.json does not account for: {name}'):
+        read_weights(packed, config, torch.float32)

@@ -1,4 +1,5 @@
-"""The cache manager and a real second tier: what one request has computed goes down when another takes its pages, and comes up for a third."""
+"""The cache manager and a real second tier: what one request has computed goes down when another takes its
+pages, and comes up for a third."""
 from unittest.mock import Mock
 
 import numpy as np

@@ -1,4 +1,5 @@
-"""Ranks: parts that add up to the whole, whatever the shapes; the same tokens from two and four processes; and no process that stays."""
+"""Ranks: parts that add up to the whole, whatever the shapes; the same tokens from two and four processes;
+and no process that stays."""
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from urllib.error import HTTPError
@@ -16,7 +17,8 @@ from minisgl_lit.core.request import Batch, ForwardMode, LogprobRequests
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import ProcessGroup
 from minisgl_lit.runtime import build
-from minisgl_lit.distributed.tensor_parallel import BatchMsg, PromptWrite, StepMsg, TableUpdate, decode, encode
+from minisgl_lit.distributed.tensor_parallel import (BatchMsg, PromptWrite, StepMsg, TableUpdate, decode,
+    encode)
 from minisgl_lit.llm import LLM
 from minisgl_lit.server.serve import serve
 from minisgl_lit.core.models.checkpoint import read_config
@@ -37,14 +39,18 @@ def models(draw) -> tuple[ModelConfig, int]:
     if heads % size: heads, kv = heads * size, kv * draw(st.sampled_from([1, size]))
     def some(most=9): return draw(st.integers(1, most))
     dense = st.builds(DenseMlp, st.integers(1, 12), st.booleans())
-    routed = st.builds(MoeMlp, st.just(3), st.integers(1, 3), st.integers(1, 9), st.booleans(), st.integers(0, 5))
-    flags = {o: draw(st.booleans()) for o in ('qkv_bias', 'o_bias', 'mlp_bias', 'qk_norm', 'tie_word_embeddings')}
-    return ModelConfig(
-        architecture='x', vocab_size=some(20), hidden_size=some(), intermediate_size=some(12), num_layers=2, num_heads=heads,
-        num_kv_heads=kv, head_dim=2 * some(3), mlps=draw(st.just(()) | st.tuples(dense | routed, dense | routed)), **flags), size
+    routed = st.builds(MoeMlp, st.just(3), st.integers(1, 3), st.integers(1, 9), st.booleans(),
+                       st.integers(0, 5))
+    flags = {o: draw(st.booleans())
+             for o in ('qkv_bias', 'o_bias', 'mlp_bias', 'qk_norm', 'tie_word_embeddings')}
+    return (ModelConfig(
+        architecture='x', vocab_size=some(20), hidden_size=some(), intermediate_size=some(12), num_layers=2,
+        num_heads=heads, num_kv_heads=kv, head_dim=2 * some(3),
+        mlps=draw(st.just(()) | st.tuples(dense | routed, dense | routed)), **flags), size)
 
 def attend(q, k, v, layer):
-    o = F.scaled_dot_product_attention(*(o.transpose(0, 1)[None] for o in (q, k, v)), is_causal=True, enable_gqa=True)
+    o = F.scaled_dot_product_attention(*(o.transpose(0, 1)[None] for o in (q, k, v)), is_causal=True,
+                                       enable_gqa=True)
     return o[0].transpose(0, 1)
 
 def loud(config: ModelConfig, group: ProcessGroup) -> Decoder:
@@ -62,7 +68,8 @@ def test_parts_add_up(drawn, seed):
     whole, ranks = loud(config, ProcessGroup()), [loud(config, ProcessGroup(r, size)) for r in range(size)]
     x = torch.randn(4, config.hidden_size, generator=torch.Generator().manual_seed(seed))
     ids = torch.arange(4) % config.vocab_size
-    def same(part, join): torch.testing.assert_close(join([part(o) for o in ranks]), part(whole), rtol=1e-3, atol=1e-4)
+    def same(part, join):
+        torch.testing.assert_close(join([part(o) for o in ranks]), part(whole), rtol=1e-3, atol=1e-4)
     same(lambda m: m._embed(ids), sum)
     for i in range(2):
         same(lambda m: m.attention(i, x, m.angles(torch.arange(4)), attend), sum)
@@ -72,7 +79,8 @@ def test_parts_add_up(drawn, seed):
 @settings(max_examples=60)
 @given(models())
 def test_every_number_of_a_file_has_a_place(drawn):
-    "Cut tensors are taken once by one rank, key heads by each rank with a query head of their group, the rest by all; and no two are written to one place"
+    """Cut tensors are taken once by one rank, key heads by each rank with a query head of their group, the
+    rest by all; and no two are written to one place"""
     config, size = drawn
     taken = {name: np.zeros(o.shape, dtype=int) for name, o in tensor_placements(config).items()}
     for group in (ProcessGroup(r, size) for r in range(size)):
@@ -86,18 +94,23 @@ def test_every_number_of_a_file_has_a_place(drawn):
                 written[place.weight][row:row + n][..., :part.shape[-1]] += 1
                 row += n
         assert max(o.max() for o in written.values()) <= 1
-    asked = np.bincount([h for r in range(size) for h in kv_heads(config, ProcessGroup(r, size))], minlength=config.num_kv_heads)
+    asked = np.bincount([h for r in range(size) for h in kv_heads(config, ProcessGroup(r, size))],
+                        minlength=config.num_kv_heads)
     for name, counts in taken.items():
         module = name.split('.')[-2]
-        if module in ('k_proj', 'v_proj'): right = asked.repeat(config.head_dim).reshape(-1, *[1] * (counts.ndim - 1))
-        else: right = 1 if module in ('q_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj', 'embed_tokens', 'lm_head') else size
+        if module in ('k_proj', 'v_proj'):
+            right = asked.repeat(config.head_dim).reshape(-1, *[1] * (counts.ndim - 1))
+        else:
+            right = (1 if module in ('q_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj', 'embed_tokens',
+                                     'lm_head') else size)
         assert (counts == right).all(), name
     assert asked.min() >= 1
 
 arrays = st.lists(st.integers(-2**63, 2**63 - 1)).map(lambda o: np.array(o, dtype=np.int64))
 writes = st.builds(PromptWrite, st.integers(0, 999), st.integers(0, 2**40), arrays)
 
-@given(st.sampled_from(ForwardMode), st.integers(0, 2**60), st.lists(arrays, min_size=7, max_size=7), st.none() | st.builds(LogprobRequests, arrays, arrays, arrays, arrays, st.integers(0, 20)),
+@given(st.sampled_from(ForwardMode), st.integers(0, 2**60), st.lists(arrays, min_size=7, max_size=7),
+       st.none() | st.builds(LogprobRequests, arrays, arrays, arrays, arrays, st.integers(0, 20)),
        st.builds(TableUpdate, arrays, arrays, arrays, st.lists(writes)))
 def test_messages_arrive_whole(mode, step, fields, asked, update):
     "All but what only rank 0 needs; and the arrays that arrive can be written to"
@@ -108,13 +121,15 @@ def test_messages_arrive_whole(mode, step, fields, asked, update):
     def same(a, b): return a.dtype == np.int64 and a.flags.writeable and np.array_equal(a, b)
     names = 'rows', 'cached_lens', 'device_lens', 'token_rows', 'positions', 'out_loc', 'sampled'
     assert all(same(getattr(there, name), o) for name, o in zip(names, fields))
-    assert all(same(getattr(message.table, name), getattr(update, name)) for name in ('rows', 'cols', 'pages'))
+    assert all(same(getattr(message.table, name), getattr(update, name))
+               for name in ('rows', 'cols', 'pages'))
     assert [(o.row, o.start) for o in message.table.prompts] == [(o.row, o.start) for o in update.prompts]
     assert all(same(a.ids, b.ids) for a, b in zip(message.table.prompts, update.prompts))
     if asked is None: assert there.logprob_requests is None
     else:
         found = there.logprob_requests
-        assert same(found.tokens, asked.tokens) and same(found.targets, asked.targets) and found.width == asked.width
+        assert (same(found.tokens, asked.tokens) and same(found.targets, asked.targets)
+                and found.width == asked.width)
         assert len(found.sampled) == len(found.owners) == 0
 
 def gone(pids: list[int], seconds: float = 5) -> bool:
@@ -132,7 +147,8 @@ def test_parity_of_four_processes(tmp_path):
     family, fields = VARIANTS['experts but in one layer, and a window']
     make_checkpoint(family, tmp_path, **fields)
     comparison, right = Comparison(), [generate(tmp_path, o) for o in prompts()]
-    runtime = build(EngineConfig.of(tmp_path, device='cpu', tp=4, page_size=4, num_pages=200, max_prefill_tokens=16), audit=True)
+    runtime = build(EngineConfig.of(tmp_path, device='cpu', tp=4, page_size=4, num_pages=200,
+                                    max_prefill_tokens=16), audit=True)
     try:
         for again in range(2):
             told = {str(i): [] for i in range(len(right))}
@@ -141,7 +157,8 @@ def test_parity_of_four_processes(tmp_path):
                 for o in runtime.scheduler.step():
                     assert o.error is None, o.error
                     told[o.rid] += o.token_ids
-            for i, (prompt, o) in enumerate(zip(prompts(), right)): comparison.check(tmp_path, prompt, told[str(i)], o, (again, i))
+            for i, (prompt, o) in enumerate(zip(prompts(), right)):
+                comparison.check(tmp_path, prompt, told[str(i)], o, (again, i))
         runtime.scheduler.self_check()
         assert runtime.scheduler.stats()['cached_tokens'] > 200
     finally: runtime.close()
@@ -149,14 +166,18 @@ def test_parity_of_four_processes(tmp_path):
     comparison.done()
 
 def test_llm_on_two_ranks_that_one_leaves(tmp_path):
-    "An odd vocabulary, GQA groups that are split, overlap; sampled as with one rank; then rank 1 is killed while it computes"
+    """An odd vocabulary, GQA groups that are split, overlap; sampled as with one rank; then rank 1 is killed
+    while it computes"""
     family, fields = VARIANTS['odd sizes']
     make_checkpoint(family, tmp_path, **fields)
-    params = SamplingParams(max_tokens=9, seed=3, temperature=.7, top_k=20, repetition_penalty=1.2, logprobs=2, prompt_logprobs=1)
-    asked, comparison, how = prompts(fields['vocab_size']), Comparison(), dict(device='cpu', page_size=4, num_pages=200, max_prefill_tokens=16)
+    params = SamplingParams(max_tokens=9, seed=3, temperature=.7, top_k=20, repetition_penalty=1.2,
+                            logprobs=2, prompt_logprobs=1)
+    asked, comparison, how = (prompts(fields['vocab_size']), Comparison(),
+                              dict(device='cpu', page_size=4, num_pages=200, max_prefill_tokens=16))
     with LLM(tmp_path, **how) as llm: right = llm.generate(asked, params)
     with LLM(tmp_path, **how, tp=2, overlap=True) as llm:
-        for prompt, o in zip(asked, llm.generate(asked, GREEDY)): comparison.check(tmp_path, prompt, o.token_ids, generate(tmp_path, prompt))
+        for prompt, o in zip(asked, llm.generate(asked, GREEDY)):
+            comparison.check(tmp_path, prompt, o.token_ids, generate(tmp_path, prompt))
         comparison.done()
         for a, b in zip(llm.generate(asked, params), right):
             assert a.token_ids == b.token_ids
@@ -175,14 +196,21 @@ def test_llm_on_two_ranks_that_one_leaves(tmp_path):
     assert gone([pid])
 
 def test_serve_on_two_ranks_that_one_leaves(tmp_path):
-    "Llama, with biases, and one key head for both ranks; when a rank is killed, the server knows before the next request"
+    """Llama, with biases, and one key head for both ranks; when a rank is killed, the server knows before the
+    next request"""
     family, fields = VARIANTS['constants']
     make_checkpoint(family, tmp_path, **fields)
-    def post(url, **body): return json.load(urlopen(Request(url, json.dumps(body).encode(), {'Content-Type': 'application/json'}), timeout=60))
-    def children(pid): return [int(o) for f in Path('/proc').glob(f'{pid}/task/*/children') for o in f.read_text().split()]
-    def ranks(): return [o for pid in children(os.getpid()) for o in children(pid) if 'minisgl_lit.assembly' in Path(f'/proc/{o}/cmdline').read_text()]
+    def post(url, **body):
+        return json.load(urlopen(Request(url, json.dumps(body).encode(),
+                                         {'Content-Type': 'application/json'}), timeout=60))
+    def children(pid):
+        return [int(o) for f in Path('/proc').glob(f'{pid}/task/*/children') for o in f.read_text().split()]
+    def ranks():
+        return [o for pid in children(os.getpid())
+                for o in children(pid) if 'minisgl_lit.assembly' in Path(f'/proc/{o}/cmdline').read_text()]
     with serve(tmp_path, port=0, tp=2, device='cpu', dtype='float32', num_pages=100) as s:
-        told = post(f'{s.url}/generate', input_ids=prompts()[0], sampling_params=dict(max_new_tokens=MAX_NEW, temperature=0))
+        told = post(f'{s.url}/generate', input_ids=prompts()[0],
+                    sampling_params=dict(max_new_tokens=MAX_NEW, temperature=0))
         assert told['output_ids'] == generate(tmp_path, prompts()[0])
         rank, = ranks()
         os.kill(rank, signal.SIGKILL)
@@ -214,32 +242,42 @@ while True: llm.generate('Hello', SamplingParams(max_tokens=50, ignore_eos=True)
 
 def test_ranks_do_not_outlive_rank_0():
     "Killed while it computes"
-    parent = subprocess.Popen([sys.executable, '-c', ORPHANS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, '-c', ORPHANS], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True)
     pid = int(parent.stdout.readline())
     time.sleep(.3)
     parent.kill()
     told = parent.communicate(timeout=30)[1]
-    last_words = [o for o in told.splitlines() if not o.startswith('Without native kernels')]   # where there is no compiler
+    # where there is no compiler
+    last_words = [o for o in told.splitlines() if not o.startswith('Without native kernels')]
     assert gone([pid]) and last_words in ([], ['rank 1 of 2 has lost the others'])
 
 def test_sizes_that_cannot_be(tmp_path):
     make_checkpoint('Qwen3', tmp_path)
     for tp in (3, 8):
-        with pytest.raises(ValueError, match=f'^tp={tp} does not divide the 4 query heads of this model; for it tp must be one of 1, 2, 4$'):
+        with pytest.raises(ValueError, match=f'^tp={tp} does not divide the 4 query heads of this model; for '
+                                             'it tp must be one of 1, 2, 4$'):
             LLM(tmp_path, device='cpu', tp=tp)
     with pytest.raises(ValueError, match='tp must be a whole number from 1 to 64, not 0'): LLM(tmp_path, tp=0)
-    assert read_config(tmp_path).num_heads == 4 and json.loads((tmp_path/'config.json').read_text())['num_attention_heads'] == 4
+    assert (read_config(tmp_path).num_heads == 4
+            and json.loads((tmp_path/'config.json').read_text())['num_attention_heads'] == 4)
 
 def other_rank_that(computes: str) -> subprocess.Popen:
     "A process of another rank whose work is this, and whose rank 0 has gone at once"
-    code = f'import os, threading\nfrom minisgl_lit import assembly as worker\ndef run(messages, reply):\n    {computes}\n'
+    code = ('import os, threading\nfrom minisgl_lit import assembly as worker\ndef run(messages, '
+            f'reply):\n    {computes}\n')
     pipe, env = subprocess.PIPE, {**os.environ, 'PYTHONPATH': str(Path(__file__).parents[1])}
-    return subprocess.Popen([sys.executable, '-c', f'{code}worker._run_rank = run\nworker.worker_main()'], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=env)
+    return subprocess.Popen([sys.executable, '-c', f'{code}worker._run_rank = run\nworker.worker_main()'],
+                            stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=env)
 
 def test_what_another_rank_says_at_its_end():
-    "What libraries print is no reply, threads that wait for ever do not keep the process, and a rank that only lost the others shows no traceback"
+    """What libraries print is no reply, threads that wait for ever do not keep the process, and a rank that
+    only lost the others shows no traceback"""
     noisy = 'os.write(1, b"noise\\n"); threading.Thread(target=threading.Event().wait).start(); reply("said")'
-    told = {o: other_rank_that(o) for o in (noisy, 'next(messages)', 'raise ConnectionError("rank 1 has lost the others")', '1 / 0')}
-    (a, b, c, d), codes = [p.communicate(timeout=60) for p in told.values()], [p.returncode for p in told.values()]
-    assert codes == [0, 1, 1, 1] and a == ('"said"\n', 'noise\n') and b == ('', '') and c == ('', 'rank 1 has lost the others\n')
+    told = {o: other_rank_that(o) for o in (noisy, 'next(messages)',
+                                            'raise ConnectionError("rank 1 has lost the others")', '1 / 0')}
+    (a, b, c, d), codes = ([p.communicate(timeout=60) for p in told.values()],
+                           [p.returncode for p in told.values()])
+    assert (codes == [0, 1, 1, 1] and a == ('"said"\n', 'noise\n') and b == ('', '')
+            and c == ('', 'rank 1 has lost the others\n'))
     assert d[0] == '' and 'Traceback' in d[1] and 'ZeroDivisionError' in d[1]

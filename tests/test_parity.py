@@ -1,4 +1,5 @@
-"""Token parity: greedy float32 answers equal those of `transformers`, whatever the settings that must not matter."""
+"""Token parity: greedy float32 answers equal those of `transformers`, whatever the settings that must not
+matter."""
 import itertools, random
 
 import pytest
@@ -8,10 +9,13 @@ from minisgl_lit.config import EngineConfig
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.runtime import build
 from minisgl_lit.llm import LLM
-from reference import FAMILIES, MAX_NEW, VARIANTS, Comparison, generate, generate_stepwise, load, make_checkpoint, prompts
+from reference import (FAMILIES, MAX_NEW, VARIANTS, Comparison, generate, generate_stepwise, load,
+                       make_checkpoint, prompts)
 
-CORE = dict(page_size=[1, 4, 16], cache=['radix', 'none'], overlap=[False, True], max_prefill_tokens=[16, 4096], num_pages=['plenty', 'barely'])
-MORE = dict(admission=['reserve', 'optimistic'], mixed_chunk=[False, True], policy=['fcfs', 'lpm'], attention=['torch', 'native'])
+CORE = dict(page_size=[1, 4, 16], cache=['radix', 'none'], overlap=[False, True],
+            max_prefill_tokens=[16, 4096], num_pages=['plenty', 'barely'])
+MORE = dict(admission=['reserve', 'optimistic'], mixed_chunk=[False, True], policy=['fcfs', 'lpm'],
+            attention=['torch', 'native'])
 SETTINGS = CORE | MORE
 
 def product(settings: dict = SETTINGS) -> list[dict]:
@@ -64,10 +68,12 @@ def check_parity(checkpoint, combos: list[dict]) -> None:
     "Serve everything twice under each combination; the second time from the cache"
     (path, right), comparison = checkpoint, Comparison()
     for settings in combos:
-        runtime = build(EngineConfig.of(path, **settings | dict(num_pages=pages(settings)), max_running_req=6, device='cpu', schedule_conservativeness=.1))
+        runtime = build(EngineConfig.of(path, **settings | dict(num_pages=pages(settings)), max_running_req=6,
+                                        device='cpu', schedule_conservativeness=.1))
         for prefix in 'xy':
             told, cached = serve(runtime, prefix)
-            for i, prompt in enumerate(prompts()): comparison.check(path, prompt, told[i], right[i], (settings, prefix, i))
+            for i, prompt in enumerate(prompts()):
+                comparison.check(path, prompt, told[i], right[i], (settings, prefix, i))
         if settings['cache'] == 'radix': assert sum(cached.values()) > 0, settings
         else: assert sum(cached.values()) == 0
         runtime.close()
@@ -75,7 +81,8 @@ def check_parity(checkpoint, combos: list[dict]) -> None:
 
 def test_settings_meet_pairwise():
     met = {(a, b) for c in pairwise() for a, b in itertools.permutations(c.items(), 2)}
-    assert all(((m, a), (n, b)) in met for m, n in itertools.permutations(SETTINGS, 2) for a in SETTINGS[m] for b in SETTINGS[n])
+    assert all(((m, a), (n, b)) in met for m, n in itertools.permutations(SETTINGS, 2) for a in SETTINGS[m]
+               for b in SETTINGS[n])
     assert len(pairwise()) < len(product()) / 3
 
 def test_reference_says_different_things(checkpoint):
@@ -91,42 +98,51 @@ def test_parity_of_the_public_face(checkpoint):
     with LLM(path, device='cpu', num_pages=400) as llm:
         for _ in range(2):
             outs = llm.generate(prompts(), SamplingParams(max_tokens=MAX_NEW, temperature=0))
-            for prompt, out, reference in zip(prompts(), outs, right): comparison.check(path, prompt, out.token_ids, reference)
+            for prompt, out, reference in zip(prompts(), outs, right):
+                comparison.check(path, prompt, out.token_ids, reference)
         assert sum(o.cached_tokens for o in outs) > 0 and {o.text for o in outs} == {''}
     comparison.done()
 
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_parity_of_variants(variant, tmp_path):
-    "All that may stand in a `config.json`, through `LLM`: small pages, chunked prompts, and the second time from the cache"
+    """All that may stand in a `config.json`, through `LLM`: small pages, chunked prompts, and the second time
+    from the cache"""
     family, fields = VARIANTS[variant]
     make_checkpoint(family, tmp_path, **fields)
     asked, comparison = prompts(min(190, fields.get('vocab_size', 190))), Comparison()
     reference = generate_stepwise if variant == 'dynamic' else generate
     right = [reference(tmp_path, o) for o in asked]
     assert len({tuple(o) for o in right}) > 4
-    with LLM(tmp_path, device='cpu', dtype='float32', page_size=4, num_pages=200, max_prefill_tokens=16) as llm:
+    with LLM(tmp_path, device='cpu', dtype='float32', page_size=4, num_pages=200,
+             max_prefill_tokens=16) as llm:
         for _ in range(2):
             outs = llm.generate(asked, SamplingParams(max_tokens=MAX_NEW, temperature=0))
-            for prompt, out, o in zip(asked, outs, right): comparison.check(tmp_path, prompt, out.token_ids, o, variant)
+            for prompt, out, o in zip(asked, outs, right):
+                comparison.check(tmp_path, prompt, out.token_ids, o, variant)
     assert sum(o.cached_tokens for o in outs) > 200
     comparison.done()
 
 def test_dynamic_is_that_of_generate_for_prompts_within_the_old_context(tmp_path):
     family, fields = VARIANTS['dynamic']
     make_checkpoint(family, tmp_path, **fields)
-    short, comparison = [o for o in prompts() if len(o) < 32] + [prompts()[0][:31]], Comparison()   # at 32 transformers forgets to reset
+    # at 32 transformers forgets to reset
+    short, comparison = [o for o in prompts() if len(o) < 32] + [prompts()[0][:31]], Comparison()
     with LLM(tmp_path, device='cpu', page_size=4, num_pages=200) as llm:
         outs = llm.generate(short, SamplingParams(max_tokens=40, temperature=0))
-    for prompt, out in zip(short, outs): comparison.check(tmp_path, prompt, out.token_ids, generate(tmp_path, prompt, 40))
+    for prompt, out in zip(short, outs):
+        comparison.check(tmp_path, prompt, out.token_ids, generate(tmp_path, prompt, 40))
     assert max(len(p) + len(o.token_ids) for p, o in zip(short, outs)) > 64
     comparison.done()
 
 @torch.inference_mode()
 def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(tmp_path):
-    "Mean KL from the float32 model's next-token distribution, at 200 positions, each computed from a cached prefix"
-    make_checkpoint('Qwen3', tmp_path, dtype='bfloat16', max_position_embeddings=256, num_hidden_layers=4, hidden_size=96, initializer_range=.1)
+    """Mean KL from the float32 model's next-token distribution, at 200 positions, each computed from a cached
+    prefix"""
+    make_checkpoint('Qwen3', tmp_path, dtype='bfloat16', max_position_embeddings=256, num_hidden_layers=4,
+                    hidden_size=96, initializer_range=.1)
     ids = torch.randint(0, 190, (200,), generator=torch.Generator().manual_seed(2))
-    runtime, seen = build(EngineConfig.of(tmp_path, dtype='bfloat16', page_size=1, num_pages=300, device='cpu')), []
+    runtime, seen = (build(EngineConfig.of(tmp_path, dtype='bfloat16', page_size=1, num_pages=300,
+                                           device='cpu')), [])
     model = runtime.engine.model
     inner = model.forward
     model.forward = lambda *args: seen.append(inner(*args)) or seen[-1]

@@ -16,7 +16,8 @@ SCRIPT = [
     ('The page', dict(temperature=0, max_tokens=20, stop='e ', no_stop_trim=True)),
     (PREFIX + 'The tree', dict(temperature=1, seed=1, max_tokens=24)),
     (PREFIX + 'The rows', dict(temperature=1, seed=1, max_tokens=24)),
-    (PREFIX + 'The rows', dict(temperature=.8, top_p=.9, top_k=40, min_p=.01, seed=2**40, max_tokens=24, ignore_eos=True)),
+    (PREFIX + 'The rows',
+     dict(temperature=.8, top_p=.9, top_k=40, min_p=.01, seed=2**40, max_tokens=24, ignore_eos=True)),
     ([5, 6, 7, 8], dict(temperature=2, seed=4, max_tokens=40, ignore_eos=True, skip_special_tokens=False)),
     ([5, 6, 7, 8], dict(temperature=2, seed=4, max_tokens=40, ignore_eos=True)),
     ([5, 6, 7, 8], dict(temperature=2, seed=4, max_tokens=40, stop_token_ids=list(range(100, 300)))),
@@ -24,7 +25,8 @@ SCRIPT = [
     ('Hello', dict(max_tokens=0)),
     ('Hello', dict(temperature=0)),
 ]
-WRONG = [('', {}), ([], {}), ([-1], {}), ([10**6], {}), ('x '*400, {}), ('x', dict(max_tokens=1000)), ('x', dict(max_tokens=-1)),
+WRONG = [('', {}), ([], {}), ([-1], {}), ([10**6], {}), ('x '*400, {}), ('x', dict(max_tokens=1000)),
+         ('x', dict(max_tokens=-1)),
          ('x', dict(top_p=1.5)), ('x', dict(temperature=-.5)), ('x', dict(stop=''))]
 
 
@@ -38,11 +40,13 @@ def server():
 
 
 def ask(server, prompt, wishes, stream=False):
-    body = {'text' if isinstance(prompt, str) else 'input_ids': prompt, 'sampling_params': wishes, 'stream': stream}
+    body = {'text' if isinstance(prompt, str) else 'input_ids': prompt, 'sampling_params': wishes,
+            'stream': stream}
     return httpx.post(server.url + '/generate', json=body, timeout=60)
 
 def split_at(ends, pieces):
-    "Pieces of an answer, joined as a reader got them who fell behind: each joined one ends after so many tokens"
+    """Pieces of an answer, joined as a reader got them who fell behind: each joined one ends after so many
+    tokens"""
     pieces, joined = iter(pieces), []
     for end in ends:
         text, ids, reason = '', [], None
@@ -57,11 +61,14 @@ def test_same_events(llm, server):
     for prompt, wishes in SCRIPT:
         ours = [(p.text, p.token_ids, p.finish_reason) for p in llm.stream(prompt, SamplingParams(**wishes))]
         lines = ask(server, prompt, wishes, stream=True).text.split('\n\n')[:-2]
-        theirs = [(e['text'], e['output_ids'], (e['meta_info']['finish_reason'] or {}).get('type')) for e in (json.loads(o[6:]) for o in lines)]
+        theirs = [(e['text'], e['output_ids'], (e['meta_info']['finish_reason'] or {}).get('type'))
+                  for e in (json.loads(o[6:]) for o in lines)]
         assert split_at([len(ids) for _, ids, _ in theirs], ours) == theirs, (prompt, wishes)
         metas = [json.loads(o[6:])['meta_info'] for o in lines]
-        assert [m['completion_tokens'] for m in metas] == [*accumulate(len(ids) for _, ids, _ in theirs)], (prompt, wishes)
-        counts = {(m['prompt_tokens'], m['cached_tokens'], m['weight_version']) for m in metas}   # the same from the first event on
+        assert ([m['completion_tokens'] for m in metas]
+                == [*accumulate(len(ids) for _, ids, _ in theirs)]), (prompt, wishes)
+        # the same from the first event on
+        counts = {(m['prompt_tokens'], m['cached_tokens'], m['weight_version']) for m in metas}
         assert len(counts) == 1 and min(counts)[0] > 0, (prompt, wishes, counts)
 
 def test_same_answers(llm, server):
@@ -70,9 +77,12 @@ def test_same_answers(llm, server):
         o = llm.generate(prompt, SamplingParams(**wishes))[0]
         r = ask(server, prompt, wishes).json()
         meta = r['meta_info']
-        assert (o.text, o.token_ids, o.finish_reason) == (r['text'], r['output_ids'], meta['finish_reason']['type']), (prompt, wishes)
-        assert (o.prompt_tokens, len(o.token_ids), o.cached_tokens) == (meta['prompt_tokens'], meta['completion_tokens'], meta['cached_tokens'])
-    assert o.prompt_tokens and any(ask(server, p, w).json()['meta_info']['cached_tokens'] for p, w in SCRIPT[3:5])
+        assert (o.text, o.token_ids, o.finish_reason) == (r['text'], r['output_ids'],
+            meta['finish_reason']['type']), (prompt, wishes)
+        assert (o.prompt_tokens, len(o.token_ids), o.cached_tokens) == (meta['prompt_tokens'],
+            meta['completion_tokens'], meta['cached_tokens'])
+    assert (o.prompt_tokens
+            and any(ask(server, p, w).json()['meta_info']['cached_tokens'] for p, w in SCRIPT[3:5]))
 
 def test_same_refusals(llm, server):
     for prompt, wishes in WRONG:
@@ -82,14 +92,16 @@ def test_same_refusals(llm, server):
 
 def test_same_counts(llm, server):
     ours, theirs = llm.stats(), httpx.get(server.url + '/get_server_info').json()
-    assert {k: theirs[k] for k in ('running', 'waiting')} == {k: ours[k] for k in ('running', 'waiting')} == dict(running=0, waiting=0)
+    assert ({k: theirs[k] for k in ('running', 'waiting')} == {k: ours[k] for k in ('running', 'waiting')}
+            == dict(running=0, waiting=0))
     assert set(ours['pages']) == set(theirs['pages']) == {'total', 'free', 'evictable', 'protected', 'held'}
     assert ours['pages']['total'] == theirs['pages']['total'] == SETTINGS['num_pages']
 
 def test_same_chat(llm, server):
     dialog = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'What is a page?'}]
     ours = llm.chat(dialog, SamplingParams(temperature=0, max_tokens=40))
-    theirs = httpx.post(server.url + '/v1/chat/completions', json=dict(messages=dialog, temperature=0, max_tokens=40), timeout=60).json()
+    theirs = httpx.post(server.url + '/v1/chat/completions',
+                        json=dict(messages=dialog, temperature=0, max_tokens=40), timeout=60).json()
     choice = theirs['choices'][0]
     assert (ours.text, ours.finish_reason) == (choice['message']['content'], choice['finish_reason'])
     assert theirs['usage']['completion_tokens'] == len(ours.token_ids)

@@ -35,21 +35,25 @@ def test_a_plugin_is_known_in_all_processes(tmp_path):
     model = shutil.copytree(embedded_path(), tmp_path/"model")
     raw = json.loads((model/"config.json").read_text())
     (model/"config.json").write_text(json.dumps(raw | dict(architectures=["NovaForCausalLM"])))
-    args = [sys.executable, "-m", "minisgl_lit", "serve", "--plugins", "mine", "--policy", "mine", "--model", str(model), "--port", "0", "--num-pages", "64"]
+    args = [sys.executable, "-m", "minisgl_lit", "serve", "--plugins", "mine", "--policy", "mine", "--model",
+            str(model), "--port", "0", "--num-pages", "64"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     with subprocess.Popen(args, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as p:
         try:
             line = next(o for o in p.stdout if "http://" in o)
             url = line[line.index("http://"):].split()[0].rstrip("/.,")
             assert httpx.post(url + "/count", json=dict(text="abc")).json() == {"letters": 3}
-            said = httpx.post(url + "/v1/completions", json=dict(prompt="The page", max_tokens=3), timeout=60).json()
+            said = httpx.post(url + "/v1/completions", json=dict(prompt="The page", max_tokens=3),
+                              timeout=60).json()
             assert said["usage"]["completion_tokens"] == 3
         finally: p.terminate()
 
 def test_a_plugin_that_is_not_there(tmp_path, monkeypatch):
     (tmp_path/"breaks.py").write_text("1/0")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="plugins='breaks' cannot be loaded: division by zero"): EngineConfig(plugins="breaks")
+    with pytest.raises(ValueError, match="plugins='breaks' cannot be loaded: division by zero"):
+        EngineConfig(plugins="breaks")
     with pytest.raises(ValueError, match="cannot be loaded"): EngineConfig(plugins="..")
-    with pytest.raises(ValueError, match="plugins='no_such' cannot be loaded: No module named 'no_such'"): EngineConfig(plugins="no_such")
+    with pytest.raises(ValueError, match="plugins='no_such' cannot be loaded: No module named 'no_such'"):
+        EngineConfig(plugins="no_such")
     with pytest.raises(ValueError, match="plugins must be names of modules"): EngineConfig(plugins="json;")

@@ -1,4 +1,5 @@
-"""Orders of the waiting queue: nobody is lost, equals keep their places, and on the real scheduler nobody waits for ever."""
+"""Orders of the waiting queue: nobody is lost, equals keep their places, and on the real scheduler nobody
+waits for ever."""
 from collections import Counter
 
 from hypothesis import given, strategies as st
@@ -27,12 +28,14 @@ def request(rid, ids=(1,), answer=1, **wishes):
 def remember(cache, pending):
     "Put the full pages of a prompt into the tree; page numbers play no part here"
     n = pending.input_len // cache.page_size
-    cache.prefix.insert(pending.input_ids[:n * cache.page_size], np.arange(n), extra_key=pending.params.extra_key)
+    cache.prefix.insert(pending.input_ids[:n * cache.page_size], np.arange(n),
+                        extra_key=pending.params.extra_key)
 
 # Random queues: prompts of few letters in pages of two, so that they share beginnings
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
-waiting_ones = st.lists(st.builds(lambda ids, answer, priority: dict(ids=ids, answer=answer, priority=priority),
-                                  prompts, st.integers(1, 3), st.integers(-1, 1)), max_size=12)
+waiting_ones = st.lists(
+    st.builds(lambda ids, answer, priority: dict(ids=ids, answer=answer, priority=priority),
+              prompts, st.integers(1, 3), st.integers(-1, 1)), max_size=12)
 names = st.sampled_from(sorted(policies.names))
 
 def line(wishes): return [request(i, **o) for i, o in enumerate(wishes)]
@@ -62,7 +65,8 @@ def test_equal_priorities_leave_the_order_alone(name, wishes):
 def test_equal_keys_keep_their_places(wishes, known):
     cache, queue = new_cache(), line(wishes)
     for ids in known: remember(cache, request('before', ids))
-    def stable(tried, key): assert tried == sorted(tried, key=lambda o: (-o.params.priority, key(o), int(o.rid)))
+    def stable(tried, key):
+        assert tried == sorted(tried, key=lambda o: (-o.params.priority, key(o), int(o.rid)))
     stable(Fcfs(cache).order(queue), lambda o: 0)
     stable(Lof(cache).order(queue), lambda o: o.input_len - o.max_len)
     stable(Lpm(cache).order(queue), lambda o: -cache.match(o).cached_len)
@@ -111,7 +115,9 @@ def test_what_is_remembered_is_what_would_be_found(data):
     matches, queue = PrefixMatches(cache), [request(i, ids, extra_key=key) for i, (ids, key) in enumerate(
         data.draw(st.lists(st.tuples(prompts, st.sampled_from([None, 'a'])), max_size=8)))]
     for _ in range(data.draw(st.integers(1, 6))):
-        if data.draw(st.booleans()): remember(cache, request('new', data.draw(prompts), extra_key=data.draw(st.sampled_from([None, 'a']))))
+        if data.draw(st.booleans()):
+            remember(cache,
+                     request('new', data.draw(prompts), extra_key=data.draw(st.sampled_from([None, 'a']))))
         else: cache.prefix.evict(data.draw(st.integers(0, 3)))
         some = [o for o in queue if data.draw(st.booleans())]
         assert [o.node for o in matches.of(some)] == [cache.match(o).node for o in some]
@@ -119,7 +125,8 @@ def test_what_is_remembered_is_what_would_be_found(data):
         assert cache.prefix.protected_size == 0
 
 @given(st.lists(prompts, max_size=9), st.lists(prompts, max_size=5), st.integers(1, 5), st.integers(1, 6))
-def test_only_those_are_left_out_whose_next_pages_somebody_before_them_computes(ids, known, page_size, at_least):
+def test_only_those_are_left_out_whose_next_pages_somebody_before_them_computes(ids, known, page_size,
+        at_least):
     cache, queue = new_cache(page_size), [request(i, o) for i, o in enumerate(ids)]
     for o in known: remember(cache, request('before', o))
     goes = []
@@ -140,7 +147,9 @@ def test_looking_is_no_use(wishes, known):
             n = len(ids) // 2
             cache.prefix.insert(np.array(ids[:2*n]), np.arange(100*i, 100*i + n))
     for name in ('lpm', 'dfs-weight'): list(make(name, caches[0]).order(line(wishes)))
-    def facts(cache): return Counter((node.last_used, node.hits, node.locks) for node in cache.prefix.nodes() for _ in node.pages)
+    def facts(cache):
+        return Counter((node.last_used, node.hits, node.locks) for node in cache.prefix.nodes()
+                       for _ in node.pages)
     assert facts(caches[0]) == facts(caches[1])
     while caches[1].prefix.evictable_size:
         assert caches[0].prefix.evict(1).tolist() == caches[1].prefix.evict(1).tolist()
@@ -172,7 +181,8 @@ def test_priority_grows_once_for_each_so_many_times():
 
 def test_prompt_logprobs_stand_aside():
     ids, cache = np.zeros(40, int), new_cache()
-    def waiting(*reporting): return [request(i, ids, prompt_logprobs=1 if i in reporting else None) for i in range(3)]
+    def waiting(*reporting):
+        return [request(i, ids, prompt_logprobs=1 if i in reporting else None) for i in range(3)]
     queue = waiting(1)
     assert list(one_per_shared_prefix(queue, PrefixMatches(cache).of(queue), 2, 32)) == queue[:2]
     queue = waiting(0, 1)
@@ -184,7 +194,9 @@ def test_without_a_cache_it_says_so_once_and_goes_by_arrival():
         if not issubclass(kind, CacheAware):
             assert type(make_policy(name, cache)) is kind
             continue
-        with pytest.warns(UserWarning, match=f"policy='{name}' looks at the prefix cache, and cache='none'") as said: policy = make_policy(name, cache)
+        with pytest.warns(UserWarning,
+                          match=f"policy='{name}' looks at the prefix cache, and cache='none'") as said:
+            policy = make_policy(name, cache)
         assert policy.order(queue) == queue and len(said) == 1
 
 # On the real scheduler: a toy engine, room for one or two requests, arrivals without end
@@ -253,7 +265,8 @@ def test_important_ones_starve_others_unless_priority_grows(name):
     off, on = server(name), server(name, age_every=5)
     assert important_ones(off, 200) == 200 and 'first' not in off.observer.steps
     first = important_ones(on, 200)
-    if name == 'lof': assert 15 <= first <= 15 + on.prefill.policy.inner.max_overtaken   # equal priority, equal answers
+    # equal priority, equal answers
+    if name == 'lof': assert 15 <= first <= 15 + on.prefill.policy.inner.max_overtaken
     assert first <= 4*5 + on.prefill.policy.inner.max_overtaken
     finish(off), finish(on)
 
@@ -279,7 +292,8 @@ def test_who_follows_goes_next_if_the_first_leaves_nothing(overlap):
     assert '2' in s.observer.steps
     finish(s)
 
-@given(names, st.booleans(), st.lists(st.tuples(prompts, st.integers(0, 2), st.integers(-2, 2)), min_size=1, max_size=8), st.sampled_from([None, 1, 3]))
+@given(names, st.booleans(), st.lists(st.tuples(prompts, st.integers(0, 2), st.integers(-2, 2)), min_size=1,
+                                      max_size=8), st.sampled_from([None, 1, 3]))
 def test_all_are_answered_as_if_alone(name, overlap, asked, age_every):
     s, told = server(name, rows=2, page_size=2, prefill_tokens=8, overlap=overlap, age_every=age_every), {}
     for i, (ids, n, priority) in enumerate(asked):
@@ -289,4 +303,5 @@ def test_all_are_answered_as_if_alone(name, overlap, asked, age_every):
     while s.has_work:
         for o in s.step(): told.setdefault(o.rid, []).extend(o.token_ids)
     s.self_check()
-    assert {rid: o for rid, o in told.items() if o} == {str(i): expected_output(ids*4, n, 13) for i, (ids, n, _) in enumerate(asked) if n}
+    assert {rid: o for rid, o in told.items() if o} == {str(i): expected_output(ids*4, n, 13)
+        for i, (ids, n, _) in enumerate(asked) if n}

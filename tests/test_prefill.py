@@ -1,4 +1,5 @@
-"""Prefill apart from decode, in real processes: the same tokens as one server's, and a prefill engine that is killed, frozen, or never was."""
+"""Prefill apart from decode, in real processes: the same tokens as one server's, and a prefill engine that is
+killed, frozen, or never was."""
 import asyncio, errno, os, random, shutil, signal, subprocess, sys, tempfile, threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,11 +29,13 @@ from minisgl_lit.testing.toy_engine import expected_output
 from test_router import read, read_some
 from test_scheduler import SecondTier
 
-SMALL = dict(device='cpu', port=0, dtype='float32', num_pages=400, max_running_req=8, log_interval=0, threads=1)
+SMALL = dict(device='cpu', port=0, dtype='float32', num_pages=400, max_running_req=8, log_interval=0,
+             threads=1)
 PROMPTS = [np.random.default_rng(i).integers(100, 500, 300 + 50*i).tolist() for i in range(6)]
 
 def ask(url, prompt, n=24):
-    body = {'input_ids': prompt, 'sampling_params': {'max_new_tokens': n, 'temperature': 0, 'ignore_eos': True}}
+    body = {'input_ids': prompt,
+            'sampling_params': {'max_new_tokens': n, 'temperature': 0, 'ignore_eos': True}}
     answer = httpx.post(url + '/generate', json=body, timeout=120).json()
     return answer['text'], answer['meta_info']['cached_tokens'], answer['meta_info']['finish_reason']['type']
 
@@ -40,14 +43,17 @@ def ask_all(url, prompts=PROMPTS):
     with ThreadPoolExecutor(len(prompts)) as threads: return [*threads.map(ask, [url]*len(prompts), prompts)]
 
 def test_somebody_must_answer():
-    with pytest.raises(ValueError, match='prefill_replicas=2 must be less than replicas=2: others make the answers'):
+    with pytest.raises(ValueError, match='prefill_replicas=2 must be less than replicas=2: others make the '
+                                         'answers'):
         serve(**SMALL, replicas=2, prefill_replicas=2)
 
 def test_where_the_pages_cannot_travel():
     "Engines of several machines need a folder that all reach, and engines of Ray Serve are all alike"
-    with pytest.raises(ValueError, match="prefill_replicas=1 with ray_address='auto' needs kv_handoff_path, a folder that all machines reach"):
+    with pytest.raises(ValueError, match="prefill_replicas=1 with ray_address='auto' needs kv_handoff_path, "
+                                         "a folder that all machines reach"):
         serve(**SMALL, replicas=2, prefill_replicas=1, ray_address='auto')
-    with pytest.raises(ValueError, match='prefill_replicas is a setting of minisgl-lit serve, not of an application of Ray Serve'):
+    with pytest.raises(ValueError, match='prefill_replicas is a setting of minisgl-lit serve, not of an '
+                                         'application of Ray Serve'):
         cluster.app({'replicas': 2, 'prefill_replicas': 1})
 
 @pytest.mark.long
@@ -58,31 +64,36 @@ def test_engines_that_ray_has_started():
     with serve(**SMALL, replicas=2, prefill_replicas=1, ray_address='local') as s:
         assert ask_all(s.url) == right
         answers, prompts = httpx.get(s.url + '/get_server_info').json()['per_replica']
-        assert prompts['handoffs']['sent'] == answers['handoffs']['received'] == sum((len(o) - 1) // 16 for o in PROMPTS)
+        assert (prompts['handoffs']['sent'] == answers['handoffs']['received']
+                == sum((len(o) - 1) // 16 for o in PROMPTS))
 
 @pytest.mark.long
 def test_two_processes_give_the_tokens_of_one():
-    "Greedy, float32; the prompts are computed by one, and all but the last page of each travels; then the first is killed, and the second goes on alone"
+    """Greedy, float32; the prompts are computed by one, and all but the last page of each travels; then the
+    first is killed, and the second goes on alone"""
     with serve(**SMALL) as s: right = ask_all(s.url)
     with serve(**SMALL, replicas=2, prefill_replicas=1) as s:
         folder = s._config.kv_handoff_path
         assert ask_all(s.url) == right
         answers, prompts = (o for o in httpx.get(s.url + '/get_server_info').json()['per_replica'])
         n_pages = sum((len(o) - 1) // 16 for o in PROMPTS)
-        assert prompts['handoffs']['sent'] == answers['handoffs']['received'] == n_pages and answers['handoffs']['missed'] == 0
+        assert (prompts['handoffs']['sent'] == answers['handoffs']['received'] == n_pages
+                and answers['handoffs']['missed'] == 0)
         assert os.listdir(folder) == []
         others = [o[::-1] for o in PROMPTS]
         killing = threading.Timer(.2, lambda: os.kill(s._processes[1].process.pid, signal.SIGKILL))
         killing.start()
         first = ask_all(s.url, others)
         assert {end for *_, end in first} == {'length'}
-        with serve(**SMALL) as alone: assert [o for o, *_ in ask_all(alone.url, others)] == [o for o, *_ in first]
+        with serve(**SMALL) as alone:
+            assert [o for o, *_ in ask_all(alone.url, others)] == [o for o, *_ in first]
         assert ask(s.url, PROMPTS[0][5:])[2] == 'length'
     assert not os.path.exists(folder)
 
 @pytest.mark.long
 def test_a_frozen_prefill_engine_is_passed_by():
-    "Its heartbeat stops: after three seconds the prompts that wait there are computed by the other, and later ones at once"
+    """Its heartbeat stops: after three seconds the prompts that wait there are computed by the other, and
+    later ones at once"""
     with serve(**SMALL) as s: right = ask_all(s.url)
     with serve(**SMALL, replicas=2, prefill_replicas=1) as s:
         frozen = s._processes[1].process.pid
@@ -92,36 +103,47 @@ def test_a_frozen_prefill_engine_is_passed_by():
 
 @pytest.mark.long
 def test_all_kinds_of_requests_are_answered_as_by_one_engine():
-    "Logprobs, echo, several answers, stops at the first token, forms, tenants: the same bodies, but for ids, times and what was cached"
+    """Logprobs, echo, several answers, stops at the first token, forms, tenants: the same bodies, but for
+    ids, times and what was cached"""
     text = 'Once upon a time there was a small engine. ' * 30
     base = dict(model='embedded', prompt=text, max_tokens=8, temperature=0)
-    asked = [base, base | dict(logprobs=3), base | dict(echo=True, logprobs=1), base | dict(n=3, temperature=1, seed=7), base | dict(stop=['e']), base | dict(max_tokens=1),
-             base | dict(min_tokens=6), base | dict(max_tokens=0, echo=True), base | dict(regex='[0-9]{4}'), base | dict(max_tokens=10**6), base | dict(extra_key='ann'),
-             base | dict(json_schema='{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}', max_tokens=40)]
+    asked = [base, base | dict(logprobs=3), base | dict(echo=True, logprobs=1),
+             base | dict(n=3, temperature=1, seed=7), base | dict(stop=['e']), base | dict(max_tokens=1),
+             base | dict(min_tokens=6), base | dict(max_tokens=0, echo=True), base | dict(regex='[0-9]{4}'),
+             base | dict(max_tokens=10**6), base | dict(extra_key='ann'),
+             base | dict(json_schema='{"type": "object", "properties": {"a": {"type": "integer"}}, '
+                                     '"required": ["a"]}', max_tokens=40)]
     def bodies(s):
         for i, body in enumerate(asked):
-            a = httpx.post(s.url + '/v1/completions', json=body | dict(prompt=str(i) + body['prompt']), timeout=60)
+            a = httpx.post(s.url + '/v1/completions', json=body | dict(prompt=str(i) + body['prompt']),
+                           timeout=60)
             yield a.status_code, a.json().get('choices') or a.json()
     with serve(**SMALL) as s: right = [*bodies(s)]
     with serve(**SMALL, replicas=2, prefill_replicas=1) as s:
         assert [*bodies(s)] == right
         assert [code for code, _ in right].count(200) == len(asked) - 1
-        folder, (answers, prompts) = s._config.kv_handoff_path, httpx.get(s.url + '/get_server_info').json()['per_replica']
-        refused = 24   # pages of the prompt whose max_tokens is too much, which only the engine for answers sees
-        assert answers['handoffs']['received'] == prompts['handoffs']['sent'] - refused > 100 and answers['handoffs']['missed'] == 0
+        folder, (answers, prompts) = (s._config.kv_handoff_path,
+                                      httpx.get(s.url + '/get_server_info').json()['per_replica'])
+        # pages of the prompt whose max_tokens is too much, which only the engine for answers sees
+        refused = 24
+        assert (answers['handoffs']['received'] == prompts['handoffs']['sent'] - refused > 100
+                and answers['handoffs']['missed'] == 0)
     assert not os.path.exists(folder)
 
 @pytest.mark.long
 def test_the_next_server_removes_what_a_killed_one_has_left(tmp_path):
-    code = 'import sys; from minisgl_lit import serve; s = serve(device="cpu", port=0, num_pages=100, threads=1, replicas=2, prefill_replicas=1, kv_handoff_path=sys.argv[1]); s.wait()'
+    code = ('import sys; from minisgl_lit import serve; s = serve(device="cpu", port=0, num_pages=100, '
+            'threads=1, replicas=2, prefill_replicas=1, kv_handoff_path=sys.argv[1]); s.wait()')
     child = subprocess.Popen([sys.executable, '-c', code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert 'is served on' in child.stdout.readline()
     left, = tmp_path.iterdir()
     (left/'x.kv').write_bytes(bytes(9))
-    with serve(**SMALL, replicas=2, prefill_replicas=1, kv_handoff_path=str(tmp_path)): assert left.exists()   # it lives
+    # it lives
+    with serve(**SMALL, replicas=2, prefill_replicas=1, kv_handoff_path=str(tmp_path)): assert left.exists()
     child.kill()
     child.wait()
-    with serve(**SMALL, replicas=2, prefill_replicas=1, kv_handoff_path=str(tmp_path)) as s: assert [str(o) for o in tmp_path.iterdir()] == [s._config.kv_handoff_path]
+    with serve(**SMALL, replicas=2, prefill_replicas=1, kv_handoff_path=str(tmp_path)) as s:
+        assert [str(o) for o in tmp_path.iterdir()] == [s._config.kv_handoff_path]
     assert [*tmp_path.iterdir()] == []
 
 # ---- toy engines: what may happen on the way
@@ -151,7 +173,8 @@ class Engines:
     async def __aexit__(self, *error):
         for task in self.listening: task.cancel()
         await asyncio.gather(*self.listening, return_exceptions=True)
-        if error[0] is None: assert not any(o.load.open for o in self.router.replicas.values()) and not self.router._rids
+        if error[0] is None:
+            assert not any(o.load.open for o in self.router.replicas.values()) and not self.router._rids
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def handoffs(self, name): return self.cores[name].scheduler.cache.sources['handoffs']
@@ -167,7 +190,9 @@ class Engines:
     async def files(self, seconds=1.):
         "What is left in the folder once nobody wants anything"
         end = asyncio.get_running_loop().time() + seconds
-        while os.path.isdir(self.folder) and os.listdir(self.folder) and asyncio.get_running_loop().time() < end: await asyncio.sleep(.005)
+        while (os.path.isdir(self.folder) and os.listdir(self.folder)
+               and asyncio.get_running_loop().time() < end):
+            await asyncio.sleep(.005)
         return os.listdir(self.folder) if os.path.isdir(self.folder) else []
 
     async def until(self, condition):
@@ -175,7 +200,8 @@ class Engines:
             while not condition(): await asyncio.sleep(.001)
 
 def request(rid, prompt=PROMPT, n=6, **params):
-    return UserMsg(rid, np.array(prompt), SamplingParams(max_tokens=n, temperature=0, **dict(ignore_eos=True) | params))
+    return UserMsg(rid, np.array(prompt),
+                   SamplingParams(max_tokens=n, temperature=0, **dict(ignore_eos=True) | params))
 
 def run(main): asyncio.run(asyncio.wait_for(main, 20))
 
@@ -215,7 +241,8 @@ def test_an_engine_whose_file_never_came_is_passed_by(impatient, monkeypatch):
             assert await e.ask('y', PROMPT[::-1]) and computed() == 20   # it does not go there
             e.handoffs('p').send = sent
             await asyncio.sleep(.25)
-            assert await e.ask('z', PROMPT[::-2]*2) and computed() == 40 and e.handoffs('p').counts['sent'] == 4
+            assert (await e.ask('z', PROMPT[::-2]*2) and computed() == 40
+                    and e.handoffs('p').counts['sent'] == 4)
     run(main())
 
 def test_as_much_of_a_prompt_travels_as_there_is_room_for():
@@ -230,7 +257,8 @@ def test_as_much_of_a_prompt_travels_as_there_is_room_for():
     run(main())
 
 def test_an_abort_between_the_engines_is_not_lost():
-    "Three answers to one prompt: one is aborted while it is computed; while its caller reads that, another one"
+    """Three answers to one prompt: one is aborted while it is computed; while its caller reads that, another
+    one"""
     async def main():
         async with Engines(step_seconds=.01, max_prefill_tokens=4) as e:
             ends, stream = {}, e.router.stream([request(o) for o in 'xyz'])
@@ -249,8 +277,10 @@ def test_only_who_computes_prompts_sends_them():
     async def main():
         async with Engines() as e:
             (told, _), (nothing, end) = await e.read(request('x'), request('y', n=0))
-            assert told == expected_output(PROMPT, 6, 1000) and nothing == [] and end.finish_reason is FinishReason.LENGTH
-            assert e.handoffs('a').counts['sent'] == e.handoffs('b').counts['sent'] == 0 and await e.files() == []
+            assert (told == expected_output(PROMPT, 6, 1000) and nothing == []
+                    and end.finish_reason is FinishReason.LENGTH)
+            assert (e.handoffs('a').counts['sent'] == e.handoffs('b').counts['sent'] == 0
+                    and await e.files() == [])
     run(main())
 
 def test_a_server_that_ends_leaves_no_traceback():
@@ -326,24 +356,32 @@ def test_something_happens_between_prompt_and_answer(what):
                 (told, end), = await asked
             received = sum(e.handoffs(o).counts['received'] for o in 'ab')
             if what == 'nan': assert end.finish_reason in (FinishReason.LENGTH, FinishReason.ERROR)
-            else: assert told == expected_output(PROMPT, 6, 1000) and received == (0 if what == 'weights' else 4)
+            else:
+                assert (told == expected_output(PROMPT, 6, 1000)
+                        and received == (0 if what == 'weights' else 4))
             assert await e.files() == []
     run(main())
 
-@pytest.mark.parametrize('params', [dict(extra_key='ann'), dict(logprobs=2), dict(min_tokens=3, ignore_eos=False), dict(n=1), dict(max_tokens=1),
-                                    dict(stop_token_ids=expected_output(PROMPT, 1, 1000)), dict(seed=3), dict(logit_bias={7: 100.})], ids=str)
+@pytest.mark.parametrize('params', [dict(extra_key='ann'), dict(logprobs=2),
+                                    dict(min_tokens=3, ignore_eos=False), dict(n=1), dict(max_tokens=1),
+                                    dict(stop_token_ids=expected_output(PROMPT, 1, 1000)), dict(seed=3),
+                                    dict(logit_bias={7: 100.})], ids=str)
 def test_parameters_mean_what_they_always_mean(params):
     "The same outputs as without an engine for prompts"
-    def asked(): return request('x', **{'n': params.get('max_tokens', 6)} | {k: v for k, v in params.items() if k not in ('n', 'max_tokens')})
+    def asked():
+        return request('x', **{'n': params.get('max_tokens', 6)}
+                       | {k: v for k, v in params.items() if k not in ('n', 'max_tokens')})
     async def main():
         async with Engines('a') as alone, Engines('ap') as e:
             (right, end), = await alone.read(asked())
             (told, other), = await e.read(asked())
-            assert told == right and (other.finish_reason, other.matched, other.logprobs) == (end.finish_reason, end.matched, end.logprobs)
+            assert (told == right and (other.finish_reason, other.matched,
+                                       other.logprobs) == (end.finish_reason, end.matched, end.logprobs))
             assert e.handoffs('a').counts['received'] == 4
     run(main())
 
-@pytest.mark.parametrize('settings', [dict(cache='none'), dict(max_prefill_tokens=3), dict(max_running_req=1, max_queued_req=2), dict(admission='optimistic', num_pages=16)], ids=str)
+@pytest.mark.parametrize('settings', [dict(cache='none'), dict(max_prefill_tokens=3),
+    dict(max_running_req=1, max_queued_req=2), dict(admission='optimistic', num_pages=16)], ids=str)
 def test_under_other_settings(settings):
     async def main():
         async with Engines('ap', **settings) as e:
@@ -353,12 +391,15 @@ def test_under_other_settings(settings):
     run(main())
 
 def test_a_queue_that_may_be_full():
-    "Of three at once each is answered, or refused in one sentence where neither engine has room yet; no file is left"
+    """Of three at once each is answered, or refused in one sentence where neither engine has room yet; no
+    file is left"""
     async def main():
         async with Engines('ap', max_running_req=1, max_queued_req=1) as e:
             prompts = [[*range(i, 24*i + i, i)] for i in range(1, 4)]
-            told = await asyncio.gather(*(e.ask(str(i), o) for i, o in enumerate(prompts)), return_exceptions=True)
-            assert True in told and all(o is True or isinstance(o, QueueFull) and 'waiting already' in str(o) for o in told), told
+            told = await asyncio.gather(*(e.ask(str(i), o) for i, o in enumerate(prompts)),
+                                        return_exceptions=True)
+            assert (True in told and all(o is True or isinstance(o, QueueFull) and 'waiting already' in str(o)
+                                         for o in told)), told
             assert await e.files() == [] and not e.router.calls
     run(main())
 
@@ -368,9 +409,11 @@ def test_an_abort_does_not_wait_for_a_file():
         async with Engines() as e:
             e.handoffs('p').send = lambda *args: None
             asked = asyncio.ensure_future(e.read(request('x'), request('y')))
-            await e.until(lambda: e.cores['p'].scheduler.counts['prompt_tokens'] and not e.cores['p'].scheduler.alive)
+            await e.until(lambda: e.cores['p'].scheduler.counts['prompt_tokens']
+                          and not e.cores['p'].scheduler.alive)
             await e.router.control('abort', '*')
-            async with asyncio.timeout(2): assert {end.finish_reason for _, end in await asked} == {FinishReason.ABORT}
+            async with asyncio.timeout(2):
+                assert {end.finish_reason for _, end in await asked} == {FinishReason.ABORT}
     run(main())
 
 def test_a_pause_that_aborts_reaches_who_is_at_no_engine():
@@ -459,7 +502,8 @@ def test_a_prompt_that_lost_its_numbers_is_not_sent():
             cache = e.cores['p'].scheduler.cache
             finished = cache.cache_finished
             cache.cache_finished = lambda req, keep=True: finished(req, False)
-            assert await e.ask('x') and e.handoffs('p').counts['sent'] == e.handoffs('a').counts['received'] == 0
+            assert (await e.ask('x')
+                    and e.handoffs('p').counts['sent'] == e.handoffs('a').counts['received'] == 0)
     run(main())
 
 def test_what_the_dead_had_cached_does_not_count():
@@ -482,8 +526,11 @@ def test_whoever_removes_a_file_early_causes_no_warning(tmp_path, caplog):
         self.path.unlink()
     async def main():
         async with Engines('ap', tmp_path) as e:
-            with patch.object(PageFile, 'write', write), patch.object(PageFile, 'close', closed), patch.object(prefill_router, 'PATIENCE', .1): assert await e.ask('x')
-            assert seen and {os.path.splitext(o)[1] for o in seen} == {'.part'} and e.handoffs('a').counts['received'] == 0 and not caplog.text
+            with (patch.object(PageFile, 'write', write), patch.object(PageFile, 'close', closed),
+                  patch.object(prefill_router, 'PATIENCE', .1)):
+                assert await e.ask('x')
+            assert (seen and {os.path.splitext(o)[1] for o in seen} == {'.part'}
+                    and e.handoffs('a').counts['received'] == 0 and not caplog.text)
     run(main())
 
 def damage(path, at):
@@ -497,7 +544,8 @@ def damage(path, at):
 def test_whatever_happens_on_the_way(seed, impatient, monkeypatch):
     """Engines die, freeze and come back; files vanish, or are damaged; callers leave, abort, pause.
 
-    Whoever is answered is answered rightly; an error comes only from an engine that died; at the end nothing is left."""
+    Whoever is answered is answered rightly; an error comes only from an engine that died; at the end nothing
+    is left."""
     rng = random.Random(seed)
     monkeypatch.setattr(prefill_router, '_ALIVE_POLL', .005)
     async def main():
@@ -506,7 +554,8 @@ def test_whatever_happens_on_the_way(seed, impatient, monkeypatch):
             async def call(n):
                 await asyncio.sleep(rng.random()*.1)
                 prompt = [rng.randrange(3)]*rng.randrange(1, 9) + [*range(n, n + rng.randrange(30))]
-                requests = [request(f'{n}-{i}', prompt, rng.randrange(8)) for i in range(rng.choice([1, 1, 2]))]
+                requests = [request(f'{n}-{i}', prompt, rng.randrange(8))
+                            for i in range(rng.choice([1, 1, 2]))]
                 await read_some(e.router, requests, lambda: rng.random() < .03, lambda: deaths)
             async def trouble():
                 nonlocal deaths
@@ -545,17 +594,22 @@ def test_whatever_happens_on_the_way(seed, impatient, monkeypatch):
 def test_a_folder_of_the_dead_is_removed_and_one_of_the_living_never(tmp_path):
     "Three servers with one path; one of them is killed, and what it has left goes with the next start"
     config = ServerConfig(replicas=2, prefill_replicas=1, kv_handoff_path=str(tmp_path))
-    code = ('import sys, time; from minisgl_lit.server.config import ServerConfig; from minisgl_lit.server.prefill_router import handoff_folder\n'
-            'with handoff_folder(ServerConfig(replicas=2, prefill_replicas=1, kv_handoff_path=sys.argv[1])) as path: print(path, flush=True); time.sleep(60)')
+    code = ('import sys, time; from minisgl_lit.server.config import ServerConfig; from '
+            'minisgl_lit.server.prefill_router import handoff_folder\n'
+            'with handoff_folder(ServerConfig(replicas=2, prefill_replicas=1, kv_handoff_path=sys.argv[1])) '
+            'as path: print(path, flush=True); time.sleep(60)')
     with handoff_folder(config) as mine:
-        child = subprocess.Popen([sys.executable, '-c', code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen([sys.executable, '-c', code, str(tmp_path)], stdout=subprocess.PIPE,
+                                 text=True)
         theirs = Path(child.stdout.readline().strip())
         (theirs/'x.part').write_bytes(b'half')
         (tmp_path/'notes').mkdir()
-        with handoff_folder(config) as other: assert {Path(mine), theirs, Path(other)} < {*tmp_path.iterdir()}   # all live
+        # all live
+        with handoff_folder(config) as other: assert {Path(mine), theirs, Path(other)} < {*tmp_path.iterdir()}
         child.kill()
         child.wait()
-        with handoff_folder(config) as other: assert {*tmp_path.iterdir()} == {Path(mine), Path(other), tmp_path/'notes'}
+        with handoff_folder(config) as other:
+            assert {*tmp_path.iterdir()} == {Path(mine), Path(other), tmp_path/'notes'}
     assert [*tmp_path.iterdir()] == [tmp_path/'notes']
 
 def test_a_link_is_no_leftover(tmp_path):
@@ -571,7 +625,8 @@ def test_folders_of_others_stay(tmp_path, monkeypatch):
     (left := tmp_path/'minisgl_lit-x-1').mkdir()
     with monkeypatch.context() as other:
         other.setattr(os, 'geteuid', lambda: -1)
-        with pytest.raises(OSError, match='it is no folder of this user'): own_folder(tmp_path, 'x').__enter__()
+        with pytest.raises(OSError, match='it is no folder of this user'):
+            own_folder(tmp_path, 'x').__enter__()
     assert left.exists()
     with own_folder(tmp_path, 'x'): assert not left.exists()
 
@@ -580,7 +635,8 @@ def test_a_fork_owns_no_folder(tmp_path):
             'with own_folder(Path(sys.argv[1]), "x") as path:\n'
             '    if not os.fork(): sys.exit()\n'
             '    os.wait(); print(path.exists())')
-    assert subprocess.check_output([sys.executable, '-c', code, str(tmp_path)], text=True) == 'True\n' and not [*tmp_path.iterdir()]
+    assert (subprocess.check_output([sys.executable, '-c', code, str(tmp_path)], text=True) == 'True\n'
+            and not [*tmp_path.iterdir()])
 
 def test_a_folder_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
@@ -592,7 +648,8 @@ def test_a_folder_that_cannot_be():
         serve(**SMALL, replicas=2, prefill_replicas=1, kv_handoff_path='/dev/null/x')
 
 def test_several_ranks_hand_nothing_over():
-    with pytest.raises(ValueError, match='prefill_replicas=1 is for tp=1, not tp=2'): serve(**SMALL, replicas=2, prefill_replicas=1, tp=2)
+    with pytest.raises(ValueError, match='prefill_replicas=1 is for tp=1, not tp=2'):
+        serve(**SMALL, replicas=2, prefill_replicas=1, tp=2)
 
 # ---- one engine's part, on streams that work when told to
 

@@ -1,4 +1,5 @@
-"""Packed weights and the matmul in C: against torch in float64 over random shapes, the same bits in any company, and sources that compile."""
+"""Packed weights and the matmul in C: against torch in float64 over random shapes, the same bits in any
+company, and sources that compile."""
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,8 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize('name', ['vectors', 'linear_c', 'layers_c', 'attention_c', 'grouped_c'])
 def test_where_a_compiler_is_every_source_compiles(name):
     "Otherwise torch would serve in its place, and no test would notice"
-    source = dict(vectors=vectors + 'void nothing(void *to) {}', linear_c=linear_c, layers_c=layers_c, attention_c=attention_c, grouped_c=grouped_c)[name]
+    source = dict(vectors=vectors + 'void nothing(void *to) {}', linear_c=linear_c, layers_c=layers_c,
+                  attention_c=attention_c, grouped_c=grouped_c)[name]
     with library_folder() as folder: assert compile_c(source, folder).exists() and load(source) is not None
 
 @settings(max_examples=60)
@@ -46,21 +48,25 @@ def test_matmul_agrees_with_torch(rows, n_out, n_in, dtype, constant, threads, s
 
 @needs_compiler
 @settings(max_examples=30)
-@given(st.integers(2, 300), st.integers(1, 150), st.integers(1, 1300), st.sampled_from([torch.float32, BF16]), st.data())
+@given(st.integers(2, 300), st.integers(1, 150), st.integers(1, 1300), st.sampled_from([torch.float32, BF16]),
+       st.data())
 def test_a_row_has_the_same_bits_in_any_company(rows, n_out, n_in, dtype, data):
     "A sample never depends on its neighbours; neither do the numbers that it is drawn from"
     if dtype == BF16: n_in += n_in % 2
     x, weight = torch.randn(rows, n_in).to(dtype), pack_weight(torch.randn(n_out, n_in).to(dtype))
     a = data.draw(st.integers(0, rows - 1))
-    b = data.draw(st.sampled_from([a + 1, rows]) | st.integers(a + 1, rows))   # a single row has a kernel of its own on AMX
+    # a single row has a kernel of its own on AMX
+    b = data.draw(st.sampled_from([a + 1, rows]) | st.integers(a + 1, rows))
     assert torch.equal(linear(x[a:b], weight), linear(x, weight)[a:b])
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("of_x, of_weights", [(1e-38, 1), (1e-20, 1e-18), (1e-30, 1e-9)], ids=["inputs", "products", "sums"])
+@pytest.mark.parametrize("of_x, of_weights", [(1e-38, 1), (1e-20, 1e-18), (1e-30, 1e-9)],
+                         ids=["inputs", "products", "sums"])
 def test_the_smallest_numbers_have_no_company_either(of_x, of_weights, dtype):
     "Where a kernel counts denormals as zero, it does so for one row and for many"
-    x, weight = (torch.randn(40, 320) * of_x).to(dtype), pack_weight((torch.randn(70, 320) * of_weights).to(dtype))
+    x, weight = ((torch.randn(40, 320) * of_x).to(dtype),
+                 pack_weight((torch.randn(70, 320) * of_weights).to(dtype)))
     assert torch.equal(torch.cat([linear(row[None], weight) for row in x]), linear(x, weight))
 
 @needs_compiler
@@ -68,7 +74,8 @@ def test_where_the_system_refuses_tiles_vectors_compute():
     "As on a processor that has none"
     asked = "PERMIT = 0x1023"
     assert asked in linear_c
-    refused, without = (load_kernels(linear_c.replace(*o)) for o in ((asked, "PERMIT = -1"), ("defined(__AMX_BF16__)", "0")))
+    refused, without = (load_kernels(linear_c.replace(*o))
+                        for o in ((asked, "PERMIT = -1"), ("defined(__AMX_BF16__)", "0")))
     x, weight = torch.randn(300, 1100).to(BF16), pack_weight(torch.randn(140, 1100).to(BF16))
     def product(lib):
         y = x.new_empty(300, 140)

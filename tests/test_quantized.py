@@ -1,4 +1,5 @@
-"""Quantized weights: the kernel against the definition over random shapes, the same bits in any company, and what the definition promises."""
+"""Quantized weights: the kernel against the definition over random shapes, the same bits in any company, and
+what the definition promises."""
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,8 @@ from reference import make_checkpoint
 from test_products import needs_compiler
 
 BF16 = torch.bfloat16
-shapes = st.tuples(st.integers(0, 300), st.integers(1, 150), st.sampled_from([8, 24, 32, 64, 96, 128]), st.integers(1, 9))
+shapes = st.tuples(st.integers(0, 300), st.integers(1, 150), st.sampled_from([8, 24, 32, 64, 96, 128]),
+                   st.integers(1, 9))
 forms = st.tuples(st.sampled_from([4, 8]), st.booleans(), st.booleans())   # bits, minima, scales of float32
 
 
@@ -26,18 +28,22 @@ def some(shape, form, seed):
     def numbers(): return torch.rand(n_out, groups, generator=g) + .01
     codes = torch.randint(0, 2**bits, (n_out, group * groups), generator=g, dtype=torch.uint8)
     scales = numbers() if wide else numbers().bfloat16().float()
-    return torch.randn(rows, group * groups, generator=g), QuantizedWeight(bits, codes, scales, numbers() if minima else None)
+    return (torch.randn(rows, group * groups, generator=g),
+            QuantizedWeight(bits, codes, scales, numbers() if minima else None))
 
 
 @needs_compiler
 @settings(max_examples=60)
-@given(shapes, forms, st.sampled_from([torch.float32, BF16]), st.booleans(), st.integers(1, 3), st.integers(0, 99))
+@given(shapes, forms, st.sampled_from([torch.float32, BF16]), st.booleans(), st.integers(1, 3),
+       st.integers(0, 99))
 def test_the_exact_product_is_that_of_the_weights_that_are_meant(shape, form, dtype, constant, threads, seed):
     "To the last bit"
     x, weight = some(shape, form, seed)
     x, bias, was = x.to(dtype), torch.randn(shape[1]).to(dtype) if constant else None, torch.get_num_threads()
     torch.set_num_threads(threads)
-    try: got, want = pack_groups(weight, dtype).multiply(x, bias), linear(x, pack_weight(weight.dequantize().to(dtype)), bias)
+    try:
+        got, want = (pack_groups(weight, dtype).multiply(x, bias),
+                     linear(x, pack_weight(weight.dequantize().to(dtype)), bias))
     finally: torch.set_num_threads(was)
     assert got.dtype == dtype and torch.equal(got, want)
 
@@ -50,7 +56,8 @@ def test_whole_numbers_are_within_their_bound_and_the_same_in_any_company(shape,
     x, weight = some(shape, form, seed)
     x, packed, group = x.to(dtype), pack_groups(weight, dtype, rounds_input=True), weight.group
     got, meant = packed.multiply(x), weight.dequantize().double()
-    off = x.double().abs().unflatten(1, (-1, group)).amax(-1, keepdim=True).expand(-1, -1, group).flatten(1) / 254
+    off = (x.double().abs().unflatten(1, (-1, group)).amax(-1, keepdim=True).expand(-1, -1, group).flatten(1)
+           / 254)
     want, bound = x.double() @ meant.T, off * 1.001 @ meant.abs().T
     last = (want.abs() + bound) * (2**-8 if dtype == BF16 else 1e-5) + 1e-4   # the rounding of the result
     assert ((got.double() - want).abs() <= bound + last).all()
@@ -60,19 +67,26 @@ def test_whole_numbers_are_within_their_bound_and_the_same_in_any_company(shape,
         assert torch.equal(packed.multiply(x[a:b]), got[a:b])
 
 
-parts = st.lists(st.tuples(st.integers(1, 150), st.sampled_from([8, 16, 24, 48]), forms), min_size=2, max_size=4)   # outputs, group
+# outputs, group
+parts = st.lists(st.tuples(st.integers(1, 150), st.sampled_from([8, 16, 24, 48]), forms), min_size=2,
+                 max_size=4)
 
 @needs_compiler
 @settings(max_examples=60)
-@given(parts, st.integers(0, 99), st.integers(1, 3), st.sampled_from([torch.float32, BF16]), st.booleans(), st.integers(1, 3), st.integers(0, 99))
-def test_parts_of_a_weight_are_as_if_they_were_alone(parts, rows, half_groups, dtype, rounds_input, threads, seed):
+@given(parts, st.integers(0, 99), st.integers(1, 3), st.sampled_from([torch.float32, BF16]), st.booleans(),
+       st.integers(1, 3), st.integers(0, 99))
+def test_parts_of_a_weight_are_as_if_they_were_alone(parts, rows, half_groups, dtype, rounds_input, threads,
+        seed):
     "Of any forms; and single rows are found in them"
     n_in, was = 48 * half_groups, torch.get_num_threads()
-    alone = [pack_groups(some((0, n, group, n_in // group), form, seed + i)[1], dtype, rounds_input) for i, (n, group, form) in enumerate(parts)]
+    alone = [pack_groups(some((0, n, group, n_in // group), form, seed + i)[1], dtype, rounds_input)
+             for i, (n, group, form) in enumerate(parts)]
     whole, x = join_rows(alone), torch.randn(rows, n_in).to(dtype)
     bias = torch.randn(whole.shape[0]).to(dtype)
     torch.set_num_threads(threads)
-    try: got, want = whole.multiply(x, bias), torch.cat([o.multiply(x, b) for o, b in zip(alone, bias.split([o.shape[0] for o in alone]))], 1)
+    try:
+        got, want = (whole.multiply(x, bias),
+            torch.cat([o.multiply(x, b) for o, b in zip(alone, bias.split([o.shape[0] for o in alone]))], 1))
     finally: torch.set_num_threads(was)
     assert torch.equal(got, want) and torch.equal(whole.unpack(), torch.cat([o.unpack() for o in alone]))
     ids = torch.randint(0, whole.shape[0], (20,))
@@ -82,13 +96,15 @@ def test_parts_of_a_weight_are_as_if_they_were_alone(parts, rows, half_groups, d
 @given(st.integers(1, 30), st.sampled_from([(8, 6), (32, 2)]), st.booleans(), st.data())
 def test_a_part_of_a_weight_is_that_of_the_weights_that_are_meant(n_out, groups, minima, data):
     (group, n), weight = groups, some((0, n_out, *groups), (4, minima, False), 0)[1]
-    rows, columns = (slice(*data.draw(st.lists(st.integers(0, o), min_size=2, max_size=2, unique=True).map(sorted))) for o in (n_out, group * n))
+    rows, columns = (slice(*data.draw(st.lists(st.integers(0, o), min_size=2, max_size=2,
+                                               unique=True).map(sorted))) for o in (n_out, group * n))
     got = weight.part(rows, columns)
     if got is None: assert columns.start % group or columns.stop % group
     else: assert torch.equal(got.dequantize(), weight.dequantize()[rows, columns])
 
 
-@given(st.sampled_from([(4, 32), (4, 64), (8, 64), (8, 128)]), st.booleans(), st.floats(1e-3, 1e3), st.integers(0, 99))
+@given(st.sampled_from([(4, 32), (4, 64), (8, 64), (8, 128)]), st.booleans(), st.floats(1e-3, 1e3),
+       st.integers(0, 99))
 def test_each_weight_is_the_nearest(how, minima, size, seed):
     "By half a step at most, and the share of a step by which the scale was rounded"
     (bits, group), g = how, torch.Generator().manual_seed(seed)
@@ -112,22 +128,26 @@ def test_what_is_not_finite_stays_so():
 
 @needs_compiler
 @settings(max_examples=30)
-@given(st.integers(1, 300), st.sampled_from([4, 8]), st.booleans(), st.sampled_from([torch.float32, BF16]), st.integers(0, 99))
+@given(st.integers(1, 300), st.sampled_from([4, 8]), st.booleans(), st.sampled_from([torch.float32, BF16]),
+       st.integers(0, 99))
 def test_fused_layers_compute_what_single_steps_compute(rows, bits, whole, dtype, seed):
     "The kernels of several steps, with quantized weights, beside one call for each step"
     g = torch.Generator().manual_seed(seed)
-    def weight(n_out, n_in): return pack_groups(quantize(torch.randn(n_out, n_in, generator=g) * .1, bits, 32), dtype, whole)
+    def weight(n_out, n_in):
+        return pack_groups(quantize(torch.randn(n_out, n_in, generator=g) * .1, bits, 32), dtype, whole)
     def vector(n): return torch.randn(n, generator=g).to(dtype)
     x, gate_up, down = torch.randn(rows, 64, generator=g).to(dtype), weight(192, 64), weight(64, 96)
     biases, ops = (vector(192), vector(64)), cpu_operations(torch.device('cpu'), dtype)
-    got, want = ops.gated_mlp(x, gate_up, down, *biases), linear(ops.silu_mul(linear(x, gate_up, biases[0])), down, biases[1])
+    got, want = (ops.gated_mlp(x, gate_up, down, *biases),
+                 linear(ops.silu_mul(linear(x, gate_up, biases[0])), down, biases[1]))
     torch.testing.assert_close(got, want, rtol=.02, atol=.02)   # of silu: ours is of the kernel's own exp
     angles = ops.rope_angles(torch.arange(rows), inverse_frequencies(16, 1e4), dtype)
     norms, w = (vector(16), vector(16)), weight(8 * 16, 64)
     q, k, v = ops.qkv_heads(x, w, None, norms, 1e-6, angles, 2)
     alone = linear(x, w).view(rows, 8, 16)
     assert torch.equal(v, alone[:, 6:])
-    a, b = ops.apply_rope(ops.rms_norm(alone[:, :4], norms[0], 1e-6), ops.rms_norm(alone[:, 4:6], norms[1], 1e-6), angles)
+    a, b = ops.apply_rope(ops.rms_norm(alone[:, :4], norms[0], 1e-6),
+                          ops.rms_norm(alone[:, 4:6], norms[1], 1e-6), angles)
     torch.testing.assert_close(torch.cat([q, k], 1), torch.cat([a, b], 1))
 
 
@@ -136,7 +156,8 @@ def test_an_embedding_is_found_among_panels():
     "Rows of the weights that are meant, also through `embed`"
     weight = quantize(torch.randn(150, 96), 8, 32, minima=True)
     table, ids = pack_groups(weight, torch.float32), torch.tensor([149, 0, 64, 63, 149])
-    assert torch.equal(cpu_operations(table.data.device, torch.float32).embed(ids, table), weight.dequantize()[ids]) and torch.equal(table.unpack(), weight.dequantize())
+    assert (torch.equal(cpu_operations(table.data.device, torch.float32).embed(ids, table),
+                        weight.dequantize()[ids]) and torch.equal(table.unpack(), weight.dequantize()))
 
 
 def test_dtypes_without_a_kernel_get_plain_weights():

@@ -5,7 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (RuleBasedStateMachine, initialize, invariant, precondition, rule,
+                                 run_state_machine_as_test)
 
 from minisgl_lit.core.request import PendingReq, Req
 from minisgl_lit.core.sampling_params import RequestError
@@ -18,7 +19,8 @@ from minisgl_lit.core.kv_cache.table import TableManager
 
 SIZES = [1, 2, 7, 16]
 keys = st.sampled_from([None, None, 'bank', ''])
-texts = st.tuples(st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), max_size=5), st.integers(0, 15))   # whole pages, then so many tokens of another
+# whole pages, then so many tokens of another
+texts = st.tuples(st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), max_size=5), st.integers(0, 15))
 
 def toks(text, size):
     "Pages of four kinds that differ in their first token, their last, or both; so the kinds need care"
@@ -28,8 +30,9 @@ def toks(text, size):
 
 def lives(machine, examples, steps=30):
     "So many random lives of a state machine"
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=True,
-                                                         database=None, suppress_health_check=list(HealthCheck)))
+    run_state_machine_as_test(machine,
+        settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=True,
+                          database=None, suppress_health_check=list(HealthCheck)))
 
 class Page:
     "A page of the model, which comes after the page `up`"
@@ -49,7 +52,8 @@ def test_every_eviction_is_said_twice(): assert better.keys() == evictions.keys(
 
 class Model:
     "A dictionary from each prefix of whole pages to its page; nothing is fast, nothing is clever"
-    def __init__(self, size, eviction): self.size, self.better, self.found, self.step = size, better[eviction], {}, 0
+    def __init__(self, size, eviction):
+        self.size, self.better, self.found, self.step = size, better[eviction], {}, 0
 
     def prefixes(self, ids, key):
         ids = tuple(ids.tolist())
@@ -91,7 +95,8 @@ class Model:
     def drop(self, gone): self.found = {p: o for p, o in self.found.items() if o not in gone}
 
     def check_evicted(self, n, numbers):
-        "These were given up: first what is bad, in any order; then, page by page, the best among those that nothing comes after"
+        """These were given up: first what is bad, in any order; then, page by page, the best among those that
+        nothing comes after"""
         bad = [o for o in self.free() if o.removed]
         gone = [o for o in bad if o.number in numbers]
         assert len(gone) == min(n, len(bad))
@@ -109,7 +114,8 @@ class Radix(RuleBasedStateMachine):
     "One tree and one model; rules are what a cache can be asked"
     @initialize(size=st.sampled_from(SIZES), eviction=st.sampled_from(sorted(better)))
     def start(self, size, eviction):
-        self.cache, self.model, self.held, self.made = RadixCache(size, eviction), Model(size, eviction), [], 0
+        self.cache, self.model, self.held, self.made = (RadixCache(size, eviction), Model(size, eviction), [],
+            0)
 
     def numbers(self, ids):
         "New pages for these tokens"
@@ -121,7 +127,8 @@ class Radix(RuleBasedStateMachine):
     def match(self, text, key, priority, locks):
         ids = toks(text, self.cache.page_size)
         handle, way = self.cache.match_prefix(ids, key, priority), self.model.match(ids, key)
-        assert (handle.cached_len, handle.pages.tolist()) == (len(way)*self.model.size, [o.number for o in way])
+        assert (handle.cached_len, handle.pages.tolist()) == (len(way)*self.model.size,
+            [o.number for o in way])
         for _ in range(locks):
             self.cache.lock(handle)
             self.model.use(way, 1, priority)
@@ -148,7 +155,8 @@ class Radix(RuleBasedStateMachine):
         if handle.invalid:
             assert len(self.cache.extend(handle, ids, numbers)) == 0
             return
-        longer = self.model.extend(way, whole, numbers, handle.matched_len is None, handle.extra_key, handle.priority)
+        longer = self.model.extend(way, whole, numbers, handle.matched_len is None, handle.extra_key,
+                                   handle.priority)
         assert self.cache.extend(handle, ids, numbers).tolist() == [o.number for o in longer[len(way):]]
         self.held[i] = handle, longer, whole
 
@@ -195,9 +203,11 @@ def test_tree_keeps_them_in_thousands_of_lives(): lives(Radix, 5000, steps=60)
 class Ledger(RuleBasedStateMachine):
     """One pool and a few requests that are computed by hand, in batches that complete later.
 
-    `content` is what the engine has written into each page: the tokens of a prefix up to the end of that page.
+    `content` is what the engine has written into each page: the tokens of a prefix up to the end of that
+    page.
     """
-    @initialize(size=st.sampled_from(SIZES), num_pages=st.integers(5, 14), rows=st.integers(1, 4), kind=st.sampled_from(['radix', 'radix', 'none']))
+    @initialize(size=st.sampled_from(SIZES), num_pages=st.integers(5, 14), rows=st.integers(1, 4),
+                kind=st.sampled_from(['radix', 'radix', 'none']))
     def start(self, size, num_pages, rows, kind):
         table = TableManager(rows, num_pages*size, size, dummy_page=num_pages)
         self.cache, self.size = CacheManager(num_pages, table, make_prefix_cache(kind, size)), size
@@ -217,7 +227,8 @@ class Ledger(RuleBasedStateMachine):
         self.launched += 1
         self.lengths.cached_len[row], self.lengths.launched[row] = end, self.launched
         mine = self.table.pages[row, :last].tolist()
-        for i in range(start // self.size, last): self.content[mine[i]] = p.pending.tokens[:min(end, (i + 1)*self.size)].tolist()
+        for i in range(start // self.size, last):
+            self.content[mine[i]] = p.pending.tokens[:min(end, (i + 1)*self.size)].tolist()
         self.reads(p)
         self.flying[self.launched] = set(mine)
 
@@ -239,7 +250,8 @@ class Ledger(RuleBasedStateMachine):
         assert not self.bad & set(handle.pages.tolist()), 'bad pages are found'
         self.cache.lock(handle)
         end = min(handle.cached_len + chunk, len(ids))
-        if self.cache.pages_for(end) - handle.cached_len // self.size > self.cache.ready_size: return self.cache.unlock(handle)
+        if self.cache.pages_for(end) - handle.cached_len // self.size > self.cache.ready_size:
+            return self.cache.unlock(handle)
         self.n += 1
         p, pages = Req(p, self.table.allocate(), handle, self.lengths), handle.pages
         self.table.write(np.full(len(pages), p.table_idx), np.arange(len(pages)), pages)
@@ -257,7 +269,8 @@ class Ledger(RuleBasedStateMachine):
             if p.pending.n_tokens == p.pending.max_len: return
             p.pending.append(i % 4)
         end = min(start + chunk, p.pending.n_tokens)
-        if self.cache.pages_for(end) - self.cache.pages_for(start) <= self.cache.ready_size: self.compute(p, end)
+        if self.cache.pages_for(end) - self.cache.pages_for(start) <= self.cache.ready_size:
+            self.compute(p, end)
 
     @precondition(lambda self: self.running)
     @rule(i=st.integers(0))
@@ -287,10 +300,12 @@ class Ledger(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(i=st.integers(0), shared=st.booleans())
     def lose_numbers(self, i, shared):
-        "A request is bad: it goes, those who read what it has shared begin anew, and what it has shared is not found again"
+        """A request is bad: it goes, those who read what it has shared begin anew, and what it has shared is
+        not found again"""
         p = self.running[i % len(self.running)]
         if shared: self.cache.cache_unfinished(p)
-        own = set(p.handle.pages[(p.handle.cached_len if p.handle.matched_len is None else p.handle.matched_len)//self.size:].tolist())
+        own = set(p.handle.pages[(p.handle.cached_len if p.handle.matched_len is None
+                                  else p.handle.matched_len)//self.size:].tolist())
         others = [o for o in self.running if o is not p]
         readers = [o for o in others if own & set(o.handle.pages.tolist())]
         assert self.cache.invalidate(p, self.running) == readers
@@ -364,8 +379,10 @@ def test_no_operation_walks_the_tree():
         cache, ids = bush(n)
         held = cache.insert(ids[n + 1], [0, n + 2]).handle
         cache.lock(held)
-        ops = dict(match=lambda: cache.match_prefix(ids[7]), lock=lambda: cache.lock(cache.match_prefix(ids[8])),
-                   unlock=lambda: cache.unlock(held), insert=lambda: cache.insert(ids[n], [0, n + 1]), evict=lambda: cache.evict(20))
+        ops = dict(match=lambda: cache.match_prefix(ids[7]),
+                   lock=lambda: cache.lock(cache.match_prefix(ids[8])),
+                   unlock=lambda: cache.unlock(held), insert=lambda: cache.insert(ids[n], [0, n + 1]),
+                   evict=lambda: cache.evict(20))
         costs.append({name: count_calls(op) for name, op in ops.items()})
     assert costs[0] == costs[1] and min(costs[0].values()) > 3, costs
 
@@ -405,7 +422,8 @@ def test_the_heap_does_not_outgrow_the_tree(eviction):
     assert cache.evict(600).tolist() == [i + 1 for i in sorted(used, key=rank)]
 
 def test_a_rank_that_fell_while_it_was_locked_counts():
-    "Most recently used first, and one is used again and again: it has many old entries, and goes first all the same"
+    """Most recently used first, and one is used again and again: it has many old entries, and goes first all
+    the same"""
     other, ids = bush(5, eviction='mru')
     for _ in range(3):
         handle = other.match_prefix(ids[2])
@@ -419,7 +437,9 @@ def test_a_page_is_as_important_as_the_most_important_who_uses_it():
         handle = cache.match_prefix(np.array(ids), **priority)
         cache.lock(handle)
         cache.unlock(handle)
-    for token, priority in ((1, dict(priority=3)), (2, {}), (3, dict(priority=1)), (4, dict(priority=-1)), (5, {})): cache.insert([token], [token], **priority)
+    for token, priority in ((1, dict(priority=3)), (2, {}), (3, dict(priority=1)), (4, dict(priority=-1)),
+                            (5, {})):
+        cache.insert([token], [token], **priority)
     use([5], priority=2)
     use([1], priority=-7)
     use([2])
@@ -439,7 +459,8 @@ def test_the_largest_first(monkeypatch):
     assert cache.evict(3).tolist() == [3, 4, 6]
 
 def broken(how):
-    "A small tree: pages 0 and 1, below them page 2 (locked, with 1 and 0) and page 3; one thing in it is changed"
+    """A small tree: pages 0 and 1, below them page 2 (locked, with 1 and 0) and page 3; one thing in it is
+    changed"""
     cache = RadixCache(2)
     cache.lock(cache.insert(np.array([1, 1, 2, 2, 3, 3]), np.array([0, 1, 2])).handle)
     cache.insert(np.array([1, 1, 2, 2, 4, 4]), np.array([0, 1, 3]))
@@ -467,20 +488,30 @@ def hidden(cache, top, locked, free):
     top.children[free.name] = free
 def removed_above(cache, top, locked, free): top.invalid = True
 def lost_lock(cache, top, locked, free): top.locks = 0
-def wrong_time(cache, top, locked, free): cache.unlock(chapter.PrefixHandle(locked, 6, locks=1)); free.last_used = 99; late_entry(cache, top, locked, free)
+def wrong_time(cache, top, locked, free):
+    cache.unlock(chapter.PrefixHandle(locked, 6, locks=1))
+    free.last_used = 99
+    late_entry(cache, top, locked, free)
 def wrong_evictable(cache, top, locked, free): cache.evictable_size += 1
 def wrong_protected(cache, top, locked, free): cache.protected_size -= 1
 def twice(cache, top, locked, free): free.pages = locked.pages
 
 @pytest.mark.parametrize('how,claim', [
-    (drop_entry, r'node of pages \[3\] has an entry if it can be evicted'), (extra_entry, r'node of pages \[2\] has an entry if it can be evicted'),
-    (late_entry, r'node of pages \[3\] is not evicted too late'), (short_key, r'node of pages \[3\] has their tokens'),
-    (no_pages, r'node of pages \[\] has pages, or is the root'), (wrong_name, r'node of pages \[3\] is named by its first page'),
+    (drop_entry, r'node of pages \[3\] has an entry if it can be evicted'),
+    (extra_entry, r'node of pages \[2\] has an entry if it can be evicted'),
+    (late_entry, r'node of pages \[3\] is not evicted too late'),
+    (short_key, r'node of pages \[3\] has their tokens'),
+    (no_pages, r'node of pages \[\] has pages, or is the root'),
+    (wrong_name, r'node of pages \[3\] is named by its first page'),
     (wrong_key, r'node of pages \[0, 1\] is in one namespace with its children'),
-    (hidden, r'node of pages \[3\] is invalid if it is hidden'), (removed_above, r'node of pages \[0, 1\] is invalid with all below'),
-    (wrong_place, r'node of pages \[0, 1\] has its children by name'), (wrong_parent, r'node of pages \[0, 1\] is the parent of its children'),
-    (lost_lock, r'node of pages \[0, 1\] has the locks of its children'), (wrong_time, r'node of pages \[0, 1\] was used when they were'),
-    (wrong_evictable, 'evictable_size 2 is 1'), (wrong_protected, 'protected_size 2 is 3'), (twice, 'page 2 is in one place')], ids=lambda o: getattr(o, '__name__', ''))
+    (hidden, r'node of pages \[3\] is invalid if it is hidden'),
+    (removed_above, r'node of pages \[0, 1\] is invalid with all below'),
+    (wrong_place, r'node of pages \[0, 1\] has its children by name'),
+    (wrong_parent, r'node of pages \[0, 1\] is the parent of its children'),
+    (lost_lock, r'node of pages \[0, 1\] has the locks of its children'),
+    (wrong_time, r'node of pages \[0, 1\] was used when they were'),
+    (wrong_evictable, 'evictable_size 2 is 1'), (wrong_protected, 'protected_size 2 is 3'),
+    (twice, 'page 2 is in one place')], ids=lambda o: getattr(o, '__name__', ''))
 def test_check_names_the_claim_that_is_false(how, claim):
     with pytest.raises(RuntimeError, match=f'not true that {claim}'): broken(how).check_integrity()
 
@@ -509,10 +540,11 @@ def say(cache, who, page):
     if who == 'tree': next(iter(cache.prefix.root.children.values())).pages[0] = page
 
 @pytest.mark.parametrize('who,page,owners', [
-    ('b', 1, 'a and to b'), ('b', 0, 'tree and to b'), ('b', 4, 'waiting and to b'), ('b', 5, 'free and to b'),
-    ('waiting', 5, 'free and to waiting'), ('waiting', 0, 'tree and to waiting'), ('waiting', 1, 'waiting and to a'),
-    ('free', 0, 'free and to tree'), ('free', 1, 'free and to a'), ('free', 4, 'free and to waiting'),
-    ('tree', 5, 'free and to tree'), ('tree', 1, 'tree and to a'), ('tree', 4, 'tree and to waiting')])
+    ('b', 1, 'a and to b'), ('b', 0, 'tree and to b'), ('b', 4, 'waiting and to b'),
+    ('b', 5, 'free and to b'), ('waiting', 5, 'free and to waiting'), ('waiting', 0, 'tree and to waiting'),
+    ('waiting', 1, 'waiting and to a'), ('free', 0, 'free and to tree'), ('free', 1, 'free and to a'),
+    ('free', 4, 'free and to waiting'), ('tree', 5, 'free and to tree'), ('tree', 1, 'tree and to a'),
+    ('tree', 4, 'tree and to waiting')])
 def test_integrity_names_the_page_and_both_owners(who, page, owners):
     cache, ps = ledger()
     say(cache, who, page)
@@ -525,14 +557,18 @@ def tree_count(cache): cache.prefix.evictable_size -= 1; cache.held_size += 1
 def unmarked(cache): cache._allocated[1:3] = False
 def in_tree(cache): cache.prefix.root.last_used = -1; cache.prefix.root.locks = 0
 
-@pytest.mark.parametrize('how,text', [(forget, r'pages \[3\] have no owner'), (count, 'of 6 pages, 1 in the tree'), (tree_count, 'of 6 pages, 1 in the tree'), (unmarked, 'and 2 allocated or waiting'), (in_tree, 'prefix tree: it is not true')])
+@pytest.mark.parametrize('how,text',
+                         [(forget, r'pages \[3\] have no owner'), (count, 'of 6 pages, 1 in the tree'),
+                          (tree_count, 'of 6 pages, 1 in the tree'), (unmarked, 'and 2 allocated or waiting'),
+                          (in_tree, 'prefix tree: it is not true')])
 def test_integrity_says_what_is_wrong(how, text):
     cache, ps = ledger()
     how(cache)
     with pytest.raises(RuntimeError, match=text): cache.check_integrity(ps)
 
 def test_what_was_handed_over_is_not_taken_back():
-    "A request that has shared a page may end with less known than it had shared (its last token is not trusted)"
+    """A request that has shared a page may end with less known than it had shared (its last token is not
+    trusted)"""
     cache, (a, b) = ledger()
     cache.cache_unfinished(a)
     assert (a.handle.cached_len, cache.prefix.protected_size) == (4, 2)
@@ -545,7 +581,8 @@ def test_what_was_handed_over_is_not_taken_back():
 def alone_in(cache, n_tokens, rid='a'):
     "A request with so many tokens, all computed in pages of its own"
     p, table = PendingReq(rid, np.arange(n_tokens), SamplingParams(), max_len=6), cache.table
-    p, n = Req(p, table.allocate(), cache.prefix.match_prefix(p.input_ids[:0]), table.lengths), cache.pages_for(n_tokens)
+    p, n = (Req(p, table.allocate(), cache.prefix.match_prefix(p.input_ids[:0]), table.lengths),
+            cache.pages_for(n_tokens))
     cache.lock(p.handle)
     table.write(np.full(n, p.table_idx), np.arange(n), cache.allocate(n))
     table.lengths.cached_len[p.table_idx] = n_tokens
@@ -601,7 +638,8 @@ def test_pages_stay_what_they_were_when_lent():
 def test_tokens_may_come_as_any_whole_numbers():
     cache, ids = RadixCache(2), [5, 6, 7, 8]
     cache.insert(ids, [0, 1])
-    for same in (ids, np.array(ids), np.array(ids, dtype=np.int32)): assert cache.match_prefix(same).cached_len == 4
+    for same in (ids, np.array(ids), np.array(ids, dtype=np.int32)):
+        assert cache.match_prefix(same).cached_len == 4
     cache.lock(handle := cache.match_prefix(ids))
     assert cache.extend(handle, np.array([9, 9]), np.array([2])).tolist() == [2]
     assert cache.match_prefix(ids + [9, 9]).pages.tolist() == [0, 1, 2]
@@ -615,19 +653,22 @@ def test_a_hit_is_counted_once_and_on_all_that_was_found():
     assert [node.hits for node in handle.path[1:]] == [2, 1, 0, 0]
 
 def test_the_tree_has_arrays_of_its_own():
-    cache, ids, pages = RadixCache(2), np.array([1, 1, 2, 2], dtype=np.int32), np.array([0, 1], dtype=np.int32)
+    cache, ids, pages = (RadixCache(2), np.array([1, 1, 2, 2], dtype=np.int32),
+                         np.array([0, 1], dtype=np.int32))
     cache.insert(ids, pages)
     ids[:], pages[:] = 9, 9
     head = cache.match_prefix([1, 1, 3, 3]).node
     assert cache.match_prefix([1, 1, 2, 2]).pages.tolist() == [0, 1]
-    assert (head.key.base, head.pages.base) == (None, None)    # as views they would keep the memory of the tail alive
+    # as views they would keep the memory of the tail alive
+    assert (head.key.base, head.pages.base) == (None, None)
 
 def test_only_a_locked_prefix_can_be_removed():
     cache = RadixCache(2)
     cache.lock(handle := cache.match_prefix([1, 1]))
     cache.extend(handle, [1, 1], [0])
     cache.unlock(handle)
-    with pytest.raises(RuntimeError, match='2 tokens must be locked to be invalidated'): cache.invalidate(handle)
+    with pytest.raises(RuntimeError, match='2 tokens must be locked to be invalidated'):
+        cache.invalidate(handle)
     assert cache.match_prefix([1, 1]).cached_len == 2
 
 def test_all_that_was_added_is_removed():

@@ -1,4 +1,5 @@
-"Thinking models over HTTP and in Python: three families of marks, streams and whole answers, budgets, and rules that begin behind the thinking."
+"""Thinking models over HTTP and in Python: three families of marks, streams and whole answers, budgets, and
+rules that begin behind the thinking."""
 import asyncio, itertools, json, re
 
 import httpx
@@ -15,17 +16,23 @@ from minisgl_lit.server.api_server import create_app
 from minisgl_lit.text.tokenizer import Tokenizer
 from test_contract import running
 
-TURNS = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}"
+TURNS = ("{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content "
+         "}}<|end|>{% endfor %}{% if add_generation_prompt %}")
 CUT = "{% set last = messages[-1].content.split('</think>')[-1] %}"
 FAMILIES = dict(   # template; whether the marks are special tokens
-    qwen=(CUT + TURNS + "<|assistant|>{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}", False),
+    qwen=(CUT + TURNS + "<|assistant|>{% if enable_thinking is defined and not enable_thinking "
+                        "%}<think>\n\n</think>\n\n{% endif %}{% endif %}", False),
     deepseek=(CUT + TURNS + "<|assistant|><think>\n{% endif %}", False),
-    gpt=("{# <|channel|>analysis<|message|> #}" + TURNS + "<|start|>assistant{% endif %}{{ reasoning_effort }}", True))
+    gpt=("{# <|channel|>analysis<|message|> #}" + TURNS
+         + "<|start|>assistant{% endif %}{{ reasoning_effort }}", True))
 SAID = dict(
     qwen="<think>\nTwo and two. 🤔\n</think>\n\nFour 👋.", deepseek="Two and two. 🤔\n</think>\n\nFour 👋.",
-    gpt="<|channel|>analysis<|message|>Two and two. 🤔<|end|><|start|>assistant<|channel|>final<|message|>Four 👋.")
-MARKS = ["<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|user|>", "<|assistant|>", "<|return|>"]
-N_THOUGHT = dict(qwen=2, deepseek=1, gpt=0)   # line feeds beside the marks; that of deepseek's prompt is not its own
+    gpt="<|channel|>analysis<|message|>Two and two. "
+        "🤔<|end|><|start|>assistant<|channel|>final<|message|>Four 👋.")
+MARKS = ["<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|user|>",
+         "<|assistant|>", "<|return|>"]
+# line feeds beside the marks; that of deepseek's prompt is not its own
+N_THOUGHT = dict(qwen=2, deepseek=1, gpt=0)
 
 
 class Says:
@@ -39,22 +46,26 @@ class Says:
             for i in self.tokenizer.encode(self.say, False).tolist():
                 await asyncio.sleep(0)
                 yield EngineCoreOutput(r.rid, [i])
-            yield EngineCoreOutput(r.rid, [], FinishReason.STOP, None, None, len(r.input_ids), 0, (.1, .2, .3))
+            yield EngineCoreOutput(r.rid, [], FinishReason.STOP, None, None, len(r.input_ids), 0,
+                                   (.1, .2, .3))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
     "Its name, engine and URL"
     name, (template, special) = request.param, FAMILIES[request.param]
-    tok = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tok = tokenizers.Tokenizer(models.BPE({c: i
+        for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tok.add_tokens([tokenizers.AddedToken(o, special=special or o[1] == "|", normalized=False) for o in MARKS])
+    tok.add_tokens([tokenizers.AddedToken(o, special=special or o[1] == "|", normalized=False)
+                    for o in MARKS])
     folder = tmp_path_factory.mktemp(name)
     tok.save(str(folder/"tokenizer.json"))
     (folder/"tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     engine = Says(tokenizer := Tokenizer(folder))
     engine.say = SAID[name]
-    url, end = running(create_app(engine, tokenizer, {"max_seq_len": 4096, "model": "/x/says", "vocab_size": 300}))
+    url, end = running(create_app(engine, tokenizer,
+                                  {"max_seq_len": 4096, "model": "/x/says", "vocab_size": 300}))
     yield name, engine, url
     end()
 
@@ -62,7 +73,8 @@ ASK = dict(model="says", messages=[{"role": "user", "content": "2 + 2"}])
 def post(url, path, **body): return httpx.post(url + path, json=body, timeout=30)
 def chat(url, **body): return post(url, "/v1/chat/completions", **ASK | body).json()
 def streamed(url, path, **body):
-    return [json.loads(o[6:]) for o in post(url, path, **body, stream=True).text.split("\n\n") if o.startswith("data: {")]
+    return [json.loads(o[6:]) for o in post(url, path, **body, stream=True).text.split("\n\n")
+            if o.startswith("data: {")]
 
 
 def test_stream_and_whole_agree(family):
@@ -71,7 +83,8 @@ def test_stream_and_whole_agree(family):
     whole = client.chat.completions.create(**ASK)
     message = whole.choices[0].message
     assert (message.reasoning_content, message.content) == ("Two and two. 🤔", "Four 👋.")
-    assert whole.usage.completion_tokens_details.reasoning_tokens == len("Two and two. 🤔".encode()) + N_THOUGHT[name]
+    assert (whole.usage.completion_tokens_details.reasoning_tokens
+            == len("Two and two. 🤔".encode()) + N_THOUGHT[name])
     chunks = list(client.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True}))
     deltas = [c.choices[0].delta for c in chunks[:-1]]
     assert "".join(getattr(o, "reasoning_content", None) or "" for o in deltas) == "Two and two. 🤔"
@@ -82,17 +95,20 @@ def test_stream_and_whole_agree(family):
 def test_calls_behind_thinking(family):
     name, engine, url = family
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    engine.say = SAID[name].replace("Four 👋.", '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>')
+    engine.say = SAID[name].replace("Four 👋.",
+                                    '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>')
     try:
         choice = chat(url, tools=[tool])["choices"][0]
-        assert choice["message"]["reasoning_content"] == "Two and two. 🤔" and choice["finish_reason"] == "tool_calls"
+        assert (choice["message"]["reasoning_content"] == "Two and two. 🤔"
+                and choice["finish_reason"] == "tool_calls")
         assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2}'}
     finally: engine.say = SAID[name]
 
 def test_not_separated(family):
     name, engine, url = family
     message = chat(url, separate_reasoning=False)["choices"][0]["message"]
-    assert "reasoning_content" not in message and message["content"].endswith("Four 👋.") and "Two and two" in message["content"]
+    assert ("reasoning_content" not in message and message["content"].endswith("Four 👋.")
+            and "Two and two" in message["content"])
     if name != "gpt": assert message["content"] == SAID[name]
 
 def test_generate_tells_thinking_only_if_asked(family):
@@ -101,19 +117,23 @@ def test_generate_tells_thinking_only_if_asked(family):
     prompt = "<|user|>2 + 2<|end|><|assistant|>" + "<think>\n" * (name == "deepseek")
     plain, told = (post(url, "/generate", text=prompt, separate_reasoning=o).json() for o in (None, True))
     assert "reasoning_text" not in plain and "Two and two" in plain["text"]
-    assert (told["reasoning_text"], told["text"]) == ("Two and two. 🤔", "Four 👋.") and told["meta_info"]["reasoning_tokens"] > 10
+    assert ((told["reasoning_text"], told["text"]) == ("Two and two. 🤔", "Four 👋.")
+            and told["meta_info"]["reasoning_tokens"] > 10)
     events = streamed(url, "/generate", text=prompt, separate_reasoning=True)
-    assert events[-1]["meta_info"]["finish_reason"]["type"] == "stop" and any("reasoning_text" in o for o in events)
+    assert (events[-1]["meta_info"]["finish_reason"]["type"] == "stop"
+            and any("reasoning_text" in o for o in events))
 
 def test_what_reaches_the_template(family):
     name, engine, url = family
     chat(url, chat_template_kwargs={"enable_thinking": False})
-    assert engine.prompts[0].endswith({"qwen": "</think>\n\n", "deepseek": "<think>\n", "gpt": "assistant"}[name])
+    assert engine.prompts[0].endswith({"qwen": "</think>\n\n", "deepseek": "<think>\n",
+                                       "gpt": "assistant"}[name])
     assert engine.params[0].separate_reasoning is True
     wrong = post(url, "/v1/chat/completions", **ASK, chat_template_kwargs={"enable_thinkin": True})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "chat_template_kwargs"
     effort = post(url, "/v1/chat/completions", **ASK, reasoning_effort="high")
-    if name == "deepseek": assert effort.status_code == 400 and "has no switch" in effort.json()["error"]["message"]
+    if name == "deepseek":
+        assert effort.status_code == 400 and "has no switch" in effort.json()["error"]["message"]
     else: assert engine.prompts[0].endswith({"qwen": "<|assistant|>", "gpt": "assistanthigh"}[name])
 
 def test_continued_messages(family):
@@ -123,7 +143,8 @@ def test_continued_messages(family):
     assert engine.prompts[0].rstrip("high").endswith("<|assistant|>Two and") or name == "gpt"
     chat(url, messages=begun, add_generation_prompt=False)
     assert engine.prompts[0].endswith("Two and<|end|>") or name == "gpt"
-    both = post(url, "/v1/chat/completions", **ASK | dict(messages=begun), continue_final_message=True, add_generation_prompt=True)
+    both = post(url, "/v1/chat/completions", **ASK | dict(messages=begun), continue_final_message=True,
+                add_generation_prompt=True)
     assert both.status_code == 400 and both.json()["error"]["param"] == "continue_final_message"
 
 
@@ -131,10 +152,13 @@ def test_continued_messages(family):
 
 def ask(a, b): return [{"role": "user", "content": f"What is {a} plus {b}?"}]
 SUMS = [ask(a, b) for a, b in ((17, 25), (30, 4), (21, 19), (8, 33), (12, 12), (40, 9))]
-SCHEMA = json.dumps({"type": "object", "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["sum"], "additionalProperties": False})
-TASKS = [SamplingParams(temperature=0), SamplingParams(temperature=0, json_schema=SCHEMA), SamplingParams(temperature=0, max_thinking_tokens=7),
-         SamplingParams(temperature=1.2, seed=4, regex="[0-9]{2}", max_thinking_tokens=9), SamplingParams(temperature=0, stop="2"),
-         SamplingParams(temperature=0, max_thinking_tokens=0)]
+SCHEMA = json.dumps({"type": "object",
+                     "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
+                     "required": ["sum"], "additionalProperties": False})
+TASKS = [SamplingParams(temperature=0), SamplingParams(temperature=0, json_schema=SCHEMA),
+         SamplingParams(temperature=0, max_thinking_tokens=7),
+         SamplingParams(temperature=1.2, seed=4, regex="[0-9]{2}", max_thinking_tokens=9),
+         SamplingParams(temperature=0, stop="2"), SamplingParams(temperature=0, max_thinking_tokens=0)]
 
 def think(llm): return llm.chat(SUMS, TASKS, reasoning_effort="low")
 
@@ -153,8 +177,10 @@ def test_what_is_asked_begins_behind_the_thinking(thoughts):
 
 def test_budgets_are_exact(thoughts):
     _, _, budget, regex_, _, none = thoughts
-    assert (budget.reasoning_tokens, none.reasoning_tokens, none.reasoning) == (7, 0, "") and regex_.reasoning_tokens <= 9
-    assert budget.token_ids[7] == 4 and none.token_ids[0] == 4 and budget.text and none.text   # 4 is `</think>`
+    assert ((budget.reasoning_tokens, none.reasoning_tokens, none.reasoning) == (7, 0, "")
+            and regex_.reasoning_tokens <= 9)
+    # 4 is `</think>`
+    assert budget.token_ids[7] == 4 and none.token_ids[0] == 4 and budget.text and none.text
 
 def retract_now_and_then(llm):
     "Every fifth step finds all requests in the queue again"
@@ -166,12 +192,14 @@ def retract_now_and_then(llm):
         return step()
     scheduler.step = interrupted
 
-@pytest.mark.parametrize("how", [dict(overlap=True, max_running_req=4), dict(overlap=True, page_size=1), dict(chunked_prefill_size=7, max_prefill_tokens=9,
+@pytest.mark.parametrize("how", [dict(overlap=True, max_running_req=4), dict(overlap=True, page_size=1),
+                                 dict(chunked_prefill_size=7, max_prefill_tokens=9,
     cuda_graph_max_bs=0)], ids=["overlap", "retraction", "chunks"])
 def test_thinking_is_the_same_however_it_is_scheduled(thoughts, how):
     with LLM(device="cpu", num_pages=256, max_seq_len=256, **how) as llm:
         if "page_size" in how: retract_now_and_then(llm)
-        assert [(o.reasoning, o.text, o.token_ids) for o in think(llm)] == [(o.reasoning, o.text, o.token_ids) for o in thoughts]
+        assert [(o.reasoning, o.text, o.token_ids) for o in think(llm)] == [(o.reasoning, o.text, o.token_ids)
+            for o in thoughts]
         assert (llm.stats()["retracted"] > 0) == ("page_size" in how)
 
 @pytest.mark.long
@@ -182,5 +210,7 @@ def test_with_two_ranks(thoughts):
 def test_a_setting_overrides_the_template():
     with LLM(device="cpu", num_pages=64, max_seq_len=256, reasoning_parser="none") as llm:
         whole = llm.chat(SUMS[0], TASKS[0], reasoning_effort="low")
-        assert whole.text.startswith("10 + 20") and whole.text.endswith("</think>\n\n42") and not whole.reasoning
-        with pytest.raises(ValueError, match="max_thinking_tokens needs a model that thinks"): llm.chat(SUMS[0], TASKS[2])
+        assert (whole.text.startswith("10 + 20") and whole.text.endswith("</think>\n\n42")
+                and not whole.reasoning)
+        with pytest.raises(ValueError, match="max_thinking_tokens needs a model that thinks"):
+            llm.chat(SUMS[0], TASKS[2])

@@ -1,4 +1,5 @@
-"A copy of a prefix tree kept by events, and a router over three engines, through whatever may happen to them."
+"""A copy of a prefix tree kept by events, and a router over three engines, through whatever may happen to
+them."""
 import asyncio, json, os, random
 
 import numpy as np
@@ -51,7 +52,8 @@ class Told(Radix):
             self.index.apply(self.log.take())
         if self.index._number < self.log._number: return   # the last one was lost, which nobody can know yet
         if not self.index.complete: return
-        there = {block_hashes(ids, self.model.size, root_hash(key))[-1] for key, ids in self.model.found if not isinstance(key, int)}
+        there = {block_hashes(ids, self.model.size, root_hash(key))[-1]
+                 for key, ids in self.model.found if not isinstance(key, int)}
         assert self.index.blocks == there
 
 def test_a_copy_is_the_tree(): lives(Told, int(os.environ.get('TST_EXAMPLES', 60)), steps=25)
@@ -76,7 +78,8 @@ async def cluster(n=3, **settings):
     for i in range(n): await router.join(str(i), client(**settings))
     return router
 
-def request(rid, ids, n=6, **more): return UserMsg(rid, np.array(ids), SamplingParams(max_tokens=n, temperature=0, **more))
+def request(rid, ids, n=6, **more):
+    return UserMsg(rid, np.array(ids), SamplingParams(max_tokens=n, temperature=0, **more))
 
 async def read(router, *requests):
     "Tokens and end of each"
@@ -90,7 +93,8 @@ async def read(router, *requests):
 def right(r): return expected_output(r.input_ids.tolist(), r.params.max_tokens, 1000)
 
 async def read_some(router, requests, leaves, has_died):
-    "Read a call as some caller does, who may leave: all that is told is right, and an error comes only from an engine that died"
+    """Read a call as some caller does, who may leave: all that is told is right, and an error comes only from
+    an engine that died"""
     stream, told, ends = router.stream(requests), {r.rid: [] for r in requests}, {}
     try:
         async for o in stream:
@@ -116,7 +120,8 @@ def run(main): asyncio.run(asyncio.wait_for(main, 15))
 async def settle(router):
     "Wait until every engine that lives has nothing to do and has told all"
     live = [o for o in router.replicas.values() if o.client.alive]
-    while any(o.client.process.scheduler.alive or not o.load.index.complete for o in live): await asyncio.sleep(.001)
+    while any(o.client.process.scheduler.alive or not o.load.index.complete for o in live):
+        await asyncio.sleep(.001)
     for o in live: await o.client.stats()
     for _ in range(5): await asyncio.sleep(.001)
     return live
@@ -125,9 +130,11 @@ SYSTEM = [[*range(100*k, 100*k + 30)] for k in range(1, 4)]
 
 @pytest.mark.parametrize('seed', range(6))
 def test_whatever_happens(seed):
-    """Requests with common beginnings; callers that leave; engines that die, freeze and come back; batches of events that are lost.
+    """Requests with common beginnings; callers that leave; engines that die, freeze and come back; batches of
+    events that are lost.
 
-    Whoever is answered is answered rightly; an error comes only from an engine that died; at the end nothing is left, and every copy is its tree."""
+    Whoever is answered is answered rightly; an error comes only from an engine that died; at the end nothing
+    is left, and every copy is its tree."""
     rng = random.Random(seed)
     async def main():
         router, deaths, n = await cluster(num_pages=48, max_running_req=4), 0, 0
@@ -135,7 +142,8 @@ def test_whatever_happens(seed):
         async def call():
             nonlocal n
             n += 1
-            requests = [request(f'{n}-{i}', rng.choice(SYSTEM)[:rng.randrange(1, 31)] + [n]*rng.randrange(1, 4), rng.randrange(1, 20)) for i in range(rng.choice([1, 1, 2, 5]))]
+            requests = [request(f'{n}-{i}', rng.choice(SYSTEM)[:rng.randrange(1, 31)]
+                + [n]*rng.randrange(1, 4), rng.randrange(1, 20)) for i in range(rng.choice([1, 1, 2, 5]))]
             await read_some(router, requests, lambda: rng.random() < .02, lambda: deaths)
         async def trouble():
             nonlocal deaths, joins
@@ -161,11 +169,13 @@ def test_whatever_happens(seed):
                         await asyncio.sleep(.005)
                         replica.joined = True
         await asyncio.gather(trouble(), *[call() for _ in range(40)])
-        for i, r in enumerate(SYSTEM): await read(router, request(f'last{i}', r*2, 2))   # a change after the last batch that was lost
+        # a change after the last batch that was lost
+        for i, r in enumerate(SYSTEM): await read(router, request(f'last{i}', r*2, 2))
         assert router._rids == {} and router.calls == 0
         live = await settle(router)
         assert len(live) == 3 and joins == deaths
-        for o in [*live, *started.values()]: assert not (o.load.open or o.load._misses or o.load._coming or o.load.waiting_tokens)
+        for o in [*live, *started.values()]:
+            assert not (o.load.open or o.load._misses or o.load._coming or o.load.waiting_tokens)
         for o in live: await o.sync()
         for o in await settle(router): assert o.load.index.blocks == blocks(o)
     run(main())
@@ -199,7 +209,8 @@ def test_a_request_that_kills_does_not_kill_all():
                 if b'poison' in message: killed.append(core.kill())
             o.client.process.send = send
         [(ids, end)] = await read(router, request('poison', [1, 2, 3]))
-        assert (ids, end.finish_reason, len(killed)) == ([], FinishReason.ERROR, 2) and 'has ended' in end.error
+        assert ((ids, end.finish_reason, len(killed)) == ([], FinishReason.ERROR, 2)
+                and 'has ended' in end.error)
         [(ids, _)] = await read(router, r := request('next', [1, 2, 3]))
         assert ids == right(r)
     run(main())
@@ -213,7 +224,8 @@ def test_a_full_queue_is_left_for_another():
         held.append(asyncio.ensure_future(read(busy, request('h1', [2], 200))))
         while len(busy.process.scheduler.alive) < 2: await asyncio.sleep(0)
         answers = [asyncio.ensure_future(read(router, request(f'r{i}', [i, 5, 6], 2))) for i in range(2)]
-        for i, [(ids, end)] in enumerate(await asyncio.gather(*answers)): assert ids == expected_output([i, 5, 6], 2, 1000), end
+        for i, [(ids, end)] in enumerate(await asyncio.gather(*answers)):
+            assert ids == expected_output([i, 5, 6], 2, 1000), end
         for o in held: o.cancel()
     run(main())
 
@@ -225,8 +237,10 @@ def test_a_replica_that_drains_ends_what_it_has_begun():
         first = [(await anext(o)).token_ids for o in streams]
         router.leave('0')
         later = await read(router, *[request(f'l{i}', [i, 1], 3) for i in range(4)])
-        assert all(o.finish_reason == 'length' for _, o in later) and not any(rid.startswith('l') for rid in router.replicas['0'].load.open)
-        for r, ids, stream in zip(asked, first, streams): assert ids + [t async for o in stream for t in o.token_ids] == right(r)
+        assert (all(o.finish_reason == 'length' for _, o in later)
+                and not any(rid.startswith('l') for rid in router.replicas['0'].load.open))
+        for r, ids, stream in zip(asked, first, streams):
+            assert ids + [t async for o in stream for t in o.token_ids] == right(r)
         assert not router.replicas['0'].load.open
     run(main())
 
@@ -252,7 +266,8 @@ def test_a_command_while_one_joins(moment):
         await joining
         for o in router.replicas.values():
             await o.client.stats()
-            assert (o.client.process.scheduler.paused, o.client.process.scheduler.weight_version) == (False, 'v3')
+            assert ((o.client.process.scheduler.paused, o.client.process.scheduler.weight_version)
+                    == (False, 'v3'))
         told = [(m.command, m.argument) for m in heard if isinstance(m, ControlMsg) and m.command != 'stats']
         assert len({*told}) == len(told)
     run(main())
@@ -261,13 +276,15 @@ def test_commands_that_are_refused_while_others_are_under_way():
     "Whoever joins later is told what lasts, and nothing that was refused, in whatever order they were sent"
     async def main():
         router = await cluster(2)
-        both = await asyncio.gather(router.control('pause', 'soon'), router.control('pause', 'later'), return_exceptions=True)
+        both = await asyncio.gather(router.control('pause', 'soon'), router.control('pause', 'later'),
+                                    return_exceptions=True)
         assert all(isinstance(o, RequestError) for o in both)
         await router.join('2', new := client())
         assert not new.process.scheduler.paused
         for first, second in (('soon', 'in_place'), ('in_place', 'soon')):
             await router.control('resume')
-            await asyncio.gather(*(router.control('pause', o) for o in (first, second)), return_exceptions=True)
+            await asyncio.gather(*(router.control('pause', o) for o in (first, second)),
+                                 return_exceptions=True)
             await router.join('2', new := client())
             assert new.process.scheduler.paused
         assert sum(map(len, router._told.values())) == 1
@@ -279,7 +296,8 @@ def test_a_replica_that_stands_still_holds_up_nobody():
         router = await cluster(3)
         still = router.replicas['0'].client.process
         turn, still._turn = still._turn, list   # no one can know it yet
-        asked = [asyncio.ensure_future(o) for o in (router.stats(), router.control('live'), router.control('pause', 'in_place'))]
+        asked = [asyncio.ensure_future(o)
+                 for o in (router.stats(), router.control('live'), router.control('pause', 'in_place'))]
         await asyncio.sleep(.01)
         assert not any(o.done() for o in asked)
         still.trouble = 'the engine has not been heard of for 4 s'
@@ -289,7 +307,8 @@ def test_a_replica_that_stands_still_holds_up_nobody():
         await router.control('weight_version', 'v2')
         n_waiting = len(router.replicas['0'].client._control_replies)
         for _ in range(5): await router.stats()
-        assert len(router.replicas['0'].client._control_replies) == n_waiting   # it is not asked over and over
+        # it is not asked over and over
+        assert len(router.replicas['0'].client._control_replies) == n_waiting
         still.trouble, still._turn = '', turn
         await router.replicas['0'].client.stats()
         assert still.scheduler.paused and still.scheduler.weight_version == 'v2'
@@ -321,11 +340,15 @@ def test_counts_do_not_fall():
         router = await cluster(2)
         for i in range(4): await read(router, request(f'a{i}', [i]*9))
         before = await router.stats()
-        def same(stats): assert all(stats[k] == before[k] for k in ('prompt_tokens', 'cached_tokens', 'generated_tokens', 'hit_rate'))
+        def same(stats):
+            assert all(stats[k] == before[k]
+                       for k in ('prompt_tokens', 'cached_tokens', 'generated_tokens', 'hit_rate'))
         router.replicas['0'].client.process.kill()
-        while router.replicas['0'].client.alive or not router.replicas['0'].client.failed: await asyncio.sleep(0)
+        while router.replicas['0'].client.alive or not router.replicas['0'].client.failed:
+            await asyncio.sleep(0)
         same(after := await router.stats())
-        assert after['pages']['total']*2 == before['pages']['total'] and 'pages' not in after['per_replica'][0]
+        assert (after['pages']['total']*2 == before['pages']['total']
+                and 'pages' not in after['per_replica'][0])
         router.leave('0')
         same(await router.stats())
         await router.join('0', client())
@@ -384,45 +407,54 @@ async def two(*fails, **settings):
     for i, o in enumerate(fails): await router.join(str(i), with_weights(o, **settings))
     return router
 
-def update(path, version, **more): return 'update_weights', json.dumps(dict(model_path=path, weight_version=version, **more))
+def update(path, version, **more):
+    return 'update_weights', json.dumps(dict(model_path=path, weight_version=version, **more))
 def weights(router): return [o.client.weights.path for o in router.replicas.values()]
 def available(router): return [name for name, o in router.replicas.items() if o.available]
 
 @pytest.mark.parametrize('commands', [
     [('pause', 'in_place'), update('/B', '2', keep_pause=True), ('resume', '')],
-    [update('/A', '1'), ('weight_version', '1b'), ('release_memory', 'kv_cache weights'), update('/B', '2')]], ids=['paused', 'released'])
+    [update('/A', '1'), ('weight_version', '1b'), ('release_memory', 'kv_cache weights'), update('/B', '2')]],
+                         ids=['paused', 'released'])
 def test_a_newcomer_hears_commands_in_their_order(commands):
     "So it is as the others are, and answers"
     async def main():
         router = await two(False, False)
         for o in commands: await router.control(*o)
         await router.join('2', with_weights())
-        assert len({(o.client.process.scheduler.paused, o.client.weights.path, o.client.process.scheduler.weight_version) for o in router.replicas.values()}) == 1
-        for i in range(4): assert (await read(router, request(str(i), [i]*9)))[0][1].finish_reason is FinishReason.LENGTH
+        assert (len({(o.client.process.scheduler.paused, o.client.weights.path,
+                      o.client.process.scheduler.weight_version) for o in router.replicas.values()}) == 1)
+        for i in range(4):
+            assert (await read(router, request(str(i), [i]*9)))[0][1].finish_reason is FinishReason.LENGTH
         assert all(o.load.n_sent for o in router.replicas.values())
     run(main())
 
 def test_memory_is_released_by_all_or_by_none():
-    "One has a request, so it refuses; who has released its memory gets it back, and so does whoever joins now"
+    """One has a request, so it refuses; who has released its memory gets it back, and so does whoever joins
+    now"""
     async def main():
         router = await two(False, False, step_seconds=.002)
         busy = router.stream([request('busy', [1, 2, 3], 200)])
         await anext(busy)
-        with pytest.raises(RequestError, match='1 requests are alive'): await router.control('release_memory', 'kv_cache weights')
+        with pytest.raises(RequestError, match='1 requests are alive'):
+            await router.control('release_memory', 'kv_cache weights')
         await router.join('2', with_weights())
-        for i in range(6): assert (await read(router, request(str(i), [i]*9)))[0][1].finish_reason is FinishReason.LENGTH
+        for i in range(6):
+            assert (await read(router, request(str(i), [i]*9)))[0][1].finish_reason is FinishReason.LENGTH
         assert available(router) == ['0', '1', '2']
         await busy.aclose()
     run(main())
 
 def test_two_models_are_not_one_server():
-    "Who refuses weights that another has loaded gets no requests until it has them, too; what it has begun goes on"
+    """Who refuses weights that another has loaded gets no requests until it has them, too; what it has begun
+    goes on"""
     async def main():
         router = await two(False, False, step_seconds=.002)
         busy = router.stream([request('busy', [1, 2, 3], 100)])
         await anext(busy)
         await router.control('pause', 'in_place')
-        with pytest.raises(RequestError, match='begun their answer and are paused'): await router.control(*update('/B', '2'))
+        with pytest.raises(RequestError, match='begun their answer and are paused'):
+            await router.control(*update('/B', '2'))
         await router.control('resume')
         assert weights(router) == ['start', '/B'] and available(router) == ['1']
         [other, mine] = (await router.control('stats'))['per_replica']
@@ -441,9 +473,11 @@ def test_an_engine_that_cannot_load_gets_no_requests():
         await router.control('pause', 'in_place')
         with pytest.raises(RequestError): await router.control('resume')
         assert available(router) == ['0']
-        for i in range(3): assert (await read(router, request(str(i), [i]*9)))[0][1].finish_reason is FinishReason.LENGTH
+        for i in range(3):
+            assert (await read(router, request(str(i), [i]*9)))[0][1].finish_reason is FinishReason.LENGTH
         await router.join('1', with_weights())
-        assert weights(router) == ['/B', '/B'] and available(router) == ['0', '1'] and not any(o.client.process.scheduler.paused for o in router.replicas.values())
+        assert (weights(router) == ['/B', '/B'] and available(router) == ['0', '1']
+                and not any(o.client.process.scheduler.paused for o in router.replicas.values()))
     run(main())
 
 def test_what_was_aborted_is_not_begun_again_elsewhere():
@@ -457,5 +491,6 @@ def test_what_was_aborted_is_not_begun_again_elsewhere():
         still.trouble = 'the engine has not been heard of for 4 s'
         assert await router.control('abort', 'x*') == {'aborted': 0}
         still.kill()
-        assert [end.finish_reason for _, end in await asked] == [FinishReason.ABORT, FinishReason.LENGTH] and router._rids == {}
+        assert ([end.finish_reason for _, end in await asked] == [FinishReason.ABORT, FinishReason.LENGTH]
+                and router._rids == {})
     run(main())

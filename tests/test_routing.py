@@ -1,4 +1,5 @@
-"The simulated rule is the router's; whatever the rule, every request is served once and is charged to one replica."
+"""The simulated rule is the router's; whatever the rule, every request is served once and is charged to one
+replica."""
 import asyncio
 from operator import itemgetter
 
@@ -32,7 +33,8 @@ class Told:
 
     def __init__(self): self.asked, self.answers = [], {}
 
-    async def control(self, command, argument=''): return {'page_size': config.page_size, 'num_pages': config.num_pages}
+    async def control(self, command, argument=''):
+        return {'page_size': config.page_size, 'num_pages': config.num_pages}
 
     async def stream(self, requests):
         for r in requests: self.asked.append(r.rid)
@@ -102,7 +104,8 @@ def test_whatever_the_rule_everybody_is_served_once(name):
     assert sum(o.stats.served.sum() for o in replicas) == len(asked) == sum(o.load.n_sent for o in replicas)
     for o in replicas:
         assert (o.load.open, o.load.waiting_tokens, o.next_at) == ({}, 0, float('inf'))
-        assert len(o.load.index.blocks) == o.scheduler.cache.page_counts['evictable'] and o.load.index.complete
+        assert (len(o.load.index.blocks) == o.scheduler.cache.page_counts['evictable']
+                and o.load.index.complete)
 
 
 def test_the_same_day_twice_is_the_same():
@@ -111,9 +114,11 @@ def test_the_same_day_twice_is_the_same():
 
 
 def test_what_a_step_brings_is_known_at_its_end():
-    "Two replicas of one second a step; a request at .5 does not know what the first step of the other will have brought at 1"
+    """Two replicas of one second a step; a request at .5 does not know what the first step of the other will
+    have brought at 1"""
     slow, rule = CostModel(costs=small, step=1.), Beside()
     def one(at, ids): yield Turn(at, np.array(ids), 1)
-    simulate_replicas(config, slow, [one(0., range(40)), one(.5, range(50, 60)), one(1.5, range(30))], 2, rule)
+    simulate_replicas(config, slow, [one(0., range(40)), one(.5, range(50, 60)), one(1.5, range(30))], 2,
+                      rule)
     assert rule.chosen == [0, 1, 0]
     assert rule.average == [100., 100., pytest.approx(100. - .05*99)]

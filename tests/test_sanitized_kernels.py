@@ -1,7 +1,8 @@
 """Every kernel under the address and undefined-behaviour sanitizers.
 
-A driver in C replays a plan that Python has written to a file. Each tensor lies in memory of exactly its size, so that a byte read or
-written beside it ends the driver; and the results are those of the kernels as they are compiled for use.
+A driver in C replays a plan that Python has written to a file. Each tensor lies in memory of exactly its
+size, so that a byte read or written beside it ends the driver; and the results are those of the kernels as
+they are compiled for use.
 """
 import os, platform, shutil, struct, subprocess
 from dataclasses import replace
@@ -23,7 +24,8 @@ from minisgl_lit.kernels.cpu_operations import layers_c
 from test_attention_cpu import make as make_world
 
 # all kernels in one text: each begins with those before it, which may stand there once
-ALL_C = tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '').replace(bytes_c, '') + tokens_c.removeprefix(team_c)
+ALL_C = (tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '').replace(bytes_c, '')
+         + tokens_c.removeprefix(team_c))
 NAMES = [*parameters(ALL_C)]
 DRIVER_C = ALL_C + entries(ALL_C) + r"""
 #include <stdio.h>
@@ -59,7 +61,8 @@ int main(int argc, char **argv) {
     return fclose(in) || fclose(out);
 }
 """
-SANITIZE = ['-g', '-O1', '-fsanitize=address,undefined', '-fno-sanitize-recover=all', '-fno-omit-frame-pointer']
+SANITIZE = ['-g', '-O1', '-fsanitize=address,undefined', '-fno-sanitize-recover=all',
+            '-fno-omit-frame-pointer']
 
 def macros(*more: str) -> str:
     "What the compiler says about the processor it compiles for"
@@ -76,8 +79,10 @@ def compile_driver(source: str, folder: Path, *more: str) -> Path:
 
 def drive(program: Path, *args: object, under: str = '') -> str:
     "Run it, `under` another program if one is named; what it printed"
-    env = os.environ | dict(OMP_WAIT_POLICY='passive', UBSAN_OPTIONS='print_stacktrace=1', ASAN_OPTIONS='detect_stack_use_after_return=1')
-    done = subprocess.run([*filter(None, [under]), program, *map(str, args)], capture_output=True, text=True, env=env, timeout=600)
+    env = (os.environ | dict(OMP_WAIT_POLICY='passive', UBSAN_OPTIONS='print_stacktrace=1',
+                             ASAN_OPTIONS='detect_stack_use_after_return=1'))
+    done = subprocess.run([*filter(None, [under]), program, *map(str, args)], capture_output=True, text=True,
+                          env=env, timeout=600)
     assert done.returncode == 0, done.stderr[:6000]
     return done.stdout
 
@@ -107,7 +112,8 @@ class Calls:
 
     def shared(self, rows, n_in, group, whole):
         "Scratch memory of `grouped_linear`, not a byte too much"
-        return torch.zeros(rows * (((n_in if whole else 4 * n_in) + 8 * n_in // group + 127) // 64 * 64), dtype=torch.uint8)
+        return torch.zeros(rows * (((n_in if whole else 4 * n_in) + 8 * n_in // group + 127) // 64 * 64),
+                           dtype=torch.uint8)
 
     def storages(self):
         "The memory of all tensors, each once"
@@ -134,7 +140,8 @@ class Calls:
                 elif 'float' in param.passed: words += [-1, struct.unpack('i', struct.pack('f', value))[0]]
                 else: words += [-1, int(value or 0)]
         size = sum(2 + len(args) for _, args in self.ops)
-        (folder/'in').write_bytes(b''.join([*sent, struct.pack('q', size), np.array(words, dtype=np.int64).tobytes()]))
+        (folder/'in').write_bytes(b''.join([*sent, struct.pack('q', size),
+                                            np.array(words, dtype=np.int64).tobytes()]))
         drive(program, folder/'in', folder/'out', threads, under=under)
         data, at = (folder/'out').read_bytes(), 0
         for o in storages:
@@ -144,19 +151,23 @@ class Calls:
         assert at == len(data)
 
 def add_matmuls(c: Calls, rows: int, bf16: bool) -> None:
-    "Sizes that fill neither panels nor registers; more rows than are computed at once, and more inputs than fit a block"
-    for n_out, n_in, bias in ((1, 2, False), (70, 26 if bf16 else 13, True), (129, 34, False), (3, 1030, True)):
+    """Sizes that fill neither panels nor registers; more rows than are computed at once, and more inputs than
+    fit a block"""
+    for n_out, n_in, bias in ((1, 2, False), (70, 26 if bf16 else 13, True), (129, 34, False),
+                              (3, 1030, True)):
         w, b = c.packed(n_out, n_in, bf16), c.some(n_out, bf16=bf16) if bias else None
         x, y = c.some(rows, n_in, bf16=bf16), c.some(rows, n_out, bf16=bf16)
         c.call('linear', y, x, w, b, rows, n_out, n_in, bf16, out=[y])
-        ids, taken = torch.randint(0, n_out, (rows,), generator=c.g, dtype=torch.int32), c.some(rows, n_in, bf16=bf16)
+        ids, taken = (torch.randint(0, n_out, (rows,), generator=c.g, dtype=torch.int32),
+                      c.some(rows, n_in, bf16=bf16))
         c.call('packed_rows', taken, w, ids, rows, n_in * w.itemsize // 4, out=[taken])
     for hidden, n, bias in ((6, 10, True), (22, 522, False)):   # 522: more than a piece of a row
         some, weights = min(rows, 256), [c.packed(2 * n, hidden, bf16), c.packed(hidden, n, bf16)]
         biases = [c.some(o, bf16=bf16) if bias else None for o in (2 * n, hidden)]
         wide, narrow = c.some(some, 2 * n, bf16=bf16), c.some(some, n, bf16=bf16)
         x, y = (c.some(rows, hidden, bf16=bf16) for _ in range(2))
-        c.call('gated_mlp', y, x, weights[0], None, biases[0], weights[1], None, biases[1], wide, narrow, None, rows, hidden, n, bf16, out=[y])
+        c.call('gated_mlp', y, x, weights[0], None, biases[0], weights[1], None, biases[1], wide, narrow,
+               None, rows, hidden, n, bf16, out=[y])
 
 def forms(*parts: tuple[int, ...]) -> torch.Tensor:
     "The form of a weight with these parts"
@@ -164,7 +175,8 @@ def forms(*parts: tuple[int, ...]) -> torch.Tensor:
 
 def add_quantized(c: Calls, rows: int, bf16: bool) -> None:
     "Both products, with and without minima; scales of two and four bytes"
-    for n_out, n_in, group, bits, minima, wide in ((1, 64, 32, 4, False, False), (70, 192, 64, 8, True, True), (129, 24, 8, 4, True, False)):
+    for n_out, n_in, group, bits, minima, wide in ((1, 64, 32, 4, False, False), (70, 192, 64, 8, True, True),
+            (129, 24, 8, 4, True, False)):
         q = quantize(c.some(n_out, n_in), bits, group, minima)
         if wide: q = replace(q, scales=q.scales * 1.01)
         parts = [q, quantize(c.some(5, n_in), 12 - bits, 8)]   # a second one, of another form
@@ -172,19 +184,25 @@ def add_quantized(c: Calls, rows: int, bf16: bool) -> None:
         data, all_out = torch.cat(packed), n_out + 5
         ids = torch.randint(0, all_out, (rows,), generator=c.g, dtype=torch.int32)
         for whole in (False, True):
-            x, y, b = c.some(rows, n_in, bf16=bf16), c.some(rows, all_out, bf16=bf16), c.some(all_out, bf16=bf16) if minima else None
-            form = forms((n_out, len(packed[0]), bits, group, wide, minima, whole), (5, len(packed[1]), 12 - bits, 8, False, False, whole))
+            x, y, b = (c.some(rows, n_in, bf16=bf16), c.some(rows, all_out, bf16=bf16),
+                       c.some(all_out, bf16=bf16) if minima else None)
+            form = forms((n_out, len(packed[0]), bits, group, wide, minima, whole),
+                         (5, len(packed[1]), 12 - bits, 8, False, False, whole))
             shared = c.shared(rows, n_in, 8, whole)
             c.call('grouped_linear', y, x, data, form, b, shared, rows, all_out, n_in, bf16, out=[y])
             taken = c.some(rows, n_in, bf16=bf16)
             c.call('grouped_rows', taken, data, form, ids, rows, n_in, bf16, out=[taken])
     hidden, n, some, group = 24, 40, min(rows, 256), 8
     for whole in (False, True):
-        weights = [panel_order(quantize(c.some(*shape), 4, group), c.panel) for shape in ((2 * n, hidden), (hidden, n))]
-        up, down = (forms((n_out, w.nbytes, 4, group, False, False, whole)) for n_out, w in zip((2 * n, hidden), weights))
+        weights = [panel_order(quantize(c.some(*shape), 4, group), c.panel)
+                   for shape in ((2 * n, hidden), (hidden, n))]
+        up, down = (forms((n_out, w.nbytes, 4, group, False, False, whole))
+                    for n_out, w in zip((2 * n, hidden), weights))
         shared = c.shared(some, n, group, whole)
-        (x, y), wide, narrow = (c.some(rows, hidden, bf16=bf16) for _ in range(2)), c.some(some, 2 * n, bf16=bf16), c.some(some, n, bf16=bf16)
-        c.call('gated_mlp', y, x, weights[0], up, None, weights[1], down, None, wide, narrow, shared, rows, hidden, n, bf16, out=[y])
+        (x, y), wide, narrow = ((c.some(rows, hidden, bf16=bf16) for _ in range(2)),
+                                c.some(some, 2 * n, bf16=bf16), c.some(some, n, bf16=bf16))
+        c.call('gated_mlp', y, x, weights[0], up, None, weights[1], down, None, wide, narrow, shared, rows,
+               hidden, n, bf16, out=[y])
 
 def add_layers(c: Calls, rows: int, bf16: bool) -> None:
     "What stands between matmuls; the rows of some inputs lie further apart than they are long"
@@ -192,52 +210,65 @@ def add_layers(c: Calls, rows: int, bf16: bool) -> None:
     ids, y = torch.randint(0, 9, (rows,), generator=c.g, dtype=torch.int32), c.some(rows, 13, bf16=bf16)
     c.call('take_rows', y, table, ids, rows, table[0].nbytes, out=[y])
     for heads, n in ((1, 1), (3, 10), (1, 77)):
-        x, w, y = c.some(rows, heads + 1, n, bf16=bf16)[:, 1:], c.some(n, bf16=bf16), c.some(rows, heads, n, bf16=bf16)
+        x, w, y = (c.some(rows, heads + 1, n, bf16=bf16)[:, 1:], c.some(n, bf16=bf16),
+                   c.some(rows, heads, n, bf16=bf16))
         c.call('rms_norm', y, x, w, rows, heads, x.stride(0), n, 1e-6, bf16, out=[y])
         x, more = c.some(rows, n, bf16=bf16), c.some(rows, n, bf16=bf16)
         c.call('add_norm', x, more, w, rows, n, 1e-6, bf16, out=[x, more])
     for heads, dim in ((1, 2), (3, 10), (2, 64)):
-        x, y, angles = c.some(rows, heads + 2, dim, bf16=bf16)[:, :heads], c.some(rows, heads, dim, bf16=bf16), c.some(rows, dim, bf16=bf16)
+        x, y, angles = (c.some(rows, heads + 2, dim, bf16=bf16)[:, :heads],
+                        c.some(rows, heads, dim, bf16=bf16), c.some(rows, dim, bf16=bf16))
         c.call('apply_rope', y, x, angles, rows, heads, x.stride(0), dim, bf16, out=[y])
     for n_in, n_q, n_kv, dim, more in ((14, 3, 1, 10, True), (26, 4, 2, 16, False)):
         heads = n_q + 2 * n_kv
         w, b = c.packed(heads * dim, n_in, bf16), c.some(heads * dim, bf16=bf16) if more else None
         norms = [c.some(dim, bf16=bf16) if more else None for _ in 'qk']
-        qkv, x, angles = c.some(rows, heads, dim, bf16=bf16), c.some(rows, n_in, bf16=bf16), c.some(rows, dim, bf16=bf16)
-        c.call('qkv_heads', qkv, x, w, None, b, None, *norms, angles, rows, n_in, n_q, n_kv, dim, 1e-6, bf16, out=[qkv])
+        qkv, x, angles = (c.some(rows, heads, dim, bf16=bf16), c.some(rows, n_in, bf16=bf16),
+                          c.some(rows, dim, bf16=bf16))
+        c.call('qkv_heads', qkv, x, w, None, b, None, *norms, angles, rows, n_in, n_q, n_kv, dim, 1e-6, bf16,
+               out=[qkv])
 
 def add_attention(c: Calls, bf16: bool) -> None:
-    "Decode steps, chunks of prompts, both; windows; heads of odd sizes; requests with nothing cached and with several blocks; padding"
+    """Decode steps, chunks of prompts, both; windows; heads of odd sizes; requests with nothing cached and
+    with several blocks; padding"""
     dtype = torch.bfloat16 if bf16 else torch.float32
-    worlds = [([0], [1]), ([36, 63, 64, 200, 0], [1, 1, 1, 1, 1]), ([0, 5, 130, 0, 64], [70, 1, 17, 7, 300]), ([3, 64], [5, 1])]
+    worlds = [([0], [1]), ([36, 63, 64, 200, 0], [1, 1, 1, 1, 1]), ([0, 5, 130, 0, 64], [70, 1, 17, 7, 300]),
+              ([3, 64], [5, 1])]
     shapes = [(1, 1, 1), (3, 2, 20), (1, 7, 64), (2, 4, 80), (2, 1, 7)]
     for i, (kv_heads, family, dim) in enumerate(shapes * 2):
         cached, extend = worlds[i % 4]
         window = (None, 9, 70)[i % 3]
-        pool, table, batch, (q, k, v), _ = make_world(cached, extend, (1, 4, 16)[i % 3], kv_heads, family, dim, dtype, window, i % 2 * 2, i, rounded=i >= len(shapes))
+        pool, table, batch, (q, k, v), _ = make_world(cached, extend, (1, 4, 16)[i % 3], kv_heads, family,
+            dim, dtype, window, i % 2 * 2, i, rounded=i >= len(shapes))
         m = CpuAttention(pool, table.page_table).prepare(batch)
         loc, tasks, merges, counts = (o.clone() for o in (m.out_loc, m.tasks, m.merges, m.counts))
         n, rows, lens = len(batch.rows), *map(torch.from_numpy, (batch.rows.copy(), batch.device_lens.copy()))
         cut = [torch.zeros(o, dtype=torch.int64) for o in ((n + 8, 8), (n, 3), 3)]
         c.call('decode_tasks', *cut, rows, torch.arange(n), lens, n, 8, 64, out=cut)
-        out, parts = torch.zeros_like(q, memory_format=torch.contiguous_format), torch.zeros(int(merges[:, 2].sum()), q.shape[1], dim + 2)
+        out, parts = (torch.zeros_like(q, memory_format=torch.contiguous_format),
+                      torch.zeros(int(merges[:, 2].sum()), q.shape[1], dim + 2))
         keys, values = pool.k(1).clone(), pool.v(1).clone()   # each in memory of its own
-        c.call('attend', out, q, k, v, keys, values, loc, table.page_table, table.page_table.stride(0), pool.page_size,
+        c.call('attend', out, q, k, v, keys, values, loc, table.page_table, table.page_table.stride(0),
+               pool.page_size,
                len(q), q.shape[1], kv_heads, dim, q.stride(0), k.stride(0), v.stride(0), window or NO_WINDOW,
                tasks, parts, merges, counts, bf16, stored_as.index(keys.dtype), out=[out[:sum(extend)]])
-    c.call('attend', out, q, k, v, keys, values, loc, table.page_table, table.page_table.stride(0), pool.page_size,
-           0, q.shape[1], kv_heads, dim, q.stride(0), k.stride(0), v.stride(0), NO_WINDOW, tasks, parts, merges, torch.zeros_like(counts), bf16, stored_as.index(keys.dtype))
+    c.call('attend', out, q, k, v, keys, values, loc, table.page_table, table.page_table.stride(0),
+           pool.page_size,
+           0, q.shape[1], kv_heads, dim, q.stride(0), k.stride(0), v.stride(0), NO_WINDOW, tasks, parts,
+           merges, torch.zeros_like(counts), bf16, stored_as.index(keys.dtype))
 
 def calls(panel: int) -> Calls:
     "Every kernel, with sizes that fit nothing"
     c = Calls(panel)
     for bf16 in (False, True):
-        for rows in (0, 1, 5, 7, 17): add_matmuls(c, rows, bf16), add_layers(c, rows, bf16), add_quantized(c, rows, bf16)
+        for rows in (0, 1, 5, 7, 17):
+            add_matmuls(c, rows, bf16), add_layers(c, rows, bf16), add_quantized(c, rows, bf16)
         add_matmuls(c, 259, bf16), add_quantized(c, 259, bf16)
         add_attention(c, bf16)
     for rows in (0, 1, 5, 7, 17):
         for n in (1, 5, 33, 199):
-            x, ids, finite = c.some(rows, n), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool)
+            x, ids, finite = (c.some(rows, n), torch.zeros(rows, dtype=torch.int64),
+                              torch.zeros(rows, dtype=torch.bool))
             if rows > 5: x[0, n // 2], x[1], x[2, -1], x[3] = torch.nan, -torch.inf, torch.inf, 1.
             c.call('largest', ids, finite, x, rows, n, out=[ids, finite])
         pool, ids = torch.arange(9 * 7, dtype=torch.int32).view(9, 7), torch.zeros(rows, dtype=torch.int32)
@@ -277,19 +308,25 @@ def agree(program: Path, folder: Path, under: str = '') -> str:
     return f'{len(ours.ops)} calls with registers of {width} floats'
 
 @pytest.mark.long
-@pytest.mark.parametrize('more', [[], ['-mno-amx-bf16'], ['-mno-avx512f'], ['-mno-avx']], ids=['native', 'no AMX', 'AVX2', 'SSE'])
+@pytest.mark.parametrize('more', [[], ['-mno-amx-bf16'], ['-mno-avx512f'], ['-mno-avx']],
+                         ids=['native', 'no AMX', 'AVX2', 'SSE'])
 def test_kernels_keep_to_their_memory(more, sanitizers, tmp_path, record_property):
     about = macros() if more else ''
-    if more == ['-mno-amx-bf16'] and '__AMX_BF16__' not in about: pytest.skip('this processor has no AMX to leave out')
-    if more == ['-mno-avx512f'] and '__AVX512F__' not in about: pytest.skip('this processor has no AVX-512 to leave out')
+    if more == ['-mno-amx-bf16'] and '__AMX_BF16__' not in about:
+        pytest.skip('this processor has no AMX to leave out')
+    if more == ['-mno-avx512f'] and '__AVX512F__' not in about:
+        pytest.skip('this processor has no AVX-512 to leave out')
     if more == ['-mno-avx'] and '__AVX__' not in about: pytest.skip('this processor has no AVX to leave out')
     record_property('kernels under sanitizers', agree(compile_driver(DRIVER_C, tmp_path, *more), tmp_path))
 
 @pytest.mark.long
 def test_kernels_on_arm64(tmp_path, record_property):
-    "Cross-compiled, with the flags of a wheel, and run by an emulator: the results are those of this processor"
-    cc, emulator = shutil.which('aarch64-linux-gnu-gcc'), shutil.which('qemu-aarch64') or shutil.which('qemu-aarch64-static')
-    if not (cc and emulator): pytest.skip('no aarch64-linux-gnu-gcc or no qemu-aarch64 (Debian: gcc-aarch64-linux-gnu, qemu-user)')
+    """Cross-compiled, with the flags of a wheel, and run by an emulator: the results are those of this
+    processor"""
+    cc, emulator = (shutil.which('aarch64-linux-gnu-gcc'),
+                    shutil.which('qemu-aarch64') or shutil.which('qemu-aarch64-static'))
+    if not (cc and emulator):
+        pytest.skip('no aarch64-linux-gnu-gcc or no qemu-aarch64 (Debian: gcc-aarch64-linux-gnu, qemu-user)')
     [level] = LEVELS['aarch64']
     (tmp_path/'driver.c').write_text(DRIVER_C)
     build, _ = flags('Linux', 'aarch64', level.target)
@@ -301,6 +338,7 @@ def test_the_driver_notices(sanitizers, tmp_path):
     "A kernel that writes one number too many, and one that shifts too far, end it"
     for fault, said in (('y[n] = 1;', 'heap-buffer-overflow'), ('y[0] = 1 << (n + 40);', 'shift exponent')):
         source = team_c + f'void wrong(float *y, i64 n, team *t) {{ {fault} }}\n'
-        source += entries(source) + 'int main() { float *y = malloc(12); i64 plan[] = { (i64)wrong_entry, 2, (i64)y, 3 }; run(plan, 4, 1, NULL); free(y); return 0; }'
+        source += (entries(source) + 'int main() { float *y = malloc(12); i64 plan[] = { (i64)wrong_entry, '
+                                     '2, (i64)y, 3 }; run(plan, 4, 1, NULL); free(y); return 0; }')
         program = compile_driver(source, tmp_path)
         with pytest.raises(AssertionError, match=said): drive(program)

@@ -1,4 +1,5 @@
-"""Random arrivals, aborts, failures and interleavings on the toy engine: no page, token or request is lost, in either loop."""
+"""Random arrivals, aborts, failures and interleavings on the toy engine: no page, token or request is lost,
+in either loop."""
 import os, shutil, tempfile
 from collections import Counter
 from dataclasses import fields
@@ -6,7 +7,8 @@ from statistics import median
 from unittest.mock import patch
 
 from hypothesis import HealthCheck, Phase, seed, settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (RuleBasedStateMachine, initialize, invariant, precondition, rule,
+                                 run_state_machine_as_test)
 import numpy as np
 import pytest
 
@@ -35,23 +37,34 @@ CALLERS = [Caller(), Caller('a'), Caller('a', 'x'), Caller('a', 'y'), Caller('b'
 SYSTEM = [1, 2, 3, 4, 1, 2, 3, 4, 1, 1, 2, 2]    # prompts begin with a piece of it, so that they share pages
 
 SETTINGS = dict(    # drawn anew for each life, by the names of the config
-    page_size=st.integers(1, 16), num_pages=st.integers(0, 12), max_running_req=st.integers(1, 5), max_prefill_tokens=st.integers(1, 30),
-    chunked_prefill_size=st.integers(1, 6) | st.integers(1, 30), cache=st.sampled_from(['radix', 'radix', 'none']), overlap=st.booleans(),
-    kv_disk_path=st.sampled_from([None, 'disk']), kv_disk_gib=st.sampled_from([5e-6, 2e-5]), kv_host_gib=st.sampled_from([None, None, 2e-7, 1e-6]),   # a few pages
-    kv_handoff_path=st.sampled_from([None, 'handoffs']),
-    eviction=st.sampled_from(evictions.names), policy=st.sampled_from(policies.names), max_queued_req=st.integers(4, 20),
-    admission=st.sampled_from(admissions.names), schedule_conservativeness=st.sampled_from([.05, 1.]), mixed_chunk=st.booleans(),
-    schedule_low_priority_values_first=st.booleans(),
-    max_prefill_streak=st.none() | st.integers(1, 3), preempt_threshold=st.integers(0, 3), priority_aging=st.none() | st.integers(1, 9),
-    queue_timeout=st.sampled_from([None, None, 40.]), run_timeout=st.sampled_from([None, None, 60.]), seed=st.just(0))
-BELOW = SETTINGS | dict(page_size=st.integers(1, 4), max_prefill_tokens=st.integers(8, 30), chunked_prefill_size=st.integers(4, 30),
-                        cache=st.just('radix'), kv_disk_path=st.just('disk'), kv_host_gib=st.sampled_from([None, 2e-7, 1e-6]), kv_handoff_path=st.none())   # lives with a second tier
-HANDED = SETTINGS | dict(page_size=st.integers(1, 4), kv_handoff_path=st.just('handoffs'))   # lives with other engines
+    page_size=st.integers(1, 16), num_pages=st.integers(0, 12), max_running_req=st.integers(1, 5),
+    max_prefill_tokens=st.integers(1, 30),
+    chunked_prefill_size=st.integers(1, 6) | st.integers(1, 30),
+    cache=st.sampled_from(['radix', 'radix', 'none']), overlap=st.booleans(),
+    # a few pages
+    kv_disk_path=st.sampled_from([None, 'disk']), kv_disk_gib=st.sampled_from([5e-6, 2e-5]),
+    kv_host_gib=st.sampled_from([None, None, 2e-7, 1e-6]),
+    kv_handoff_path=st.sampled_from([None, 'handoffs']), eviction=st.sampled_from(evictions.names),
+    policy=st.sampled_from(policies.names), max_queued_req=st.integers(4, 20),
+    admission=st.sampled_from(admissions.names), schedule_conservativeness=st.sampled_from([.05, 1.]),
+    mixed_chunk=st.booleans(), schedule_low_priority_values_first=st.booleans(),
+    max_prefill_streak=st.none() | st.integers(1, 3), preempt_threshold=st.integers(0, 3),
+    priority_aging=st.none() | st.integers(1, 9), queue_timeout=st.sampled_from([None, None, 40.]),
+    run_timeout=st.sampled_from([None, None, 60.]), seed=st.just(0))
+# lives with a second tier
+BELOW = (SETTINGS | dict(page_size=st.integers(1, 4), max_prefill_tokens=st.integers(8, 30),
+                         chunked_prefill_size=st.integers(4, 30),
+                        cache=st.just('radix'), kv_disk_path=st.just('disk'),
+                        kv_host_gib=st.sampled_from([None, 2e-7, 1e-6]), kv_handoff_path=st.none()))
+# lives with other engines
+HANDED = SETTINGS | dict(page_size=st.integers(1, 4), kv_handoff_path=st.just('handoffs'))
 ELSEWHERE = dict(   # settings that the scheduler does not see
-    model='parity', reasoning_parser='reasoning', device='parity', dtype='parity', attention='parity', memory_ratio='engine', max_seq_len='fixed: rows of 40 tokens',
-    max_recv_per_step='workers', threads='engine', dummy_weights='weights', tp='parallel', cuda_graph_max_bs='graph',
-    kv_dtype='attention', quantization='quantized', quantization_group='quantized', quantization_compute='quantized',
-    additional_properties='grammar', control_tokens_in_messages='tokenizer', plugins='plugins')
+    model='parity', reasoning_parser='reasoning', device='parity', dtype='parity', attention='parity',
+    memory_ratio='engine', max_seq_len='fixed: rows of 40 tokens',
+    max_recv_per_step='workers', threads='engine', dummy_weights='weights', tp='parallel',
+    cuda_graph_max_bs='graph', kv_dtype='attention', quantization='quantized', quantization_group='quantized',
+    quantization_compute='quantized', additional_properties='grammar', control_tokens_in_messages='tokenizer',
+    plugins='plugins')
 
 def test_every_setting_is_drawn():
     assert {f.name for f in fields(EngineConfig)} == {*SETTINGS, *ELSEWHERE}
@@ -87,10 +100,12 @@ class Thoughts:
         self.n_tokens += before and self.active
 
 def with_thoughts(prompt, params, stop):
-    "The answer to a prompt whose thinking is told from it, as the model alone would give it under the same masks"
+    """The answer to a prompt whose thinking is told from it, as the model alone would give it under the same
+    masks"""
     pending, mask = PendingReq('', np.array(prompt), params, MAX_SEQ_LEN), np.zeros(1, dtype=np.int32)
     thoughts, tokens = Thoughts(pending), list(prompt)
-    rules = AnswerAfterThinking(thoughts, InThrees(pending) if params.regex else None, params.max_thinking_tokens, stop)
+    rules = AnswerAfterThinking(thoughts, InThrees(pending) if params.regex else None,
+                                params.max_thinking_tokens, stop)
     for _ in range(params.max_tokens):
         rules.mask(mask)
         token = expected_output(tokens, 1, VOCAB)[0]
@@ -101,7 +116,8 @@ def with_thoughts(prompt, params, stop):
 class Ledger(CacheManager):
     "Notes duplicates, and prompts that are passed over"
     deduped, passed_over = 0, 0
-    def flush_tree(self): self._push(self.prefix.evict(self.prefix.evictable_size))   # as if the process had ended
+    # as if the process had ended
+    def flush_tree(self): self._push(self.prefix.evict(self.prefix.evictable_size))
     def _insert_prefix(self, *args, **kwargs):
         before = self.releasing.size
         super()._insert_prefix(*args, **kwargs)
@@ -111,7 +127,8 @@ class SecondTier:
     "Host memory and a disk below the pool, as a config says, on a stream that works when told to"
     memory = '/dev/shm' if os.path.isdir('/dev/shm') else None
     def __init__(self, config, engine, moving, least):
-        self.config, self.engine, self.moving, self.least, self.seen = config, engine, moving, least, Counter()
+        self.config, self.engine, self.moving, self.least, self.seen = (config, engine, moving, least,
+            Counter())
         self.folder, self.now = tempfile.mkdtemp(dir=self.memory), 0.
         self.start()
     def start(self):
@@ -119,7 +136,8 @@ class SecondTier:
         page_bytes = self.engine.empty_pages(1)[0].nbytes
         self.file = PageFile(self.folder, page_bytes, int(c.kv_disk_gib * 2**30)) if c.kv_disk_path else None
         host = int((c.kv_host_gib or 0) * 2**30) // page_bytes
-        self.tier = Tier(self.engine, c.page_size, lambda: bytes(20), self.stream, self.file, host, self.moving, self.least, self.idle, lambda: self.now)
+        self.tier = Tier(self.engine, c.page_size, lambda: bytes(20), self.stream, self.file, host,
+                         self.moving, self.least, self.idle, lambda: self.now)
     def idle(self):
         work = self.stream, self.engine.stream
         any(o.run_next() for o in work if isinstance(o, ManualStream))
@@ -146,7 +164,8 @@ class SecondTier:
 def make_handoffs(engine, page_size, moving):
     "A folder through which the server sends prompts to itself, on a stream that works when told to"
     stream, folder = ManualStream(), tempfile.mkdtemp(dir=SecondTier.memory)
-    return Handoffs(engine, page_size, lambda: bytes(20), stream, folder, moving, lambda: stream.run_next() or engine.stream.run_next())
+    return Handoffs(engine, page_size, lambda: bytes(20), stream, folder, moving,
+                    lambda: stream.run_next() or engine.stream.run_next())
 
 class Notes(Observer):
     "Notes hits and chunks; at most one prompt is in chunks, and goes first, with as much as is allowed"
@@ -158,14 +177,16 @@ class Notes(Observer):
         cut = [o.pending for o, end in zip(batch.reqs, batch.device_lens) if end < o.pending.n_tokens]
         assert len(cut) <= 1, 'two prompts in chunks'
         budget, chunk, first = self.config.max_prefill_tokens, self.config.chunked_prefill_size, batch.reqs[0]
-        if batch.mode is ForwardMode.PREFILL: assert len(batch.positions) <= (budget if len(batch.reqs) > 1 else chunk)
+        if batch.mode is ForwardMode.PREFILL:
+            assert len(batch.positions) <= (budget if len(batch.reqs) > 1 else chunk)
         self.beside |= cut == [first.pending] and any(o.rid not in self.seen for o in batch.reqs[1:])
         self.seen |= {o.rid for o in batch.reqs}
         o = self.chunked
         if o is None or o.req is None or o.finish_reason or o.to_finish or o.kv_invalid: return
         assert first.pending is o, 'others before the chunk'
         n = int(batch.device_lens[0] - batch.cached_lens[0])
-        assert n == min(chunk, o.n_tokens - int(batch.cached_lens[0])) or batch.mode is ForwardMode.MIXED and n >= 1
+        assert (n == min(chunk, o.n_tokens - int(batch.cached_lens[0])) or batch.mode is ForwardMode.MIXED
+                and n >= 1)
 
 def pass_over(adder: PrefillAdder, *args, really=PrefillAdder._pass_over) -> bool:
     "What a `PrefillAdder` does, noted in its `Ledger`"
@@ -179,57 +200,75 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
     class Serving(RuleBasedStateMachine):
         "One server; rules are what callers and the engine may do at any moment"
 
-        @initialize(setting=st.fixed_dictionaries(drawn), faulty=st.integers(0, 3).map(lambda n: n == 3), first=st.integers(2, 4),
-                    at_least=st.sampled_from([1, 4, 32]), moving=st.sampled_from([1, 3, 40]), least=st.sampled_from([1, 1, 2]), warm=st.sampled_from([False, True, True]),
+        @initialize(setting=st.fixed_dictionaries(drawn), faulty=st.integers(0, 3).map(lambda n: n == 3),
+                    first=st.integers(2, 4),
+                    at_least=st.sampled_from([1, 4, 32]), moving=st.sampled_from([1, 3, 40]),
+                    least=st.sampled_from([1, 1, 2]), warm=st.sampled_from([False, True, True]),
                     damaged=st.sampled_from([None, 0, 1]))
         def start(self, setting, faulty, first, at_least, moving, least, warm, damaged):
             page_size = setting['page_size']
             num_pages = -(-MAX_SEQ_LEN // page_size) + setting['num_pages'] // page_size
             table = TableManager(setting['max_running_req'], MAX_SEQ_LEN, page_size, dummy_page=num_pages)
             self.stream = ManualStream()
-            engine = ToyEngine(table.page_table, table.token_pool, page_size, num_pages, VOCAB, stream=self.stream)
+            engine = ToyEngine(table.page_table, table.token_pool, page_size, num_pages, VOCAB,
+                               stream=self.stream)
             config = EngineConfig(**setting | dict(num_pages=num_pages))
-            self.below = SecondTier(config, engine, moving, least) if config.kv_disk_path or config.kv_host_gib else None
-            sources = dict(handoffs=make_handoffs(engine, page_size, moving)) if config.kv_handoff_path else {}
+            self.below = (SecondTier(config, engine, moving, least) if config.kv_disk_path
+                          or config.kv_host_gib else None)
+            sources = (dict(handoffs=make_handoffs(engine, page_size, moving)) if config.kv_handoff_path
+                       else {})
             if self.below: sources['tier'] = self.below.tier
-            self.ledger = Ledger(num_pages, table, make_prefix_cache(setting['cache'], page_size, setting['eviction']), sources)
+            self.ledger = Ledger(num_pages, table,
+                                 make_prefix_cache(setting['cache'], page_size, setting['eviction']), sources)
             self.notes = Notes(config)
-            self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes, rules=TextRules(None, InThrees, Thoughts))
-            self.s.prefill.policy.min_shared_tokens = at_least   # tokens worth waiting for, if somebody else computes them
+            self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes,
+                               rules=TextRules(None, InThrees, Thoughts))
+            # tokens worth waiting for, if somebody else computes them
+            self.s.prefill.policy.min_shared_tokens = at_least
             self.right, self.told, self.ends, self.pooled, self.aborted, self.n = {}, {}, {}, {}, set(), 0
             self.timed = config.queue_timeout or config.run_timeout
             self.faulty = faulty    # whether this engine may break down
             self.steps, self.marks, self.full, self.displaced = 0, set(), config.max_queued_req, False
 
-            if self.below and warm: self.somebody_comes_back(True, 1, damaged)   # SYSTEM is below from the start
+            # SYSTEM is below from the start
+            if self.below and warm: self.somebody_comes_back(True, 1, damaged)
             self.arrive_together(12 if warm else 6, first)
 
         def clock(self): return float(self.steps)
 
-        @rule(head=st.integers(0, len(SYSTEM)), tail=st.lists(st.integers(1, 4), max_size=6), max_tokens=st.integers(0, 12), ignore_eos=st.booleans(),
-              priority=st.sampled_from([0, 0, 0, 2, 5, -1]), extra_key=st.sampled_from([None, None, 'x']), form=st.sampled_from([None, None, 'threes']),
-              caller=st.sampled_from(CALLERS), thinks=st.sampled_from([None, None, True]), budget=st.none() | st.integers(0, 5), handed=st.booleans())
-        def arrive(self, head, tail, max_tokens, ignore_eos, priority=0, extra_key=None, form=None, caller=Caller(), thinks=None, budget=None, handed=False):
+        @rule(head=st.integers(0, len(SYSTEM)), tail=st.lists(st.integers(1, 4), max_size=6),
+              max_tokens=st.integers(0, 12), ignore_eos=st.booleans(),
+              priority=st.sampled_from([0, 0, 0, 2, 5, -1]), extra_key=st.sampled_from([None, None, 'x']),
+              form=st.sampled_from([None, None, 'threes']), caller=st.sampled_from(CALLERS),
+              thinks=st.sampled_from([None, None, True]), budget=st.none() | st.integers(0, 5),
+              handed=st.booleans())
+        def arrive(self, head, tail, max_tokens, ignore_eos, priority=0, extra_key=None, form=None,
+                   caller=Caller(), thinks=None, budget=None, handed=False):
             prompt, rid = (SYSTEM[:head] + tail) or [7], str(self.n)
-            params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0, priority=priority, extra_key=extra_key, regex=form,
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0,
+                                    priority=priority, extra_key=extra_key, regex=form,
                                     separate_reasoning=thinks, max_thinking_tokens=budget if thinks else None)
             full = len(self.s.prefill.waiting) >= self.full
             try: pending = self.s.add(rid, prompt, params, caller)
             except QueueFull:
                 assert full
                 return
-            if handed: pending.handoff = f'{len(prompt)}-{sum(prompt)}'   # perhaps that of another prompt, too
+            # perhaps that of another prompt, too
+            if handed: pending.handoff = f'{len(prompt)}-{sum(prompt)}'
             self.displaced |= full
             stop = () if ignore_eos else EOS
             if thinks:
                 self.right[rid], thought = with_thoughts(prompt, params, stop)
                 if thought: self.marks.add('thinking')
-            else: self.right[rid] = in_threes(prompt, max_tokens, stop) if form else expected_output(prompt, max_tokens, VOCAB, stop)
+            else:
+                self.right[rid] = (in_threes(prompt, max_tokens, stop) if form
+                                   else expected_output(prompt, max_tokens, VOCAB, stop))
             self.told[rid] = []
             if form: self.marks.add('grammar')
             self.n += 1
 
-        @rule(head=st.integers(0, len(SYSTEM)), tail=st.lists(st.integers(1, 4), max_size=6), pooling=st.sampled_from(['last', 'mean']),
+        @rule(head=st.integers(0, len(SYSTEM)), tail=st.lists(st.integers(1, 4), max_size=6),
+              pooling=st.sampled_from(['last', 'mean']),
               extra_key=st.sampled_from([None, None, 'x']), caller=st.sampled_from(CALLERS))
         def embed(self, head, tail, pooling, extra_key, caller):
             "A text whose states are wanted, and no token"
@@ -240,14 +279,17 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             except QueueFull: return
             self.displaced |= full
             states = toy_states(prefix_hashes(prompt))
-            self.right[str(n)], self.told[str(n)], self.pooled[str(n)] = [], [], states[-1] if pooling == 'last' else states.mean(dtype=float)
+            self.right[str(n)], self.told[str(n)], self.pooled[str(n)] = ([], [],
+                states[-1] if pooling == 'last' else states.mean(dtype=float))
             self.n += 1
 
         @rule(head=st.integers(4, len(SYSTEM)), n=st.integers(2, 4))
         def arrive_together(self, head, n):
             for i in range(n): self.arrive(head, [1, 2][:i % 2], 6 + 2*i, True)
 
-        def flying(self): return [rid for rid, o in self.s.alive.items() if o.req and self.s.table.lengths.launched[o.req.table_idx] > self.s.completed]
+        def flying(self):
+            return [rid for rid, o in self.s.alive.items() if o.req
+                    and self.s.table.lengths.launched[o.req.table_idx] > self.s.completed]
 
         @precondition(lambda self: self.s.alive)
         @rule(data=st.data(), at_work=st.booleans())
@@ -275,7 +317,8 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
 
         @precondition(lambda self: self.faulty and self.s.alive)
         @rule(data=st.data())
-        def numbers_get_lost(self, data): self.s.engine.nan_rids.add(data.draw(st.sampled_from(list(self.s.alive))))
+        def numbers_get_lost(self, data):
+            self.s.engine.nan_rids.add(data.draw(st.sampled_from(list(self.s.alive))))
 
         @rule(n=st.integers(1, 3))
         def the_engine_works(self, n):
@@ -297,9 +340,11 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
                 self.below.stream.run_all()
 
         @precondition(lambda self: self.below and not self.faulty)
-        @rule(written=st.sampled_from([False, True, True]), n=st.integers(1, 3), damaged=st.none() | st.integers(0, 5))
+        @rule(written=st.sampled_from([False, True, True]), n=st.integers(1, 3),
+              damaged=st.none() | st.integers(0, 5))
         def somebody_comes_back(self, written, n, damaged=None):
-            "What is asked ends and goes down; then the same is asked again, perhaps of a disk that was damaged meanwhile"
+            """What is asked ends and goes down; then the same is asked again, perhaps of a disk that was
+            damaged meanwhile"""
             self.arrive(len(SYSTEM), [1], 3, True)
             for _ in range(60):
                 if self.s.has_work: self.step()
@@ -315,7 +360,8 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
         @precondition(lambda self: 'handoffs' in self.ledger.sources and not self.faulty)
         @rule(gone=st.booleans(), n=st.integers(1, 2), head=st.integers(4, len(SYSTEM)))
         def a_prompt_is_handed_over(self, gone, n, head):
-            "It is computed, its pages are taken by others, and somebody wants its answer; the file may be gone by then"
+            """It is computed, its pages are taken by others, and somebody wants its answer; the file may be
+            gone by then"""
             self.arrive(head, [2], 0, True, handed=True)
             for _ in range(60):
                 if self.s.has_work: self.step()
@@ -358,9 +404,11 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
         def check(self):
             s = self.s
             self.check_fairness()
-            s.cache.check_integrity({o.rid: o for o in [*(p.req for p in s.alive.values() if p.req), *s._deferred.to_release]}.values())
+            s.cache.check_integrity({o.rid: o
+                for o in [*(p.req for p in s.alive.values() if p.req), *s._deferred.to_release]}.values())
             for o in s.decode.schedule(): assert 0 <= o.cached_len < o.device_len <= o.max_device_len
-            if s.config.admission == 'reserve' and not s.counts['retracted']: assert s.decode.inflight_pages <= s.cache.available_size
+            if s.config.admission == 'reserve' and not s.counts['retracted']:
+                assert s.decode.inflight_pages <= s.cache.available_size
             for o in s.alive.values():
                 if o.req: assert 0 <= o.req.cached_len <= o.req.device_len <= o.max_len
 
@@ -372,12 +420,14 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             fairness = policy.fairness
             for o, cost in fairness._charged.items():
                 assert 0 <= cost <= o.input_len - o.cached_tokens + 2*(o.n_tokens - o.input_len)
-            assert len(fairness._charged) <= len(self.s.alive) + self.s.config.max_running_req + self.s.config.max_queued_req + 1
+            assert (len(fairness._charged) <= len(self.s.alive) + self.s.config.max_running_req
+                    + self.s.config.max_queued_req + 1)
             assert fairness.users.keys() <= {o.name for o in CALLERS}
 
         @invariant()
         def everyone_is_told_the_right_tokens(self):
-            for rid, told in getattr(self, 'told', {}).items(): assert told == self.right[rid][:len(told)], (rid, told, self.right[rid])
+            for rid, told in getattr(self, 'told', {}).items():
+                assert told == self.right[rid][:len(told)], (rid, told, self.right[rid])
 
         def teardown(self):
             if not hasattr(self, 's'): return
@@ -391,11 +441,15 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
                 elif o.error and '_timeout=' in o.error: assert self.timed
                 elif o.error and 'displaced' in o.error: assert self.displaced
                 elif o.error and 'engine failed' in o.error: assert self.faulty
-                elif o.error and 'no finite logits' in o.error: assert rid in self.s.engine.nan_rids, rid   # only its own fault
+                # only its own fault
+                elif o.error and 'no finite logits' in o.error: assert rid in self.s.engine.nan_rids, rid
                 else:
-                    assert (o.finish_reason in ('stop', 'length'), self.told[rid]) == (True, self.right[rid]), (rid, o)
+                    assert ((o.finish_reason in ('stop', 'length'), self.told[rid])
+                            == (True, self.right[rid])), (rid, o)
                     assert (o.embedding is None) == (rid not in self.pooled)
-                    if rid in self.pooled: assert abs(float(o.embedding[0]) - self.pooled[rid]) < .01, (rid, o.embedding, self.pooled[rid])
+                    if rid in self.pooled:
+                        assert (abs(float(o.embedding[0]) - self.pooled[rid])
+                                < .01), (rid, o.embedding, self.pooled[rid])
             self.s.self_check()
             if self.below:
                 self.below.end()
@@ -405,13 +459,15 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
                 shutil.rmtree(self.ledger.sources['handoffs'].folder)
             lives.append(self.steps)
             self.marks |= {name for name, holds in dict(
-                hit=self.notes.hit, eviction=self.ledger.evicted_pages, dedup=self.ledger.deduped, retraction=self.s.counts['retracted'],
-                beside=self.notes.beside, passed_over=self.ledger.passed_over).items() if holds}
+                hit=self.notes.hit, eviction=self.ledger.evicted_pages, dedup=self.ledger.deduped,
+                retraction=self.s.counts['retracted'], beside=self.notes.beside,
+                passed_over=self.ledger.passed_over).items() if holds}
             seen.update(self.marks)
 
     return Serving
 
-SEEN = 'hit', 'eviction', 'chunk', 'beside', 'passed_over', 'abort in flight', 'dedup', 'retraction', 'grammar', 'thinking'
+SEEN = ('hit', 'eviction', 'chunk', 'beside', 'passed_over', 'abort in flight', 'dedup', 'retraction',
+        'grammar', 'thinking')
 SEEN_HANDED = 'sent', 'received', 'missed'
 SEEN_BELOW = 'from_disk', 'from_host', 'dropped', 'lost', 'restarts'
 
@@ -419,43 +475,54 @@ def run(examples: int, shard: int, tell, steps: int = 40, drawn=SETTINGS, wanted
     "So many random lives of a server, and what happened in them"
     seen, lives = Counter(), []
     machine = seed(shard)(serving(seen, lives, drawn))
-    phases = [Phase.generate] + [Phase.shrink]*(os.environ.get('TST_SHRINK') != '0')   # minutes, where only the failure counts
-    how = settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None, phases=phases, suppress_health_check=list(HealthCheck))
+    # minutes, where only the failure counts
+    phases = [Phase.generate] + [Phase.shrink]*(os.environ.get('TST_SHRINK') != '0')
+    how = settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None,
+                   phases=phases, suppress_health_check=list(HealthCheck))
     with patch.object(PrefillAdder, '_pass_over', pass_over): run_state_machine_as_test(machine, settings=how)
     shares = {o: seen[o] / len(lives) for o in wanted}
-    tell('schedules', f'{len(lives)} lives, median {median(lives):.0f} steps; ' + ', '.join(f'{k} {v:.0%}' for k, v in shares.items()))
+    tell('schedules', f'{len(lives)} lives, median {median(lives):.0f} steps; '
+         + ', '.join(f'{k} {v:.0%}' for k, v in shares.items()))
     if examples >= 60: assert median(lives) >= 25 and min(shares.values()) >= .02, shares
 
 @pytest.mark.filterwarnings('ignore:policy=')
-@pytest.mark.parametrize('shard', range(2 if 'TST_LIVES' in os.environ else 1))   # the second for those who break the code
-def test_nothing_is_lost(shard, record_property): run(int(os.environ.get('TST_LIVES', 100)), shard, record_property)
+# the second for those who break the code
+@pytest.mark.parametrize('shard', range(2 if 'TST_LIVES' in os.environ else 1))
+def test_nothing_is_lost(shard, record_property):
+    run(int(os.environ.get('TST_LIVES', 100)), shard, record_property)
 
-def test_nothing_is_lost_below(record_property): run(int(os.environ.get('TST_LIVES', 60)), 0, record_property, drawn=BELOW, wanted=SEEN_BELOW)
+def test_nothing_is_lost_below(record_property):
+    run(int(os.environ.get('TST_LIVES', 60)), 0, record_property, drawn=BELOW, wanted=SEEN_BELOW)
 
-def test_nothing_is_lost_between_engines(record_property): run(int(os.environ.get('TST_LIVES', 60)), 0, record_property, drawn=HANDED, wanted=SEEN_HANDED)
+def test_nothing_is_lost_between_engines(record_property):
+    run(int(os.environ.get('TST_LIVES', 60)), 0, record_property, drawn=HANDED, wanted=SEEN_HANDED)
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize('shard', range(1, 5))
-def test_nothing_is_lost_between_engines_in_thousands_of_lives(shard, record_property): run(1000, shard, record_property, drawn=HANDED, wanted=SEEN_HANDED)
+def test_nothing_is_lost_between_engines_in_thousands_of_lives(shard, record_property):
+    run(1000, shard, record_property, drawn=HANDED, wanted=SEEN_HANDED)
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize('shard', range(1, 5))
-def test_nothing_is_lost_below_in_thousands_of_lives(shard, record_property): run(1000, shard, record_property, drawn=BELOW, wanted=SEEN_BELOW)
+def test_nothing_is_lost_below_in_thousands_of_lives(shard, record_property):
+    run(1000, shard, record_property, drawn=BELOW, wanted=SEEN_BELOW)
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.filterwarnings('ignore:policy=')
 @pytest.mark.parametrize('shard', range(1, 24))
-def test_nothing_is_lost_in_thousands_of_lives(shard, record_property): run(2500, shard, record_property, steps=32)
+def test_nothing_is_lost_in_thousands_of_lives(shard, record_property):
+    run(2500, shard, record_property, steps=32)
 
 def test_the_last_one_is_told_that_there_is_no_room():
     "Pages have been lost, so even alone it cannot go on; to send it back would help nobody"
     table = TableManager(2, MAX_SEQ_LEN, 1, dummy_page=6)
     cache = CacheManager(6, table, make_prefix_cache('none', 1))
     engine = ToyEngine(table.page_table, table.token_pool, 1, 6, VOCAB)
-    s, told = Scheduler(engine, cache, VOCAB, float, EngineConfig(page_size=1, admission='optimistic', overlap=False)), []
+    s, told = (Scheduler(engine, cache, VOCAB, float,
+                         EngineConfig(page_size=1, admission='optimistic', overlap=False)), [])
     s.add('a', [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True, temperature=0))
     told += s.step()
     cache.allocate(2)   # by nobody
@@ -470,8 +537,10 @@ def test_prefills_in_a_row_are_bounded_while_others_decode():
         table = TableManager(2, MAX_SEQ_LEN, 1, dummy_page=30)
         engine = ToyEngine(table.page_table, table.token_pool, 1, 30, VOCAB)
         config = EngineConfig(page_size=1, max_prefill_tokens=1, max_prefill_streak=bound, overlap=False)
-        s = Scheduler(engine, CacheManager(30, table, make_prefix_cache('none', 1)), VOCAB, float, config, observer=Modes())
-        for prompt in ([1], [2]*6): s.add(str(len(prompt)), prompt, SamplingParams(max_tokens=9, ignore_eos=True, temperature=0))
+        s = Scheduler(engine, CacheManager(30, table, make_prefix_cache('none', 1)), VOCAB, float, config,
+                      observer=Modes())
+        for prompt in ([1], [2]*6):
+            s.add(str(len(prompt)), prompt, SamplingParams(max_tokens=9, ignore_eos=True, temperature=0))
         while s.has_work: s.step()
         assert s.observer.seen.startswith(modes), s.observer.seen
 

@@ -20,16 +20,18 @@ from script import load
 StepTimer, error, fit = itemgetter('StepTimer', 'error', 'fit')(load('tools/calibrate'))
 
 small = ModelCosts(layer_weights=1000, head_weights=500, token_kv=8, pair_flops=100, itemsize=2)
-cost = CostModel(costs=small, byte=1e-8, flop=1e-8, step=1e-3, token=1e-5, host_step=2e-4, host_req=1e-6, host_new=1e-4)
+cost = CostModel(costs=small, byte=1e-8, flop=1e-8, step=1e-3, token=1e-5, host_step=2e-4, host_req=1e-6,
+                 host_new=1e-4)
 configs = st.builds(
-    EngineConfig, page_size=st.sampled_from([1, 4, 16]), num_pages=st.integers(400, 800), max_seq_len=st.just(300),
-    max_running_req=st.integers(1, 20), max_prefill_tokens=st.integers(10, 400), overlap=st.booleans(),
-    cache=st.sampled_from(['radix', 'none']), admission=st.sampled_from(['reserve', 'optimistic']),
-    mixed_chunk=st.booleans(), policy=st.sampled_from(['fcfs', 'lof', 'random']),
-    eviction=st.sampled_from(['lru', 'lfu', 'slru']))
-crowds = st.builds(SessionShape, input_len=st.integers(1, 40), output_len=st.integers(1, 30), turns=st.integers(1, 4),
-                   pause=st.sampled_from([.001, 1., 100.]), prefixes=st.integers(1, 4), prefix_len=st.integers(0, 60),
-                   max_len=st.just(300))
+    EngineConfig, page_size=st.sampled_from([1, 4, 16]), num_pages=st.integers(400, 800),
+    max_seq_len=st.just(300), max_running_req=st.integers(1, 20), max_prefill_tokens=st.integers(10, 400),
+    overlap=st.booleans(), cache=st.sampled_from(['radix', 'none']),
+    admission=st.sampled_from(['reserve', 'optimistic']), mixed_chunk=st.booleans(),
+    policy=st.sampled_from(['fcfs', 'lof', 'random']), eviction=st.sampled_from(['lru', 'lfu', 'slru']))
+crowds = st.builds(SessionShape, input_len=st.integers(1, 40), output_len=st.integers(1, 30),
+                   turns=st.integers(1, 4),
+                   pause=st.sampled_from([.001, 1., 100.]), prefixes=st.integers(1, 4),
+                   prefix_len=st.integers(0, 60), max_len=st.just(300))
 
 
 class Listener:
@@ -58,7 +60,8 @@ def test_everybody_is_served_in_full(config, kind, seed, rate):
     s.self_check()
     asked, n = clients.asked, len(clients.asked)
     assert Counter(map(len, clients.answered)) == Counter(o.max_tokens for o in asked)
-    assert stats.served.sum() == n == sum(stats.reasons.values()) and stats.refused == 0 and not stats._last_token
+    assert (stats.served.sum() == n == sum(stats.reasons.values()) and stats.refused == 0
+            and not stats._last_token)
     tokens = sum(o.max_tokens for o in asked)
     assert s.counts['generated_tokens'] == tokens and stats.gaps.sum() == tokens - n
     assert s.counts['prompt_tokens'] == sum(len(o.prompt) for o in asked)
@@ -134,5 +137,6 @@ def test_overlap_hides_the_host_and_nothing_else():
 def test_a_simulation_needs_no_server():
     "A day of requests without sockets, tokenizers, or a model"
     code = ("import sys; import minisgl_lit.tools.simulator; "
-            "sys.exit([o for o in ('zmq', 'transformers', 'minisgl_lit.llm', 'minisgl_lit.tools.bench') if o in sys.modules] or 0)")
+            "sys.exit([o for o in ('zmq', 'transformers', 'minisgl_lit.llm', 'minisgl_lit.tools.bench') if o "
+            "in sys.modules] or 0)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

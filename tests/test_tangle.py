@@ -6,7 +6,8 @@ from tangle import TangleError, tangle
 
 def module(*cells):
     "A module as nbdev writes it: a marker before each cell"
-    return "\n".join(f"# %% ../nbs/x.ipynb #{i:x}\n{textwrap.dedent(o).strip()}\n" for i, o in enumerate(cells, 10))
+    return "\n".join(f"# %% ../nbs/x.ipynb #{i:x}\n{textwrap.dedent(o).strip()}\n"
+                     for i, o in enumerate(cells, 10))
 
 TOP = """
     from dataclasses import dataclass
@@ -25,7 +26,8 @@ def run(*cells):
     return text, names
 
 def test_a_function_becomes_a_method():
-    text, names = run(A, "@patch\ndef twice(self: A, m: int = 2) -> int:\n    'Times'\n    return self.n * m", "x = A().twice()")
+    text, names = run(A, "@patch\ndef twice(self: A, m: int = 2) -> int:\n    'Times'\n    return self.n * m",
+                      "x = A().twice()")
     assert names["x"] == 2 and "twice" not in names and "patch" not in text
     assert "    # %% ../nbs/x.ipynb #c\n    def twice(self, m: int = 2) -> int:\n        'Times'\n" in text
     assert text.count("# %% ../nbs/x.ipynb #c") == 1 and tangle(text) == text
@@ -76,9 +78,11 @@ def test_what_else_a_cell_holds_stays_where_it_was():
     assert text.index("def three") < text.index("def helper") < text.index("other = 4")
 
 def test_a_signature_may_not_look_ahead():
-    with pytest.raises(TangleError, match=r"x.ipynb #c: the signature of A.f uses Late, defined after the class; define it before"):
+    with pytest.raises(TangleError, match=r"x.ipynb #c: the signature of A.f uses Late, defined after the "
+                                          r"class; define it before"):
         run(A, "class Late: pass\n\n@patch\ndef f(self: A, x: Late): pass")
-    run(A, "class Late: pass\n\n@patch\ndef f(self: A, x: 'Late'): return Late")   # a string is read later, a body too
+    # a string is read later, a body too
+    run(A, "class Late: pass\n\n@patch\ndef f(self: A, x: 'Late'): return Late")
 
 def test_only_classes_of_the_module_can_be_patched():
     with pytest.raises(TangleError, match="f is patched into Other, which this module does not define"):
@@ -96,11 +100,13 @@ def patches():
             if m := re.match(r"#\|\s*default_exp\s+(\S+)", source): home = m[1]
             if not re.match(r"#\|\s*export", source): continue
             for n in ast.parse(source).body:
-                if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) and any(ast.unparse(d).startswith("patch") for d in n.decorator_list):
+                if (isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+                        and any(ast.unparse(d).startswith("patch") for d in n.decorator_list)):
                     yield home, ast.unparse(n.args.args[0].annotation), n.name
 
 def test_no_patch_is_left_in_the_package():
-    assert not [p for p in (root/cfg["lib_path"]).rglob("*.py") if p.name != "_modidx.py" and "@patch" in p.read_text()]
+    assert not [p for p in (root/cfg["lib_path"]).rglob("*.py") if p.name != "_modidx.py"
+                and "@patch" in p.read_text()]
 
 def test_nothing_that_a_patch_leaves_behind():
     "fastcore's `patch` leaves `f = None` in the module; a folded method leaves nothing"

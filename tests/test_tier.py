@@ -1,4 +1,5 @@
-"""The second tier for keys and values under faults: other weights, other tenants, NaN, a full or damaged disk, a killed server."""
+"""The second tier for keys and values under faults: other weights, other tenants, NaN, a full or damaged
+disk, a killed server."""
 import errno, json, os, signal, subprocess, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -43,7 +44,8 @@ class Server:
     def run(self, *pendings):
         while self.s.has_work:
             self.s.step()
-            self.cache.check_integrity({o.rid: o for o in [*(p.req for p in self.s.alive.values() if p.req), *self.s._deferred.to_release]}.values())
+            self.cache.check_integrity({o.rid: o for o in [*(p.req for p in self.s.alive.values() if p.req),
+                *self.s._deferred.to_release]}.values())
         return [(o.output_ids.tolist(), o.cached_tokens) for o in pendings]
 
     def ask(self, rid, **params): return self.run(self.add(rid, **params))[0]
@@ -74,7 +76,8 @@ def test_others_run_while_pages_travel(server):
     b, c = server.add('b'), server.add('c', [7, 7, 7])
     with patch.object(server.cache.sources['tier'], 'idle'):   # the disk does nothing
         for _ in range(5): server.s.step()
-        assert c.finish_reason and not b.output_ids.size and server.cache.sources['tier'].stats()['waiting'] == 4
+        assert (c.finish_reason and not b.output_ids.size
+                and server.cache.sources['tier'].stats()['waiting'] == 4)
     assert server.run(b) == [(RIGHT, 8)]
 
 def test_who_is_aborted_on_the_way_lets_go(server):
@@ -93,7 +96,8 @@ def test_no_tenant_finds_the_pages_of_another(server):
     assert server.ask('d', extra_key='ann') == (RIGHT, 8)
 
 def test_other_weights_find_nothing(server):
-    "Neither who comes later nor who waits for pages already; what the old ones left is found when they are back"
+    """Neither who comes later nor who waits for pages already; what the old ones left is found when they are
+    back"""
     version = [0]
     server.cache.sources['tier']._make_fingerprint = lambda: bytes([version[0]]*20)
     server.cache.sources['tier'].renew()
@@ -116,11 +120,13 @@ def test_the_operator_empties_all_tiers(server):
     server.go_down()
     server.control.scheduler.flush_cache()
     server.below.stream.run_all()
-    server.cache.sources['tier'] = server.below.restart()   # nor is anything left for a server that is started later
+    # nor is anything left for a server that is started later
+    server.cache.sources['tier'] = server.below.restart()
     assert server.ask('b') == (RIGHT, 0)
 
 def test_nan_that_went_down_is_found_out(server):
-    "It was aborted before anybody saw its NaN; who reads its pages is computed again, and nothing of it stays"
+    """It was aborted before anybody saw its NaN; who reads its pages is computed again, and nothing of it
+    stays"""
     server.engine.nan_rids.add('a')
     server.add('a')
     with patch.object(server.s, '_process_one_token', lambda *args: None): server.s.step()
@@ -145,8 +151,10 @@ def test_nan_that_was_seen_never_goes_down():
 @pytest.mark.parametrize('error', [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_takes_nothing_costs_nobody_an_answer(server, error, caplog):
     server.ask('a')
-    with patch('minisgl_lit.distributed.page_file.os.pwrite', side_effect=OSError(error, 'no')): server.go_down()
-    assert server.cache.sources['tier'].stats()['disk'] == 0 and caplog.text.count('could not be written') == 1
+    with patch('minisgl_lit.distributed.page_file.os.pwrite', side_effect=OSError(error, 'no')):
+        server.go_down()
+    assert (server.cache.sources['tier'].stats()['disk'] == 0
+            and caplog.text.count('could not be written') == 1)
     assert server.ask('b') == (RIGHT, 0)
 
 def test_a_disk_that_breaks_half_way(server):
@@ -159,10 +167,12 @@ def test_a_disk_that_breaks_half_way(server):
 def test_a_disk_that_cannot_be_read(server):
     server.ask('a')
     server.go_down()
-    with patch('minisgl_lit.distributed.page_file.os.preadv', side_effect=OSError(errno.EIO, 'no')): assert server.ask('b') == (RIGHT, 0)
+    with patch('minisgl_lit.distributed.page_file.os.preadv', side_effect=OSError(errno.EIO, 'no')):
+        assert server.ask('b') == (RIGHT, 0)
 
 def test_a_disk_that_hangs_keeps_nobody_for_ever(server, caplog):
-    "Ten seconds for who waits already, nothing for who comes later; who needs nothing from there runs on; and a disk that answers again is used again"
+    """Ten seconds for who waits already, nothing for who comes later; who needs nothing from there runs on;
+    and a disk that answers again is used again"""
     tier = server.cache.sources['tier']
     server.ask('a')
     server.go_down()
@@ -195,7 +205,8 @@ def test_what_is_emptied_is_not_waited_for(server):
 
 def test_an_engine_ends_beside_a_disk_that_hangs(tmp_path):
     "It answers what lies there, and its file is closed by the thread that hangs, once it goes on"
-    gate, prompts = threading.Event(), [np.random.default_rng(i).integers(100, 500, 400).tolist() for i in range(3)]
+    gate, prompts = (threading.Event(),
+                     [np.random.default_rng(i).integers(100, 500, 400).tolist() for i in range(3)])
     with patch('minisgl_lit.second_tier.least_pages', return_value=1):   # even if the disk is busy
         llm = LLM(device='cpu', num_pages=60, max_running_req=2, kv_disk_path=str(tmp_path), kv_disk_gib=.05)
     tier, params = llm.runtime.scheduler.cache.sources['tier'], SamplingParams(max_tokens=2, temperature=0)
@@ -204,7 +215,9 @@ def test_an_engine_ends_beside_a_disk_that_hangs(tmp_path):
     while tier.stats()['host'] and time.monotonic() < end:   # what is still in memory needs no disk
         tier.collect()
         time.sleep(.01)
-    with patch.object(PageFile, 'read', lambda *args: gate.wait(60)), patch('minisgl_lit.distributed.tier._PATIENCE', .2), patch('minisgl_lit.distributed.tier.CLOSING_SECONDS', .1):
+    with patch.object(PageFile, 'read',
+                      lambda *args: gate.wait(60)), patch('minisgl_lit.distributed.tier._PATIENCE',
+                          .2), patch('minisgl_lit.distributed.tier.CLOSING_SECONDS', .1):
         assert ask() == right and tier.disk_hangs
         llm.close()
         assert tier._stream._thread.is_alive() and tier._file._fd >= 0
@@ -214,12 +227,15 @@ def test_an_engine_ends_beside_a_disk_that_hangs(tmp_path):
 
 @pytest.mark.parametrize('path, why', [('/dev/null', 'Not a directory'), ('/proc/nobody', 'No such file')])
 def test_a_folder_that_cannot_be_used_is_refused_before_anything_is_loaded(path, why):
-    with patch('minisgl_lit.runtime.Tokenizer', side_effect=AssertionError('it was loaded')), pytest.raises(ValueError, match=f'kv_disk_path={path!r} cannot be used: .*{why}'):
+    with patch('minisgl_lit.runtime.Tokenizer',
+               side_effect=AssertionError('it was loaded')), pytest.raises(ValueError,
+                   match=f'kv_disk_path={path!r} cannot be used: .*{why}'):
         LLM(device='cpu', kv_disk_path=path)
 
 def test_the_file_of_another_user_is_refused(tmp_path):
     open_page_file(tmp_path, 8, 9999).close()
-    with patch('minisgl_lit.distributed.page_file.os.geteuid', return_value=1 + os.geteuid()), pytest.raises(ValueError, match='pages-0.kv: it is no file of this user'):
+    with patch('minisgl_lit.distributed.page_file.os.geteuid', return_value=1
+               + os.geteuid()), pytest.raises(ValueError, match='pages-0.kv: it is no file of this user'):
         open_page_file(tmp_path, 8, 9999)
 
 def test_a_server_starts_beside_a_disk_that_is_full_or_unreadable(tmp_path):
@@ -252,7 +268,8 @@ def test_an_end_in_order_goes_on_while_there_is_room_for_a_page():
     server.cache.sources['tier'].moving_pages = 1
     server.ask('a')
     server.cache.close()
-    assert server.cache.sources['tier'].counts == dict(stored=5, from_host=0, from_disk=0, dropped=0, lost=0) and len(server.cache.sources['tier']._slots) == 5
+    assert (server.cache.sources['tier'].counts == dict(stored=5, from_host=0, from_disk=0, dropped=0, lost=0)
+            and len(server.cache.sources['tier']._slots) == 5)
     server.below.end()
 
 def test_metrics_tell_of_it(server):
@@ -260,11 +277,13 @@ def test_metrics_tell_of_it(server):
     server.go_down()
     server.ask('b')
     page = Metrics('toy').page(server.s.stats())[0].decode()
-    for name, value in dict(kv_disk_hit_pages_total=4, kv_disk_pages=5, kv_bytes_up_total=128, kv_bytes_down_total=160, kv_waiting_pages=0).items():
+    for name, value in dict(kv_disk_hit_pages_total=4, kv_disk_pages=5, kv_bytes_up_total=128,
+                            kv_bytes_down_total=160, kv_waiting_pages=0).items():
         assert f'minisgl:{name}{{model_name="toy"}} {value:.1f}' in page, (name, page)
-    assert 'kv_disk' not in Metrics('toy').page({k: o for k, o in server.s.stats().items() if k != 'tier'})[0].decode()
+    assert 'kv_disk' not in Metrics('toy').page({k: o
+        for k, o in server.s.stats().items() if k != 'tier'})[0].decode()
 
-CHILD = """
+CHILD = ("""
 import json, sys
 import numpy as np
 from minisgl_lit import LLM, SamplingParams
@@ -275,15 +294,17 @@ prompts = [np.random.default_rng(i).integers(100, 500, 400).tolist() for i in ra
 outs = [llm.generate([p], SamplingParams(max_tokens=8, temperature=0))[0] for _ in range(int(sys.argv[2])) for p in prompts]
 print(json.dumps([sum(o.cached_tokens for o in outs[-8:]), [list(o.token_ids) for o in outs[-8:]]]), flush=True)
 sys.stdin.read()
-"""
+""")   # noqa: E501
 
 def child(folder, rounds):
-    process = subprocess.Popen([sys.executable, '-c', CHILD, str(folder), str(rounds)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, '-c', CHILD, str(folder), str(rounds)], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True)
     return process, json.loads(process.stdout.readline())
 
 @pytest.mark.long
 def test_a_killed_server_finds_its_pages_again(tmp_path):
-    "kill -9, a start: at least 80 % of the hits at once, and the same tokens; then the file is damaged everywhere, and the tokens are the same again"
+    """kill -9, a start: at least 80 % of the hits at once, and the same tokens; then the file is damaged
+    everywhere, and the tokens are the same again"""
     first, (hits, tokens) = child(tmp_path, 2)
     first.send_signal(signal.SIGKILL)
     first.wait()
@@ -307,9 +328,11 @@ def test_two_engines_do_not_share_a_file(tmp_path):
 
 @pytest.mark.long
 def test_a_server_that_ends_in_order_finds_all_of_it_again(tmp_path):
-    "Over HTTP: pages go down and come up while others run, the end writes the pool, and the next start has at least 80 % of the hits at once"
+    """Over HTTP: pages go down and come up while others run, the end writes the pool, and the next start has
+    at least 80 % of the hits at once"""
     prompts = [np.random.default_rng(i).integers(100, 500, 400).tolist() for i in range(6)]
-    settings = dict(device='cpu', port=0, num_pages=80, max_running_req=2, kv_disk_path=str(tmp_path), kv_disk_gib=.05)
+    settings = dict(device='cpu', port=0, num_pages=80, max_running_req=2, kv_disk_path=str(tmp_path),
+                    kv_disk_gib=.05)
     def ask(url, prompt):
         body = {'input_ids': prompt, 'sampling_params': {'max_new_tokens': 4, 'temperature': 0}}
         answer = httpx.post(url + '/generate', json=body, timeout=60).json()
@@ -325,9 +348,11 @@ def test_a_server_that_ends_in_order_finds_all_of_it_again(tmp_path):
     assert sum(hits[1]) > 1000 and sum(hits[2]) >= .8*max(sum(hits[1]), 2304), hits
 
 def test_a_copy_to_the_host_waits_for_what_it_copies(monkeypatch):
-    "On a GPU pages are cloned on the stream of the steps and copied on another, which must wait for the clones; seen in the order of the calls"
+    """On a GPU pages are cloned on the stream of the steps and copied on another, which must wait for the
+    clones; seen in the order of the calls"""
     calls, stream = [], CudaStream.__new__(CudaStream)
-    stream.stream, stream._copy_stream, stream._error = 'steps', SimpleNamespace(wait_stream=lambda other: calls.append(f'wait for {other}')), None
+    stream.stream, stream._copy_stream, stream._error = ('steps',
+        SimpleNamespace(wait_stream=lambda other: calls.append(f'wait for {other}')), None)
     monkeypatch.setattr(stream, 'submit', lambda work: work(), raising=False)
     monkeypatch.setattr('minisgl_lit.core.device.CudaEvent', lambda *args: 'event')
     monkeypatch.setattr(torch.cuda, 'stream', lambda other: nullcontext())
@@ -338,4 +363,5 @@ def test_a_copy_to_the_host_waits_for_what_it_copies(monkeypatch):
             calls.append('clone')
             yield there, torch.full((2,), float(i + 1))
     assert stream.fetch(pairs) == 'event'
-    assert calls == ['clone', 'clone', 'wait for steps', 'kept', 'kept'] and [o.tolist() for o in out] == [[1, 1], [2, 2]]
+    assert (calls == ['clone', 'clone', 'wait for steps', 'kept', 'kept']
+            and [o.tolist() for o in out] == [[1, 1], [2, 2]])

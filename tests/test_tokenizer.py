@@ -30,7 +30,8 @@ def byte_level():
 
 
 def byte_letters():
-    "The letter by which byte-level vocabularies write each byte: itself if it can be printed, else one from 256 on."
+    """The letter by which byte-level vocabularies write each byte: itself if it can be printed, else one from
+    256 on."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(b if b in printed else next(others)) for b in range(256)]
@@ -41,7 +42,8 @@ def byte_fallback():
     vocab = {f"<0x{b:02X}>": b for b in range(256)} | {"▁": 256, "a": 257, "▁a": 258, "b": 259, "▁▁": 260}
     tok = tokenizers.Tokenizer(models.BPE(vocab, merges=[("▁", "a"), ("▁", "▁")], byte_fallback=True))
     tok.pre_tokenizer = pre_tokenizers.Metaspace()
-    tok.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tok.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                     decoders.Strip(" ", 1, 0)])
     return tok
 
 
@@ -52,7 +54,8 @@ def checkpoint(tmp_path_factory):
         folder = tmp_path_factory.mktemp("checkpoint")
         if tok: tok.save(str(folder/"tokenizer.json"))
         for name, content in files.items():
-            (folder/name.replace("__", ".")).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+            (folder/name.replace("__", ".")).write_text(content if isinstance(content, str)
+                else json.dumps(content), encoding="utf-8")
         return folder
     return make
 
@@ -84,7 +87,8 @@ def test_where_the_template_stands(checkpoint):
 def test_names_of_special_tokens(checkpoint):
     for content in ("<s>", {"content": "<s>"}):
         for file in ("special_tokens_map__json", "tokenizer_config__json"):
-            t = Tokenizer(checkpoint(byte_level(), **{file: {"bos_token": content, "unk_token": None, "add_bos_token": True}}))
+            t = Tokenizer(checkpoint(byte_level(),
+                **{file: {"bos_token": content, "unk_token": None, "add_bos_token": True}}))
             assert t.special == {"bos_token": "<s>"}
             assert t.encode("<s>a").tolist() == t.encode("a").tolist() == [BEGIN, ord("a")]
     no_name = Tokenizer(checkpoint(byte_level()))
@@ -109,7 +113,8 @@ def test_limits_in_the_file_do_not_count(checkpoint):
 
 def test_older_files(checkpoint):
     made = json.loads(byte_level().to_str())["model"]
-    folder = checkpoint(None, vocab__json=made["vocab"], merges__txt="#version: 0.2\n", tokenizer_config__json={"tokenizer_class": "GPT2Tokenizer"})
+    folder = checkpoint(None, vocab__json=made["vocab"], merges__txt="#version: 0.2\n",
+                        tokenizer_config__json={"tokenizer_class": "GPT2Tokenizer"})
     assert Tokenizer(folder).encode("hé").tolist() == list("hé".encode())
 
 
@@ -132,8 +137,10 @@ def in_pieces(tokenizer, ids, sizes, skip=True):
 
 texts = st.text(st.sampled_from("ab  é你👋\u0301\ufffd\U0010ffff"), max_size=12)
 halves = st.tuples(st.sampled_from("é你👋\U0010ffff"), st.integers(0, 4)).map(lambda o: o[0].encode()[:o[1]])
-odd = st.sampled_from([0x80, 0xbf, 0xc0, 0xc2, 0xe0, 0xa0, 0xed, 0xf0, 0x90, 0xf4, 0x8f, 0xff]).map(lambda b: bytes([b]))
-junk = st.lists(st.one_of(texts.map(str.encode), halves, odd, st.binary(max_size=6), st.just(b"\x80" * 9)), max_size=12).map(b"".join)
+odd = st.sampled_from([0x80, 0xbf, 0xc0, 0xc2, 0xe0, 0xa0, 0xed, 0xf0, 0x90, 0xf4, 0x8f,
+                       0xff]).map(lambda b: bytes([b]))
+junk = st.lists(st.one_of(texts.map(str.encode), halves, odd, st.binary(max_size=6), st.just(b"\x80" * 9)),
+                max_size=12).map(b"".join)
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
@@ -167,13 +174,16 @@ patterns = st.sampled_from([None, "a+b", r"\W\w", "[^a]b", "(?<=a)é", "b(?=a)",
 
 
 @settings(max_examples=300)
-@given(texts, st.lists(st.text(st.sampled_from("ab é你"), min_size=1, max_size=3), max_size=3), patterns, sizes, st.booleans())
+@given(texts, st.lists(st.text(st.sampled_from("ab é你"), min_size=1, max_size=3), max_size=3), patterns,
+       sizes, st.booleans())
 @example("xab", ["ab"], None, [6, 2], False)   # read when the stop has begun
 def test_scheduler_and_reader_agree(plain, text, stop, pattern, sizes, keep):
-    "The stop check ends the answer at a token, however late it searches; a reader shows the right text, however late it reads its outputs."
+    """The stop check ends the answer at a token, however late it searches; a reader shows the right text,
+    however late it reads its outputs."""
     ids, params = list(text.encode()), SamplingParams(stop=stop, stop_regex=pattern, no_stop_trim=keep)
     checks, n, matched = TextStopChecks(plain), 0, None
-    told, reader, texts = checks.make(PendingReq("r", np.array([1]), params, max_len=99)), OutputCollector(plain, params), []
+    told, reader, texts = (checks.make(PendingReq("r", np.array([1]), params, max_len=99)),
+                           OutputCollector(plain, params), [])
     queue = OutputQueue()
     for k, i in enumerate([*ids, 0]):   # the last is an end token
         told.push(i, None, (FinishReason.STOP, 0) if k == len(ids) else None)
@@ -188,8 +198,13 @@ def test_scheduler_and_reader_agree(plain, text, stop, pattern, sizes, keep):
         if reason: break
     assert reader.output.text == "".join(texts) and reader.output.token_ids == [*ids, 0][:n]
     text_shown, found = stops_plainly(text, stop, pattern, keep)
-    assert reader.output.text == text_shown + "\0"*(keep and found is None) and (None if matched == 0 else matched) == found
-    if found is not None: assert len(bytes(ids[:n]).decode(errors="replace").encode()) and n == next(k for k in range(1, len(ids) + 1) if stops_plainly(bytes(ids[:k]).decode(errors="ignore"), stop, pattern, keep)[1] is not None)
+    assert (reader.output.text == text_shown + "\0"*(keep and found is None)
+            and (None if matched == 0 else matched) == found)
+    if found is not None:
+        assert (len(bytes(ids[:n]).decode(errors="replace").encode())
+                and n == next(k for k in range(1, len(ids) + 1)
+                              if stops_plainly(bytes(ids[:k]).decode(errors="ignore"), stop, pattern, keep)[1]
+                              is not None))
 
 
 def stops_plainly(text, stop, pattern, keep):

@@ -1,4 +1,5 @@
-"""`ToyEngine` (chapter 03): what is right passes in every interleaving, and what is wrong is always caught."""
+"""`ToyEngine` (chapter 03): what is right passes in every interleaving, and what is wrong is always
+caught."""
 import time
 from dataclasses import replace
 
@@ -28,7 +29,8 @@ class Host:
         self.pages[row] = np.arange(self.n_cols) + row*self.n_cols
         if prefix_of is not None:
             other = prefix_of.pending.input_ids[:self.lengths.cached_len[prefix_of.table_idx]]
-            while cached + self.size < len(prompt) and list(other[:cached + self.size]) == list(prompt[:cached + self.size]):
+            while (cached + self.size < len(prompt)
+                   and list(other[:cached + self.size]) == list(prompt[:cached + self.size])):
                 self.pages[row, cached // self.size] = self.pages[prefix_of.table_idx, cached // self.size]
                 cached += self.size
         self.tokens[row, :len(prompt)] = prompt
@@ -46,7 +48,8 @@ class Host:
         who, within = segments(end - start)
         r, p = rows[who], start[who] + within
         sampled = [i for i, o in enumerate(reqs) if end[i] >= o.pending.input_len]
-        return Batch(reqs, ForwardMode.MIXED, self.step, rows, start, end, r, p, self.engine.kv.slots(r, p), np.array(sampled, dtype=int))
+        return Batch(reqs, ForwardMode.MIXED, self.step, rows, start, end, r, p, self.engine.kv.slots(r, p),
+                     np.array(sampled, dtype=int))
 
     def launch(self, batch):
         out = self.engine.sample(batch, self.engine.forward(batch))
@@ -62,9 +65,11 @@ prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size
 
 @given(prompts, st.sampled_from([1, 2, 3, 16]), st.data())
 def test_right_is_right(prompts, page_size, data):
-    "Any split into steps, any borrowing, padding, any interleaving of host and stream: the tokens of each alone"
+    """Any split into steps, any borrowing, padding, any interleaving of host and stream: the tokens of each
+    alone"""
     h = Host(page_size, len(prompts), ManualStream())
-    waiting, everyone, running, flying, n_run = list(enumerate(prompts)), [], [], [], data.draw(st.integers(0, 3), "pieces of work a step")
+    waiting, everyone, running, flying, n_run = (list(enumerate(prompts)), [], [], [],
+        data.draw(st.integers(0, 3), "pieces of work a step"))
     while waiting or running or flying:
         if waiting and (not running or data.draw(st.booleans(), "admit")):
             running.append(h.add(*waiting.pop(0), prefix_of=data.draw(st.sampled_from([None, *everyone]))))
@@ -90,7 +95,8 @@ def test_tokens_are_those_of_each_alone(prompts, page_size):
         receive(*flying.pop(0))
     receive(*flying.pop())
     h.engine.stream.close()
-    for o, prompt in zip(reqs, prompts): assert o.pending.output_ids.tolist() == expected_output(prompt, 6, VOCAB)
+    for o, prompt in zip(reqs, prompts):
+        assert o.pending.output_ids.tolist() == expected_output(prompt, 6, VOCAB)
 
 def started(page_size=2):
     "Two requests that have come some way, and what they would do next"
@@ -124,7 +130,8 @@ def test_each_page_and_token_that_is_read_counts():
             h.tokens[row, at] = (h.tokens[row, at] + 1) % VOCAB
             with pytest.raises(ToyError): run(h, batch)
 
-@pytest.mark.parametrize("name", ["rows", "cached_lens", "device_lens", "token_rows", "positions", "out_loc", "sampled", "reqs"])
+@pytest.mark.parametrize("name",
+    ["rows", "cached_lens", "device_lens", "token_rows", "positions", "out_loc", "sampled", "reqs"])
 @pytest.mark.parametrize("n_run", [0, 1])
 def test_a_batch_may_not_change_after_the_launch(name, n_run):
     h, batch = started()
@@ -137,7 +144,8 @@ def test_a_batch_may_not_change_after_the_launch(name, n_run):
 @pytest.mark.parametrize("name", ["token_rows", "positions", "out_loc"])
 def test_a_batch_names_each_token_once(name):
     h, batch = started()
-    with pytest.raises(ToyError, match=f"{name} has 5 entries for 6 tokens"): run(h, replace(batch, **{name: getattr(batch, name)[:-1]}))
+    with pytest.raises(ToyError, match=f"{name} has 5 entries for 6 tokens"):
+        run(h, replace(batch, **{name: getattr(batch, name)[:-1]}))
 
 def test_after_reset_nothing_flies():
     h, batch = started()
@@ -170,4 +178,5 @@ def test_lost_numbers_reach_whoever_borrows_them_and_nobody_else():
     b, c = h.add(1, [1, 2, 0, 2], prefix_of=a), h.add(2, [1, 2, 0, 2])
     assert b.cached_len == 2
     out = h.launch(h.batch([(b, 2), (c, 4)]))[1]
-    assert out.finite.tolist() == [False, True] and out.next_tokens[1] == expected_output([1, 2, 0, 2], 1, VOCAB)[0]
+    assert (out.finite.tolist() == [False, True]
+            and out.next_tokens[1] == expected_output([1, 2, 0, 2], 1, VOCAB)[0])

@@ -1,5 +1,6 @@
-"""Kernels in Triton against their definitions in torch, for odd shapes, strides, dtypes and seeds. They run in the reference of Triton, a few
-examples each; and on Triton's own interpreter, in a process that is told so before it imports the package (`make test-long`)."""
+"""Kernels in Triton against their definitions in torch, for odd shapes, strides, dtypes and seeds. They run
+in the reference of Triton, a few examples each; and on Triton's own interpreter, in a process that is told so
+before it imports the package (`make test-long`)."""
 import importlib.util, os, subprocess, sys
 from pathlib import Path
 
@@ -23,14 +24,17 @@ largest = plain.largest
 interpreted = os.environ.get('TRITON_INTERPRET') == '1'
 lacks_package = importlib.util.find_spec('triton') is None
 n_examples = int(os.environ.get('TST_TRITON', 8))
-examples, few = settings(max_examples=n_examples), settings(max_examples=min(n_examples, 8) // 2)   # `few`: each has many launches
+# `few`: each has many launches
+examples, few = settings(max_examples=n_examples), settings(max_examples=min(n_examples, 8) // 2)
 
 @st.composite
 def heads(draw):
     "Sizes of a step: heads that lie in something wider, a cache that is one layer of several"
-    return dict(n=draw(st.integers(0, 5)), n_q=draw(st.integers(1, 5)), n_kv=draw(st.integers(1, 3)), half=draw(st.sampled_from([1, 2, 3, 8, 24, 40, 64])),
+    return dict(n=draw(st.integers(0, 5)), n_q=draw(st.integers(1, 5)), n_kv=draw(st.integers(1, 3)),
+                half=draw(st.sampled_from([1, 2, 3, 8, 24, 40, 64])),
                 more=draw(st.integers(0, 7)), page_size=draw(st.sampled_from([1, 3, 16])),
-                dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])), normed=draw(st.booleans()), seed=draw(st.integers(0, 99)))
+                dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+                normed=draw(st.booleans()), seed=draw(st.integers(0, 99)))
 
 def step(n, n_q, n_kv, half, more, page_size, dtype, normed, seed, stored=None):
     g, dim = torch.Generator().manual_seed(seed), 2 * half
@@ -40,7 +44,8 @@ def step(n, n_q, n_kv, half, more, page_size, dtype, normed, seed, stored=None):
     wide = some(n, (n_q + 2 * n_kv) * dim + more)
     qkv = wide[:, :(n_q + 2 * n_kv) * dim].view(n, n_q + 2 * n_kv, dim)
     out_loc = torch.randperm((4 + n) * page_size, generator=g)[:n]
-    angles = plain.rope_angles(torch.randint(1000, (n,), generator=g), torch.rand(half, generator=g), torch.float32)
+    angles = plain.rope_angles(torch.randint(1000, (n,), generator=g), torch.rand(half, generator=g),
+                               torch.float32)
     return pool, wide, qkv, (some(dim), some(dim)) if normed else None, angles, out_loc
 
 def by_steps(pool, wide, qkv, norms, angles, out_loc, n_kv):
@@ -64,14 +69,17 @@ def test_heads_are_stored_as_step_by_step(world):
         torch.testing.assert_close(a.float(), b.float(), rtol=eps, atol=eps)
     before, others = step(**world), torch.ones(len(pool.k(1)), dtype=torch.bool)
     others[out_loc] = False
-    assert torch.equal(pool.buffer[[0, 2]], before[0].buffer[[0, 2]]) and torch.equal(pool.buffer[1][:, others], before[0].buffer[1][:, others])
+    assert (torch.equal(pool.buffer[[0, 2]], before[0].buffer[[0, 2]])
+            and torch.equal(pool.buffer[1][:, others], before[0].buffer[1][:, others]))
     width = qkv.shape[1] * qkv.shape[2]
-    assert torch.equal(wide[:, width:], before[1][:, width:]) and torch.equal(qkv[:, -world['n_kv']:], before[2][:, -world['n_kv']:])
+    assert (torch.equal(wide[:, width:], before[1][:, width:])
+            and torch.equal(qkv[:, -world['n_kv']:], before[2][:, -world['n_kv']:]))
 
 @examples
 @given(heads(), st.sampled_from([1, 300, 1e4]))
 def test_a_cache_of_fp8_gets_the_codes_of_what_is_in_place(world, size):
-    "To the bit, large and tiny numbers, infinities and NaN, too; queries and keys are those of a cache of 16 bits, and no other slot has changed"
+    """To the bit, large and tiny numbers, infinities and NaN, too; queries and keys are those of a cache of
+    16 bits, and no other slot has changed"""
     (pool, _, qkv, norms, angles, out_loc), other = step(**world, stored=FP8), step(**world)
     for o in qkv, other[2]:
         o[:, -1:] *= size
@@ -83,32 +91,41 @@ def test_a_cache_of_fp8_gets_the_codes_of_what_is_in_place(world, size):
     fused_heads.norm_rope_store(other[2], norms, 1e-6, angles.cos_sin, other[0].k(1), other[0].v(1), out_loc)
     assert torch.equal(qkv.nan_to_num(7), other[2].nan_to_num(7))
     expected.store_kv(1, *qkv[:, -2 * world['n_kv']:].split(world['n_kv'], dim=1), out_loc)
-    def codes(o): return o.buffer.view(torch.uint8).masked_fill(o.buffer.float().isnan(), 127)   # a NaN's sign says nothing
+    # a NaN's sign says nothing
+    def codes(o): return o.buffer.view(torch.uint8).masked_fill(o.buffer.float().isnan(), 127)
     assert torch.equal(codes(pool), codes(expected))
 
 def test_the_trial_of_heads_passes():
-    for stored in torch.bfloat16, FP8: assert largest_error(store_trial(fused_heads.norm_rope_store, plain, torch.device('cpu'), stored)) <= TOLERANCE
+    for stored in torch.bfloat16, FP8:
+        assert (largest_error(store_trial(fused_heads.norm_rope_store, plain, torch.device('cpu'), stored))
+                <= TOLERANCE)
 
 @st.composite
 def decoding(draw):
     "Requests that decode, in any rows, some of them padding; a table that is a part of something wider"
     n, page_size = draw(st.integers(1, 6)), draw(st.sampled_from([1, 3, 16]))
-    return dict(lens=draw(st.lists(st.integers(1, 5 * page_size), min_size=n, max_size=n)), padding=draw(st.integers(0, 3)), page_size=page_size,
-                more=draw(st.integers(0, 3)), block=draw(st.sampled_from([1, 2, 4, 64])), seed=draw(st.integers(0, 99)))
+    return dict(lens=draw(st.lists(st.integers(1, 5 * page_size), min_size=n, max_size=n)),
+                padding=draw(st.integers(0, 3)), page_size=page_size,
+                more=draw(st.integers(0, 3)), block=draw(st.sampled_from([1, 2, 4, 64])),
+                seed=draw(st.integers(0, 99)))
 
 @examples
 @given(decoding())
 def test_pages_are_listed_as_in_torch(world):
     "The list up to its end, and the whole table; what no request has stays as it was"
-    lens, size, n = torch.tensor(world['lens'] + [1] * world['padding']), world['page_size'], len(world['lens'])
+    lens, size, n = (torch.tensor(world['lens'] + [1] * world['padding']), world['page_size'],
+                     len(world['lens']))
     def step():
         g = torch.Generator().manual_seed(world['seed'])
         wide = torch.randint(900, (n + 2, 5 + world['more']), generator=g).int()
-        table, rows = wide[:, :5], torch.cat([torch.randperm(n + 1, generator=g)[:n], torch.full((world['padding'],), n + 1)])
+        table, rows = (wide[:, :5],
+            torch.cat([torch.randperm(n + 1, generator=g)[:n], torch.full((world['padding'],), n + 1)]))
         at, indptr = lens - 1, torch.cat([torch.zeros(1).long(), (-(-lens // size)).cumsum(0)]).int()
         new = torch.randint(900, (len(lens),), generator=g)
-        new[n:] = 7                                          # the dummy page, whose row may be written by several programs
-        return wide, [torch.full((table.numel() + 99,), -1, dtype=torch.int32), table, rows, at, new * size + at % size, indptr, size]
+        # the dummy page, whose row may be written by several programs
+        new[n:] = 7
+        return (wide, [torch.full((table.numel() + 99,), -1, dtype=torch.int32), table, rows, at,
+                       new * size + at % size, indptr, size])
     (ours, given_), (theirs, same) = step(), step()
     page_list.list_pages(*given_, block=world['block'])
     page_list.plain_list(*same)
@@ -119,13 +136,17 @@ def test_pages_are_listed_as_in_torch(world):
 def rows(draw):
     n = draw(st.integers(1, 4))
     def each(*values): return [draw(st.sampled_from(values)) for _ in range(n)]
-    return dict(vocab=draw(st.sampled_from([1, 2, 5, 63, 64, 65, 300])), more=draw(st.integers(0, 3)), chunk=draw(st.sampled_from([16, 64, 128])),
-                dtype=draw(st.sampled_from([torch.bfloat16, torch.float16])), spread=draw(st.sampled_from([0, .1, 3, 12])), banned=draw(st.booleans()),
-                seed=draw(st.integers(0, 99)), temperature=each(.05, .6, 1., 7.), top_k=each(0, 0, 2, 5, 64, 1000), top_p=each(1., 1., .2, .9, .999),
+    return dict(vocab=draw(st.sampled_from([1, 2, 5, 63, 64, 65, 300])), more=draw(st.integers(0, 3)),
+                chunk=draw(st.sampled_from([16, 64, 128])),
+                dtype=draw(st.sampled_from([torch.bfloat16, torch.float16])),
+                spread=draw(st.sampled_from([0, .1, 3, 12])), banned=draw(st.booleans()),
+                seed=draw(st.integers(0, 99)), temperature=each(.05, .6, 1., 7.),
+                top_k=each(0, 0, 2, 5, 64, 1000), top_p=each(1., 1., .2, .9, .999),
                 min_p=each(0., 0., .05, .9), greedy=each(0, 0, 0, 1))
 
 def near(logits, settings, a, b, eps=1e-5):
-    "Whether two tokens differ only because a number falls where they meet, or a threshold where a probability is"
+    """Whether two tokens differ only because a number falls where they meet, or a threshold where a
+    probability is"""
     temperature, top_k, top_p, min_p, u = settings[:5]
     probs = torch.softmax(logits.double() / temperature, -1)
     def chosen(p, u, k, least):
@@ -135,7 +156,8 @@ def near(logits, settings, a, b, eps=1e-5):
         cut = kept[before < p * kept.sum()].min() if len(kept) else 0
         left = probs.where((probs >= cut * (1 - 1e-9)) & (probs >= least * probs.max()), 0)
         return int((left.cumsum(-1) <= u * left.sum()).sum().clamp(max=len(probs) - 1))
-    around = [chosen(min(p, 1.), v, top_k, m) for p in (top_p - eps, top_p, top_p + eps) for v in (u - eps, u, u + eps)
+    around = [chosen(min(p, 1.), v, top_k, m) for p in (top_p - eps, top_p, top_p + eps)
+              for v in (u - eps, u, u + eps)
               for m in (min_p - eps, min_p + eps)]
     return {int(a), int(b)} <= set(around)
 
@@ -144,7 +166,8 @@ def near(logits, settings, a, b, eps=1e-5):
 def test_tokens_are_those_of_the_sampler(world):
     "Of `sample_random`, in float32; and exactly those of `plain_tokens`, in whole numbers"
     n, vocab, g = len(world['top_k']), world['vocab'], torch.Generator().manual_seed(world['seed'])
-    logits = (torch.randn(n, vocab + world['more'], generator=g) * world['spread']).to(world['dtype'])[:, :vocab]
+    logits = (torch.randn(n, vocab + world['more'], generator=g)
+              * world['spread']).to(world['dtype'])[:, :vocab]
     if world['banned']: logits[:, 1::3] = -torch.inf
     u = torch.rand(n, generator=g).double()
     numbers = [torch.tensor(world[o]).float().double() for o in ('temperature', 'top_k', 'top_p', 'min_p')]
@@ -157,17 +180,21 @@ def test_tokens_are_those_of_the_sampler(world):
     width = min(int(top_k.max()), vocab)
     want = sample_random(logits, given_[:5, :, None], width, alone, True)
     want = torch.where(given_[5] > 0, first, want)
-    for i in range(n): assert got[i] == want[i] or near(logits[i], given_[:, i], got[i], want[i]), (i, got, want)
+    for i in range(n):
+        assert got[i] == want[i] or near(logits[i], given_[:, i], got[i], want[i]), (i, got, want)
 
 def test_a_top_p_is_a_share_of_k_tokens_though_more_tie():
-    "Of five tokens a top-k of 3 leaves 0.8 of the weight, if its last is one of three that tie; a top-p of 0.8 of that is 0.64: two tokens"
+    """Of five tokens a top-k of 3 leaves 0.8 of the weight, if its last is one of three that tie; a top-p of
+    0.8 of that is 0.64: two tokens"""
     logits = torch.tensor([[.4, .3, .1, .1, .1]]).log().half()
     given_ = torch.tensor([[1., 3, .8, 0, .99, 0]]).double().T.contiguous()
     assert sampling.sample_tokens(logits, largest(logits)[0], given_, True, 16).tolist() == [1]
-    assert sample_random(logits, given_[:5, :, None], 3, torch.empty(0, dtype=torch.int64).numpy(), True).tolist() == [1]
+    assert (sample_random(logits, given_[:5, :, None], 3, torch.empty(0, dtype=torch.int64).numpy(),
+                          True).tolist() == [1])
 
 def test_a_number_where_two_chunks_meet():
-    "Belongs to the first token of the second one that has a weight, not to the first of all, which is forbidden"
+    """Belongs to the first token of the second one that has a weight, not to the first of all, which is
+    forbidden"""
     logits = torch.full((1, 32), -torch.inf).half()
     logits[0, [3, 20]] = 0
     given_ = torch.tensor([[1., 0, 1, 0, .5, 0]]).double().T.contiguous()
@@ -178,28 +205,35 @@ def test_a_number_where_two_chunks_meet():
 def test_a_seed_gives_its_token_in_any_company(world, order):
     "Alone, among others, in another order, and in chunks of any size"
     g = torch.Generator().manual_seed(world['seed'])
-    logits, u = (torch.randn(6, world['vocab'], generator=g) * 4).to(world['dtype']), torch.rand(6, generator=g).double()
+    logits, u = ((torch.randn(6, world['vocab'], generator=g) * 4).to(world['dtype']),
+                 torch.rand(6, generator=g).double())
     def pick(name): return torch.tensor([world[name][i % len(world[name])] for i in range(6)]).double()
     given_ = torch.stack([*map(pick, ('temperature', 'top_k', 'top_p', 'min_p')), u, u * 0])
     def tokens(rows, chunk):
         some = logits[rows]
-        return sampling.sample_tokens(some, largest(some)[0], given_[:, rows].contiguous(), True, chunk).tolist()
+        return sampling.sample_tokens(some, largest(some)[0], given_[:, rows].contiguous(), True,
+                                      chunk).tolist()
     together = tokens(list(range(6)), 64)
     assert tokens(list(order), 16) == [together[i] for i in order]
     assert [tokens([i], 128)[0] for i in range(6)] == together
 
-DOT = [torch.float32, torch.float16] + [torch.bfloat16] * (not interpreted)   # its interpreter multiplies the bits of bfloat16, as whole numbers
+# its interpreter multiplies the bits of bfloat16, as whole numbers
+DOT = [torch.float32, torch.float16] + [torch.bfloat16] * (not interpreted)
 
 @st.composite
 def mixtures(draw):
-    "Sizes of a layer with routed experts; `alike`: all tokens choose the same ones, so that most experts have none"
+    """Sizes of a layer with routed experts; `alike`: all tokens choose the same ones, so that most experts
+    have none"""
     n_experts = draw(st.integers(1, 11))
-    return dict(n=draw(st.integers(0, 40)), k=draw(st.integers(1, min(8, n_experts))), n_experts=n_experts, hidden=draw(st.sampled_from([1, 3, 16, 65, 130])),
-                width=draw(st.sampled_from([1, 5, 16, 66])), dtype=draw(st.sampled_from(DOT)), coded=draw(st.booleans()),
-                alike=draw(st.booleans()), padding=draw(st.integers(0, 5)), seed=draw(st.integers(0, 99)))
+    return dict(n=draw(st.integers(0, 40)), k=draw(st.integers(1, min(8, n_experts))), n_experts=n_experts,
+                hidden=draw(st.sampled_from([1, 3, 16, 65, 130])),
+                width=draw(st.sampled_from([1, 5, 16, 66])), dtype=draw(st.sampled_from(DOT)),
+                coded=draw(st.booleans()), alike=draw(st.booleans()), padding=draw(st.integers(0, 5)),
+                seed=draw(st.integers(0, 99)))
 
 def mixture(n, k, n_experts, hidden, width, dtype, coded, alike, padding, seed):
-    "Tokens and their experts, of which the last `padding` are nobody's; weights as `expert_mlps` takes them, and what they mean"
+    """Tokens and their experts, of which the last `padding` are nobody's; weights as `expert_mlps` takes
+    them, and what they mean"""
     g = torch.Generator().manual_seed(seed)
     def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
     liked = torch.randn(n + padding, n_experts, generator=g)
@@ -207,60 +241,76 @@ def mixture(n, k, n_experts, hidden, width, dtype, coded, alike, padding, seed):
     wide = shares.to(dtype).repeat_interleave(2, dim=1)   # neither tokens nor shares lie close together
     weights = meant = some(n_experts, 2 * width, hidden), some(n_experts, hidden, width)
     if coded:
-        weights = [o.to(fp8.FP8) for o in weights] + [2. ** torch.randint(-9, 3, o.shape[:2], generator=g) for o in weights]
+        weights = ([o.to(fp8.FP8) for o in weights] + [2. ** torch.randint(-9, 3, o.shape[:2], generator=g)
+            for o in weights])
         meant = [o.to(dtype) * scales[..., None].to(dtype) for o, scales in zip(weights, weights[2:])]
     return (some(n + padding, 2 * hidden)[:, ::2], chosen, wide[:, ::2]), weights, meant
 
 @examples
 @given(mixtures())
 def test_experts_are_those_of_the_definition(world):
-    "For all shapes, strides and dtypes, with experts that no token has chosen; and what padding is, or holds, changes no token by more than rounding"
+    """For all shapes, strides and dtypes, with experts that no token has chosen; and what padding is, or
+    holds, changes no token by more than rounding"""
     (x, chosen, shares), weights, meant = mixture(**world)
-    got, want = grouped_matmul.expert_mlps(x, chosen, shares, *weights), grouped_matmul.plain_experts(x, chosen, shares, *meant)
+    got, want = (grouped_matmul.expert_mlps(x, chosen, shares, *weights),
+                 grouped_matmul.plain_experts(x, chosen, shares, *meant))
     eps = {torch.float32: 1e-4, torch.bfloat16: .06, torch.float16: .01}[world["dtype"]]
-    def close(a, b): return bool(((a.float() - b.float()).abs() <= eps * (1 + b.float().abs().amax(-1, keepdim=True))).all())
+    def close(a, b):
+        return bool(((a.float() - b.float()).abs()
+                     <= eps * (1 + b.float().abs().amax(-1, keepdim=True))).all())
     assert got.dtype == want.dtype and got.shape == want.shape and close(got, want)
     n = world["n"]
     alone = grouped_matmul.expert_mlps(x[:n], chosen[:n], shares[:n], *weights)
     poisoned = x.clone()
     poisoned[n:] = torch.nan
-    assert close(got[:n], alone) and close(grouped_matmul.expert_mlps(poisoned, chosen, shares, *weights)[:n], alone)
+    assert (close(got[:n], alone)
+            and close(grouped_matmul.expert_mlps(poisoned, chosen, shares, *weights)[:n], alone))
 
 @pytest.mark.parametrize('coded', [False, True])
 def test_the_trial_of_experts_passes(coded):
-    for dtype in DOT[1:]: assert largest_error(grouped_matmul._trial(torch.device("cpu"), dtype, coded)) <= TOLERANCE
+    for dtype in DOT[1:]:
+        assert largest_error(grouped_matmul._trial(torch.device("cpu"), dtype, coded)) <= TOLERANCE
 
 def test_experts_of_16_bits_are_tried(monkeypatch):
     "And no others; and codes where the device knows them"
     monkeypatch.setattr(grouped_matmul, 'serves', lambda what, device, trial: True)
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: (8, 9 * (device.index == 1)))
     can = grouped_matmul.can_compute_experts.__wrapped__
-    assert [can(torch.device('cuda'), o) for o in (torch.bfloat16, torch.float16, torch.float32, torch.float64)] == [True, True, False, False]
+    assert ([can(torch.device('cuda'), o)
+        for o in (torch.bfloat16, torch.float16, torch.float32, torch.float64)] == [True, True, False, False])
     assert not can(torch.device('cpu'), torch.bfloat16)
     assert [can(torch.device('cuda', i), torch.bfloat16, True) for i in (0, 1)] == [False, True]
 
 @examples
-@given(st.integers(0, 5), st.sampled_from([1, 3, 16, 48, 100]), st.integers(0, 3), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 99))
+@given(st.integers(0, 5), st.sampled_from([1, 3, 16, 48, 100]), st.integers(0, 3),
+       st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 99))
 def test_rows_are_rounded_to_fp8_as_defined(n, width, more, dtype, seed):
-    "Rows that lie in something wider, one of zeros; never more than one code away, since a division may round otherwise"
-    x = (torch.randn(n, width + more, generator=torch.Generator().manual_seed(seed)) * 10).to(dtype)[:, :width]
+    """Rows that lie in something wider, one of zeros; never more than one code away, since a division may
+    round otherwise"""
+    x = (torch.randn(n, width + more, generator=torch.Generator().manual_seed(seed))
+         * 10).to(dtype)[:, :width]
     x[1:2] = 0
     (codes, scales), (right, right_scales) = fp8.to_fp8(x), fp8.plain_to_fp8(x)
     torch.testing.assert_close(scales, right_scales)
     if interpreted: return   # its interpreter cuts numbers off where a GPU rounds, and small ones wrongly
-    assert codes.shape == x.shape and ((codes.float() - right.float()).abs() <= right.float().abs() / 8 + 2**-9).all()
-    assert ((codes.float() * scales[:, None] - x.float()).abs() <= x.float().abs() / 15 + scales[:, None] * 2**-9).all()
+    assert (codes.shape == x.shape
+            and ((codes.float() - right.float()).abs() <= right.float().abs() / 8 + 2**-9).all())
+    assert ((codes.float() * scales[:, None] - x.float()).abs()
+            <= x.float().abs() / 15 + scales[:, None] * 2**-9).all()
 
 class Far(Language):
-    "Memory without an end: notes the farthest number of each tensor that is touched, and reads zeros where there is no tensor"
+    """Memory without an end: notes the farthest number of each tensor that is touched, and reads zeros where
+    there is no tensor"""
     def __init__(self):
         super().__init__()
         self.reached = {}
 
-    def arange(self, start, end): return super().arange(start, end).long()   # torch would narrow a block plus one number of 64 bits
+    # torch would narrow a block plus one number of 64 bits
+    def arange(self, start, end): return super().arange(start, end).long()
 
     def note(self, pointer, mask):
-        at, inside = torch.broadcast_tensors(pointer.offset, torch.ones((), dtype=torch.bool) if mask is None else mask)
+        at, inside = torch.broadcast_tensors(pointer.offset,
+                                             torch.ones((), dtype=torch.bool) if mask is None else mask)
         key, touched = pointer.memory.data_ptr(), at[inside].tolist()
         assert all(o >= 0 for o in touched), 'a number of more than 32 bits has overflowed'
         self.reached[key] = max([self.reached.get(key, 0), *touched])
@@ -282,27 +332,35 @@ def test_numbers_of_rows_have_64_bits(monkeypatch):
     def some(*shape, dtype=torch.float32): return torch.ones(*shape, dtype=dtype)
     def reached(x): return far.reached[x.data_ptr()]
     qkv, keys, values, cos_sin, one = some(4), some(4), some(4), some(4), some(2, dtype=torch.int64)
-    launch(fused_heads, '_heads', (2, 3), qkv, qkv, qkv, cos_sin, keys, values, one, 1, 1, 2, 1e-6, big, big, big, 2, HAS_NORM=False, FP8=False, HALF=1)
+    launch(fused_heads, '_heads', (2, 3), qkv, qkv, qkv, cos_sin, keys, values, one, 1, 1, 2, 1e-6, big, big,
+           big, 2, HAS_NORM=False, FP8=False, HALF=1)
     assert reached(qkv) == big + 5 and reached(cos_sin) == reached(keys) == reached(values) == big + 1
-    logits, first, given_, keys, sums = some(8, dtype=torch.bfloat16), some(2, dtype=torch.int64), some(6, 2, dtype=torch.float64), some(2, dtype=torch.int32), some(4, dtype=torch.int64)
-    for name, grid, to, more in (('_cut', (2,), (keys,), {}), ('_weigh', (2, 2), (sums, keys), {}), ('_pick', (2,), (first, sums, keys), dict(CHUNKS=2))):
+    logits, first, given_, keys, sums = (some(8, dtype=torch.bfloat16), some(2, dtype=torch.int64),
+        some(6, 2, dtype=torch.float64), some(2, dtype=torch.int32), some(4, dtype=torch.int64))
+    for name, grid, to, more in (('_cut', (2,), (keys,), {}), ('_weigh', (2, 2), (sums, keys), {}),
+                                 ('_pick', (2,), (first, sums, keys), dict(CHUNKS=2))):
         far.reached.clear()
         sizes = dict(BLOCK=4) if name == '_cut' else dict(CHUNK=4, **more)
-        launch(sampling, name, grid, *to, logits, first, given_, 2, 8, big, *([] if name == '_cut' else [2]), **sizes)
+        launch(sampling, name, grid, *to, logits, first, given_, 2, 8, big, *([] if name == '_cut' else [2]),
+               **sizes)
         assert reached(logits) >= big
     x, codes, scales = some(4), torch.zeros(4).to(fp8.FP8), some(2)
     launch(fp8, '_round_row', (2,), codes, scales, x, 4, big, SMALLEST=1e-30, WIDTH=4)
     assert reached(x) == big + 3
     table, rows = some(4, dtype=torch.int32), some(2, dtype=torch.int64)
-    launch(page_list, '_pages', (2, 1), some(4, dtype=torch.int32), table, rows, rows, rows, some(3, dtype=torch.int32), 1, big, BLOCK=2)
+    launch(page_list, '_pages', (2, 1), some(4, dtype=torch.int32), table, rows, rows, rows,
+           some(3, dtype=torch.int32), 1, big, BLOCK=2)
     assert reached(table) == big + 1
-    order, starts, wide = torch.arange(2), torch.tensor([0, 0, 2]), 2**15   # both choices are of the second expert
+    # both choices are of the second expert
+    order, starts, wide = torch.arange(2), torch.tensor([0, 0, 2]), 2**15
     x, out, weights = some(4), some(4), some(4)
     sizes = dict(ROWS=1, COLUMNS=1, DEPTH=wide, EXPERTS=2, FP8=False)
-    launch(grouped_matmul, '_gate_up', (2, 1), out, x, weights, weights, order, starts, 2, 1, wide, 2 * wide, **sizes)
+    launch(grouped_matmul, '_gate_up', (2, 1), out, x, weights, weights, order, starts, 2, 1, wide, 2 * wide,
+           **sizes)
     assert reached(weights) == (3 * 2 * wide + 1) * wide - 1
     far.reached.clear()
-    launch(grouped_matmul, '_down', (2, 1), out, x, weights, weights, order, starts, some(2), 2, wide, 2 * wide, **sizes)
+    launch(grouped_matmul, '_down', (2, 1), out, x, weights, weights, order, starts, some(2), 2, wide,
+           2 * wide, **sizes)
     assert reached(weights) == (2 * wide + 1) * wide - 1
 
 def test_which_triton_this_is():
@@ -311,20 +369,23 @@ def test_which_triton_this_is():
 
 def run_long(*command, **env):
     "A process of its own, in which Triton is another"
-    done = subprocess.run([sys.executable, *command], cwd=Path(__file__).parents[1], env=os.environ | env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *command], cwd=Path(__file__).parents[1], env=os.environ | env,
+                          capture_output=True, text=True)
     assert not done.returncode, done.stdout[-3000:] + done.stderr[-1000:]
     return done.stdout
 
-long = [pytest.mark.long, pytest.mark.skipif(lacks_package, reason='needs the package triton'), pytest.mark.skipif(interpreted, reason='this is that process')]
+long = [pytest.mark.long, pytest.mark.skipif(lacks_package, reason='needs the package triton'),
+        pytest.mark.skipif(interpreted, reason='this is that process')]
 def marked(test):
     for mark in long: test = mark(test)
     return test
 
 @marked
 def test_tritons_own_interpreter_agrees():
-    run_long('-m', 'pytest', '-q', '-n', '0', '-p', 'no:cacheprovider', __file__, TRITON_INTERPRET='1', TST_TRITON='25')
+    run_long('-m', 'pytest', '-q', '-n', '0', '-p', 'no:cacheprovider', __file__, TRITON_INTERPRET='1',
+             TST_TRITON='25')
 
-COMPILE = """
+COMPILE = ("""
 import torch
 torch.cuda.is_available = lambda: True   # so that the modules take the package
 from triton import compile
@@ -358,14 +419,14 @@ for arch in (80, 89, 90):
                 build(grouped_matmul._gate_up, [x, x, *weights, '*i64', '*i64', *['i32'] * 4], arch, 4, **sizes)
                 build(grouped_matmul._down, [x, x, *weights, '*i64', '*i64', x, *['i32'] * 3], arch, 4, **sizes)
         if arch >= 89: build(fp8._round_row, ['*fp8e4nv', '*fp32', x, 'i32', 'i32'], arch, 4, SMALLEST=fp8.SMALLEST_SCALE, WIDTH=4096)
-"""
+""")   # noqa: E501
 
 @marked
 def test_each_kernel_compiles_for_gpus():
     "Down to machine code, which needs no GPU; what it computes there is not shown"
     assert len(run_long('-c', COMPILE).splitlines()) == 3 * (2 * (7 + 3 * 2) + 1) + 2 * 2 * (1 + 3 * 2)
 
-KINDS = """
+KINDS = ("""
 import numpy as np, torch
 torch.cuda.is_available = lambda: True   # so that the modules take the package
 from triton.backends.compiler import GPUTarget
@@ -417,7 +478,7 @@ first = len(kinds)
 for n in (1, 3, 5, 7, 9, 12, 15, 17, 31, 33, 48, 100, 129, 255): prompts(n, 8)
 assert first == len(kinds) == 1 + 1 + 2 * 3, kinds
 print('no new kinds')
-"""
+""")   # noqa: E501
 
 @marked
 def test_no_size_of_a_batch_brings_a_new_kind_of_a_kernel():

@@ -1,4 +1,5 @@
-"""The weekend's engine: in lockstep with the real scheduler, equal to `transformers` and to `LLM` on the embedded model, and small enough to hold in the head."""
+"""The weekend's engine: in lockstep with the real scheduler, equal to `transformers` and to `LLM` on the
+embedded model, and small enough to hold in the head."""
 import json, re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +28,13 @@ from minisgl_lit.weekend.server import make_server
 from nbrun import notebooks, root
 
 MODULES = sorted((root/'minisgl_lit'/'weekend').glob('*.py'))
-MOST = dict(model=170, pages=120, batch=130, decode=110, radix=250, prefill=160, sampling=80, overlap=150, cuda=180, server=250)   # lines of code
+# lines of code
+MOST = dict(model=170, pages=120, batch=130, decode=110, radix=250, prefill=160, sampling=80, overlap=150,
+            cuda=180, server=250)
 
-def lines(path): return sum(bool(o.strip()) and not o.lstrip().startswith('#') for o in path.read_text(encoding='utf-8').splitlines())
+def lines(path):
+    return sum(bool(o.strip()) and not o.lstrip().startswith('#')
+               for o in path.read_text(encoding='utf-8').splitlines())
 
 # small, and whole on its pages
 
@@ -48,7 +53,8 @@ def test_every_line_is_shown_and_the_table_grows(path):
     assert exported and not [s for s in exported if re.search(r'#\| *(hide|code-fold|checks)', s)]
     longest = max(exported, key=lambda s: len(s.splitlines()))
     assert len(longest.splitlines()) <= 42, longest
-    table = next(''.join(o['text']) for s, outputs in reversed(code) if 'print_table(' in s for o in outputs if 'text' in o)
+    table = next(''.join(o['text']) for s, outputs in reversed(code) if 'print_table(' in s
+                 for o in outputs if 'text' in o)
     assert re.findall(r'(?m)^(\d+) ', table) == [str(i + 1) for i in range(int(path.stem[:2]))], table
     assert 'The radix cache keeps the pages of finished requests' in table
 
@@ -57,7 +63,8 @@ def test_it_reads_the_files_that_are_published(tmp_path):
     for file in folder.iterdir(): (tmp_path/file.name).symlink_to(file)
     about = json.loads((folder/'config.json').read_text(encoding='utf-8'))
     (tmp_path/'config.json').unlink()
-    (tmp_path/'config.json').write_text(json.dumps(about | dict(rope_theta=about.pop('rope_parameters')['rope_theta'])))
+    (tmp_path/'config.json').write_text(json.dumps(about
+        | dict(rope_theta=about.pop('rope_parameters')['rope_theta'])))
     assert 'rope_parameters' not in json.loads((tmp_path/'config.json').read_text())
     assert generate(Decoder(tmp_path), [5, 6, 7], 8) == generate(Decoder(folder), [5, 6, 7], 8)
 
@@ -105,12 +112,14 @@ def served(scheduler, requests):
 def reference(model):
     "What `transformers` answers"
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    made = {name: theirs.generate(torch.tensor([ids]), max_new_tokens=most, do_sample=False)[0, len(ids):].tolist() for name, ids, most in fixed_requests()}
+    made = {name: theirs.generate(torch.tensor([ids]), max_new_tokens=most,
+        do_sample=False)[0, len(ids):].tolist() for name, ids, most in fixed_requests()}
     name, ids, most = fixed_requests()[0]
     assert generate(model, ids, most) == made[name]
     return made
 
-@pytest.mark.parametrize('setting', [dict(), dict(overlap=True), dict(budget=7), dict(budget=7, overlap=True), dict(page_size=1, num_pages=480), dict(rows=1), dict(rows=7, num_pages=150)],
+@pytest.mark.parametrize('setting', [dict(), dict(overlap=True), dict(budget=7), dict(budget=7, overlap=True),
+    dict(page_size=1, num_pages=480), dict(rows=1), dict(rows=7, num_pages=150)],
                          ids=str)
 def test_greedy_tokens_are_those_of_transformers(model, reference, setting):
     scheduler = engine_of(model, **setting)
@@ -121,11 +130,13 @@ def test_a_seeded_answer_has_no_neighbours(model):
     "Alone, among others, in chunks, from the cache, with overlap"
     name, prompt, _ = fixed_requests()[0]
     mine = [(name, prompt, 12, Sampling(1.2, .9, seed=7))]
-    others = [(o, ids, 6, Sampling(1., 1., seed=i) if i % 2 else None) for i, (o, ids, _) in enumerate(fixed_requests()[1:])]
+    others = [(o, ids, 6, Sampling(1., 1., seed=i) if i % 2 else None)
+              for i, (o, ids, _) in enumerate(fixed_requests()[1:])]
     alone = served(engine_of(model), mine)[name]
     for setting in (dict(rows=7, num_pages=150), dict(budget=5), dict(overlap=True)):
         scheduler = engine_of(model, **setting)
-        for requests in (others[:3] + mine + others[3:], mine): assert served(scheduler, requests)[name] == alone, setting
+        for requests in (others[:3] + mine + others[3:], mine):
+            assert served(scheduler, requests)[name] == alone, setting
 
 def test_greedy_answers_are_those_of_the_real_engine():
     "The chat of `LLM` and the one of the weekend's server, with all that stands between text and tokens"
@@ -134,7 +145,8 @@ def test_greedy_answers_are_those_of_the_real_engine():
     Thread(target=server.serve_forever, daemon=True).start()
     client = OpenAI(base_url=f'http://127.0.0.1:{server.server_address[1]}/v1', api_key='none')
     def ours(question):
-        answer = client.chat.completions.create(model='', messages=[dict(role='user', content=question)], max_tokens=48, temperature=0)
+        answer = client.chat.completions.create(model='', messages=[dict(role='user', content=question)],
+                                                max_tokens=48, temperature=0)
         return answer.choices[0].message.content, answer.choices[0].finish_reason
     with ThreadPoolExecutor(4) as pool: said = [*pool.map(ours, questions)]
     server.shutdown()
@@ -156,4 +168,5 @@ def test_tokens_are_drawn_as_by_the_real_sampler(seed, p, n):
     u = torch.rand(4, 1, generator=rng, dtype=torch.float64)
     p = torch.full((4, 1), p)
     least = sampler.top_p_threshold(probs, p)
-    assert fall_on(keep_top_p(probs, p), u).tolist() == sampler.inverse_cdf(probs.where(probs >= least, 0), u).tolist()
+    assert (fall_on(keep_top_p(probs, p), u).tolist()
+            == sampler.inverse_cdf(probs.where(probs >= least, 0), u).tolist())

@@ -1,4 +1,5 @@
-"Other weights in the same memory: every answer is that of one checkpoint, whatever ran when they were changed."
+"""Other weights in the same memory: every answer is that of one checkpoint, whatever ran when they were
+changed."""
 import json, os, shutil, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,12 +23,15 @@ def other(tmp_path_factory):
     folder = tmp_path_factory.mktemp('checkpoints')/'other'
     shutil.copytree(embedded_path(), folder)
     tensors, noise = load_file(folder/'model.safetensors'), torch.Generator().manual_seed(1)
-    changed = {k: v + .3 * v.float().std().nan_to_num() * torch.randn(v.shape, generator=noise).to(v.dtype) for k, v in tensors.items()}
-    save_file({k: v.to(tensors[k].dtype).contiguous() for k, v in changed.items()}, folder/'model.safetensors')
+    changed = {k: v + .3 * v.float().std().nan_to_num() * torch.randn(v.shape, generator=noise).to(v.dtype)
+               for k, v in tensors.items()}
+    save_file({k: v.to(tensors[k].dtype).contiguous() for k, v in changed.items()},
+              folder/'model.safetensors')
     return str(folder)
 
 def answers(model, **settings):
-    with LLM(model, **SETTINGS | settings) as llm: return [o.token_ids for o in llm.generate(PROMPTS[:5], GREEDY)]
+    with LLM(model, **SETTINGS | settings) as llm:
+        return [o.token_ids for o in llm.generate(PROMPTS[:5], GREEDY)]
 
 @pytest.mark.parametrize('settings', [{}, dict(quantization='int8')], ids=str)
 def test_as_if_loaded_anew(other, settings):
@@ -35,19 +39,22 @@ def test_as_if_loaded_anew(other, settings):
     old, new = answers('embedded', **settings), answers(other, **settings)
     assert old != new
     with LLM(**SETTINGS | settings) as llm:
-        for path, version, right in ((None, 'default', old), (other, '2', new), (str(embedded_path()), '3', old)):
+        for path, version, right in ((None, 'default', old), (other, '2', new),
+                                     (str(embedded_path()), '3', old)):
             if path: llm.update_weights(path, version)
             outs = llm.generate(PROMPTS[:5], GREEDY)
             assert [o.token_ids for o in outs] == right and {o.weight_version for o in outs} == {version}
         llm.runtime.scheduler.self_check()
 
 def test_answers_that_have_begun(other, tmp_path):
-    "A stream that is half read ends with the weights that it began with; a folder that is refused changes nothing"
+    """A stream that is half read ends with the weights that it began with; a folder that is refused changes
+    nothing"""
     old, new = answers('embedded'), answers(other)
     with LLM(**SETTINGS) as llm:
         stream = llm.stream(PROMPTS[0], GREEDY)
         first = next(stream)
-        with pytest.raises(ValueError, match='model_path must be a folder'): llm.update_weights(tmp_path/'nowhere')
+        with pytest.raises(ValueError, match='model_path must be a folder'):
+            llm.update_weights(tmp_path/'nowhere')
         llm.update_weights(other)
         assert first.token_ids + [t for piece in stream for t in piece.token_ids] == old[0]
         assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == new[0]
@@ -75,7 +82,8 @@ def resident():
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='needs Linux')
 @pytest.mark.parametrize('quantization', [None, 'int8'])
 def test_asleep(other, quantization):
-    "Memory goes back to the system; then answers are those of before, or those of the weights that were loaded meanwhile"
+    """Memory goes back to the system; then answers are those of before, or those of the weights that were
+    loaded meanwhile"""
     old, new = answers('embedded', quantization=quantization), answers(other, quantization=quantization)
     with LLM(**SETTINGS | dict(num_pages=3000), quantization=quantization) as llm:
         pool = llm.runtime.engine.attention.pool.buffer
@@ -84,12 +92,14 @@ def test_asleep(other, quantization):
         before, stream = resident(), llm.stream(PROMPTS[0], GREEDY)
         first = next(stream)
         llm.sleep()
-        assert first.token_ids + [t for piece in stream for t in piece.token_ids] == old[0]   # it was ended first
+        # it was ended first
+        assert first.token_ids + [t for piece in stream for t in piece.token_ids] == old[0]
         assert before - resident() > .9 * pool.nbytes
         with pytest.raises(RuntimeError, match='memory has been released'): llm.generate('x', GREEDY)
         llm.wake()
         assert [o.token_ids for o in llm.generate(PROMPTS[:5], GREEDY)] == old
-        for path, right in ((other, new), (None, new), (str(embedded_path()), old)):   # None: the same once more
+        # None: the same once more
+        for path, right in ((other, new), (None, new), (str(embedded_path()), old)):
             llm.sleep(weights=path is not None)
             llm.update_weights(path) if path else llm.wake()
             llm.wake()   # it is awake already
@@ -98,7 +108,8 @@ def test_asleep(other, quantization):
 
 @pytest.mark.long
 def test_asleep_over_http(other):
-    "As trainers call it: everything is released, the weights are resumed and updated, the rest is resumed; who came meanwhile is answered"
+    """As trainers call it: everything is released, the weights are resumed and updated, the rest is resumed;
+    who came meanwhile is answered"""
     new = answers(other)
     with serve(port=0, **SETTINGS) as s, ThreadPoolExecutor(5) as pool:
         post = lambda path, **body: httpx.post(s.url + path, json=body, timeout=120)
@@ -127,7 +138,8 @@ def ask(server, prompt, **more):
 
 @pytest.mark.long
 def test_no_mix_over_http(other):
-    "Forty requests, streamed and not, and two updates in the middle of them: each answer is wholly of the weights that it names"
+    """Forty requests, streamed and not, and two updates in the middle of them: each answer is wholly of the
+    weights that it names"""
     right = {'default': answers('embedded'), '2': answers(other), '3': answers('embedded')}
     with serve(port=0, **SETTINGS) as s, ThreadPoolExecutor(20) as pool:
         post = lambda path, **body: httpx.post(s.url + path, json=body, timeout=120)
@@ -141,7 +153,8 @@ def test_no_mix_over_http(other):
                 told = answer.result()
                 versions.add(v := told['meta_info']['weight_version'])
                 assert told['output_ids'] == right[v][i], (i, v)
-            assert {answer.result()['meta_info']['weight_version'] for _, answer in later} == {version} <= versions
+            assert ({answer.result()['meta_info']['weight_version'] for _, answer in later} == {version}
+                    <= versions)
             info = httpx.get(s.url + '/model_info').json()
             assert (info['weight_version'], info['model_path']) == (version, path)
         # aborted, where the trainer does not wait
@@ -149,7 +162,8 @@ def test_no_mix_over_http(other):
         assert post('/update_weights_from_disk', model_path=other, abort_all_requests=True).status_code == 200
         for answer in asked:
             told = answer.result()
-            assert told['meta_info']['finish_reason']['type'] == 'abort' or told['output_ids'] in right['2'] + right['3']
+            assert (told['meta_info']['finish_reason']['type'] == 'abort'
+                    or told['output_ids'] in right['2'] + right['3'])
         # refused: nothing has changed
         r = post('/update_weights_from_disk', model_path='/no/such/folder')
         assert r.status_code == 400 and 'model_path must be a folder' in r.json()['error']['message']

@@ -11,7 +11,8 @@ from minisgl_lit import serve
 
 def piece(text, reason=None):
     "A chunk of a stream"
-    return "data: " + json.dumps(dict(choices=[dict(delta=dict(content=text), finish_reason=reason)])) + "\n\n"
+    return ("data: " + json.dumps(dict(choices=[dict(delta=dict(content=text), finish_reason=reason)]))
+            + "\n\n")
 
 def info(server): return httpx.get(server.url + "/get_server_info").json()
 
@@ -66,7 +67,8 @@ def test_stop(page, server, how):
     page("text").click()
     page.ask("Hello", tokens=20)   # after much that means little it would say as much again
     page.answered(2)
-    alone = httpx.post(server.url + "/tokenize", json=dict(messages=[dict(role="user", content="Hello")])).json()["count"]
+    alone = httpx.post(server.url + "/tokenize",
+                       json=dict(messages=[dict(role="user", content="Hello")])).json()["count"]
     prompt = int(re.search(r"prompt of (\d+)", page.all(".bill")[-1].text)[1])
     assert prompt > alone   # it knows what was said before
     page.quiet()
@@ -77,13 +79,15 @@ def test_the_live_view_moves(page, server):
     blank = page.picture()
     page.keep(running="$('running')", rate="$('rate')", held="$('held')", brief="$('brief')")
     page.ask("Hello", tokens=400)
-    page.until(lambda: any(o["running"] == "1" and o["rate"] != "0" and o["held"] != "0" for o in page.js("kept")))
+    page.until(lambda: any(o["running"] == "1" and o["rate"] != "0" and o["held"] != "0"
+                           for o in page.js("kept")))
     assert all(o["brief"] == "1 running" for o in page.js("kept") if o["running"] == "1")
     page.until(lambda: page.picture() != blank)
     page.until(lambda: page.all(".bill"))
     page.until(lambda: page.number("running") == page.number("held") == 0)
     pages = info(server)["pages"]
-    assert {o: page.number(o) for o in ("held", "protected", "evictable", "free")} == {o: pages[o] for o in pages if o != "total"}
+    assert ({o: page.number(o) for o in ("held", "protected", "evictable", "free")}
+            == {o: pages[o] for o in pages if o != "total"})
     assert page("tree").text.startswith(f"{pages['evictable']} pages")
     page("look").click()   # it can be put away
     assert not page("side").is_displayed()
@@ -99,7 +103,8 @@ def test_sampling_and_errors(page):
     page.until(lambda: "top_p must be" in page("trouble").text)
     assert page("text").get_attribute("value") == "Hello" and not page.all(".turn")
     page.all("[name=top_p]")[0].clear()
-    for name, value in dict(temperature=1, top_p=.9, top_k=20, max_tokens=5, seed=3).items(): page.all(f"[name={name}]")[0].send_keys(str(value))
+    for name, value in dict(temperature=1, top_p=.9, top_k=20, max_tokens=5, seed=3).items():
+        page.all(f"[name={name}]")[0].send_keys(str(value))
     page("system").send_keys("Be brief.")
     page("text").click()
     answers = []
@@ -158,15 +163,18 @@ def test_light_and_dark(page):
     grounds = []
     for light in (True, False):
         page.look(light)
-        page.until(lambda: page.js("document.documentElement.dataset.theme") == ("light" if light else "dark"))
-        ground, ink, soft = (page.js(f"getComputedStyle(document.querySelector('{css}')).{what}") for css, what in
+        page.until(lambda: page.js("document.documentElement.dataset.theme")
+                   == ("light" if light else "dark"))
+        ground, ink, soft = (page.js(f"getComputedStyle(document.querySelector('{css}')).{what}")
+                             for css, what in
                              (("body", "backgroundColor"), ("body", "color"), ("#keys", "color")))
         assert contrast(ground, ink) > 7 and contrast(ground, soft) > 4.5
         grounds.append(luminance(ground))
     assert grounds[0] > .8 and grounds[1] < .1
 
 def luminance(rgb):
-    linear = [c/12.92 if c <= .03928 else ((c + .055)/1.055)**2.4 for c in (int(o)/255 for o in re.findall(r"\d+", rgb))]
+    linear = [c/12.92 if c <= .03928 else ((c + .055)/1.055)**2.4
+              for c in (int(o)/255 for o in re.findall(r"\d+", rgb))]
     return sum(a*b for a, b in zip((.2126, .7152, .0722), linear))
 
 def contrast(a, b):

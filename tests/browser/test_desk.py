@@ -11,12 +11,16 @@ AXE = Path(__file__).parent/"vendor"/"axe.js"
 GLOSSARY = Path(__file__).parents[2]/"minisgl_lit/formats/embedded_data/text/glossary.json"
 
 def test_settings_are_sent_kept_and_named(page):
-    "All that was filled in arrives at the server, in its own kinds; after a reload it is there; presets bring it back"
+    """All that was filled in arrives at the server, in its own kinds; after a reload it is there; presets
+    bring it back"""
     page("tab-settings").click()
-    given = dict(temperature=("0.5", .5), top_k=("7", 7), stop=("one\ntwo", ["one", "two"]), stop_token_ids=("3, 4", [3, 4]), ignore_eos=("no", False),
-                 logit_bias=('{"5": -1}', {"5": -1}), seed=("9", 9), priority=("-1", -1), extra_key=("mine", "mine"), regex=("[a-z ]+", "[a-z ]+"), max_tokens=("4", 4))
+    given = dict(temperature=("0.5", .5), top_k=("7", 7), stop=("one\ntwo", ["one", "two"]),
+                 stop_token_ids=("3, 4", [3, 4]), ignore_eos=("no", False),
+                 logit_bias=('{"5": -1}', {"5": -1}), seed=("9", 9), priority=("-1", -1),
+                 extra_key=("mine", "mine"), regex=("[a-z ]+", "[a-z ]+"), max_tokens=("4", 4))
     for name, (text, _) in given.items(): page.fill(name, text)
-    page.driver.execute_script("window.plain ??= fetch; window.bodies = []; window.fetch = (url, o) => { if (o?.body) bodies.push(JSON.parse(o.body)); return plain(url, o) }")
+    page.driver.execute_script("window.plain ??= fetch; window.bodies = []; window.fetch = (url, o) => { if "
+                               "(o?.body) bodies.push(JSON.parse(o.body)); return plain(url, o) }")
     page("text").send_keys("Hello", Keys.ENTER)
     page.answered()
     body = page.js("bodies[0]")
@@ -27,7 +31,8 @@ def test_settings_are_sent_kept_and_named(page):
     page.open()
     page("tab-settings").click()
     value = lambda name: page.all(f"#settings [name={name}]")[0].get_attribute("value")
-    choose = lambda name: page.js("(o => { o.value = arguments[1]; o.dispatchEvent(new Event('change')) })(arguments[0])", page.all("#settings .presets select")[0], name)
+    choose = lambda name: page.js("(o => { o.value = arguments[1]; o.dispatchEvent(new Event('change')) "
+                                  "})(arguments[0])", page.all("#settings .presets select")[0], name)
     assert value("temperature") == "0.5"
     choose("exact")
     assert (value("temperature"), value("top_k")) == ("0", "")
@@ -35,14 +40,15 @@ def test_settings_are_sent_kept_and_named(page):
     assert (value("temperature"), value("top_k")) == ("0.5", "7")
     page.quiet()
 
-# in the page before its own programs: the server has more parameters, and the bodies that it is sent are noted
-MORE_PARAMETERS = """window.bodies = []
+# in the page before its own programs: the server has more parameters, and the bodies that it is sent are
+# noted
+MORE_PARAMETERS = ("""window.bodies = []
     const plain = fetch, more = {no_repeat: 'No token comes twice', seed: 'known', n: 'no field'}
     window.fetch = async (url, o) => {
         if (String(url).endsWith('completions')) { bodies.push(JSON.parse(o.body)); return new Response(%s) }
         const response = await plain(url, o)
         return String(url).endsWith('get_model_info') ? new Response(JSON.stringify({...await response.json(), sampling_parameters: more})) : response
-    }"""
+    }""")   # noqa: E501
 
 @pytest.fixture
 def page_of_another(page):
@@ -54,7 +60,8 @@ def page_of_another(page):
     page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
 def test_a_parameter_that_the_page_does_not_know(page_of_another):
-    "The server names it; it has a field with its help, and is sent as what stands there: a number, a text, a list"
+    """The server names it; it has a field with its help, and is sent as what stands there: a number, a text,
+    a list"""
     page = page_of_another
     page.until(lambda: page.all("[name=no_repeat]"))
     page("tab-settings").click()
@@ -80,7 +87,8 @@ def test_an_answer_of_a_schema(page):
 def test_the_embedded_model_knows_what_is_suggested(page):
     "Each suggestion is answered right"
     by_name = {o["term"]: o for o in json.loads(GLOSSARY.read_text())}
-    right = {"What is a radix cache?": by_name["radix cache"]["what"], "Count from 3 to 9": "3, 4, 5, 6, 7, 8, 9",
+    right = {"What is a radix cache?": by_name["radix cache"]["what"],
+             "Count from 3 to 9": "3, 4, 5, 6, 7, 8, 9",
              "Explain continuous batching": "{what} {why}".format(**by_name["continuous batching"])}
     assert [o.text for o in page.all("#suggestions button")] == [*right]
     for i, (asked, said) in enumerate(right.items()):
@@ -91,8 +99,9 @@ def test_the_embedded_model_knows_what_is_suggested(page):
     page.quiet()
 
 def test_other_models_get_general_suggestions(page, browser):
-    added = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", dict(source="""const plain = fetch
-        window.fetch = async (url, o) => String(url) === 'get_model_info' ? Response.json({served_model_name: 'other', model_path: '/models/other'}) : plain(url, o)"""))
+    added = (browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument",
+                                    dict(source="""const plain = fetch
+        window.fetch = async (url, o) => String(url) === 'get_model_info' ? Response.json({served_model_name: 'other', model_path: '/models/other'}) : plain(url, o)""")))   # noqa: E501
     page.open()
     browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", dict(identifier=added["identifier"]))
     suggested = [o.text for o in page.all("#suggestions button")]
@@ -139,8 +148,9 @@ def test_typing_is_never_lost(page):
 
 def test_images_are_refused(page):
     "in a sentence, which is gone when one types on"
-    page.driver.execute_script("""const given = new DataTransfer(); given.items.add(new File(['x'], 'a.png', {type: 'image/png'}))
-        document.getElementById('text').dispatchEvent(new ClipboardEvent('paste', {clipboardData: given, bubbles: true, cancelable: true}))""")
+    (page.driver.execute_script(
+        """const given = new DataTransfer(); given.items.add(new File(['x'], 'a.png', {type: 'image/png'}))
+        document.getElementById('text').dispatchEvent(new ClipboardEvent('paste', {clipboardData: given, bubbles: true, cancelable: true}))"""))   # noqa: E501
     assert "reads text only" in page("trouble").text
     page.type("x")
     assert page("trouble").text == ""
@@ -163,8 +173,10 @@ def test_the_theme_can_be_chosen(page):
 def serious(page):
     "What axe finds that keeps people from reading or using the page"
     if not page.js("!!window.axe"): page.driver.execute_script(AXE.read_text())
-    found = page.driver.execute_async_script("axe.run({resultTypes: ['violations']}).then(o => arguments[0](o.violations))")
-    return [(o["id"], o["nodes"][0]["html"][:200], o["nodes"][0]["failureSummary"][:300]) for o in found if o["impact"] in ("serious", "critical")]
+    found = page.driver.execute_async_script("axe.run({resultTypes: ['violations']}).then(o => "
+                                             "arguments[0](o.violations))")
+    return [(o["id"], o["nodes"][0]["html"][:200], o["nodes"][0]["failureSummary"][:300])
+            for o in found if o["impact"] in ("serious", "critical")]
 
 @pytest.mark.parametrize("light", [True, False], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desk"])
@@ -183,4 +195,6 @@ def test_screen_readers(page, width, light):
     page("tab-settings").click()
     page.press("More", "#settings")
     assert not serious(page)
-    assert page.js("document.getElementById('side').scrollWidth <= document.getElementById('side').clientWidth")   # no field is out of sight
+    # no field is out of sight
+    assert page.js("document.getElementById('side').scrollWidth <= "
+                   "document.getElementById('side').clientWidth")

@@ -1,4 +1,5 @@
-"The pictures of the page in README and guides, made anew by each run; `make screenshot` puts them into docs/images."
+"""The pictures of the page in README and guides, made anew by each run; `make screenshot` puts them into
+docs/images."""
 import base64, os, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +16,8 @@ def pictured(page, tmp_path):
     page.driver.execute_cdp_cmd("Page.setBypassCSP", dict(enabled=True))
     page.open()
     letters = base64.b64encode((ROOT/"docs/_static/vendor/inter-normal.woff2").read_bytes()).decode()
-    page.driver.execute_async_script("""const [letters, done] = arguments
-        new FontFace('Inter', `url(data:font/woff2;base64,${letters})`, {weight: '100 900'}).load().then(o => { document.fonts.add(o); done() })""", letters)
+    (page.driver.execute_async_script("""const [letters, done] = arguments
+        new FontFace('Inter', `url(data:font/woff2;base64,${letters})`, {weight: '100 900'}).load().then(o => { document.fonts.add(o); done() })""", letters))   # noqa: E501
     page.size(1280, 800)
     def keep(name):
         file = Path(os.environ.get("TST_SCREENSHOT", tmp_path)).resolve()/name
@@ -30,7 +31,8 @@ def load(server, seconds):
     def other(i):
         time.sleep(i*seconds/14)
         wishes = dict(max_tokens=40 + 8*i, ignore_eos=True, temperature=1)
-        httpx.post(server.url + "/generate", json=dict(text=text*(1 + i % 4), sampling_params=wishes), timeout=60)
+        httpx.post(server.url + "/generate", json=dict(text=text*(1 + i % 4), sampling_params=wishes),
+                   timeout=60)
     pool = ThreadPoolExecutor(14)
     for i in range(14): pool.submit(other, i)
     return pool
@@ -63,6 +65,7 @@ def test_tokens(pictured):
     page.answered()
     page.press("Tokens")
     page.until(lambda: page.all(".tokens span"))
-    least = page.js("(o => o.indexOf(Math.min(...o)))([...document.querySelectorAll('.tokens span')].map(o => Number(o.style.getPropertyValue('--p'))))")
+    least = page.js("(o => o.indexOf(Math.min(...o)))([...document.querySelectorAll('.tokens span')].map(o "
+                    "=> Number(o.style.getPropertyValue('--p'))))")
     page.all(".tokens span")[least].click()
     keep("page-tokens.png")

@@ -24,7 +24,8 @@ def test_a_reload_loses_nothing(page):
     first = page.last()
     page.type("and half a thou")
     page.open()
-    assert (questions(page), page.last(), page("text").get_attribute("value")) == (["What is a page?"], first, "and half a thou")
+    assert (questions(page), page.last(), page("text").get_attribute("value")) == (["What is a page?"], first,
+        "and half a thou")
     page("reset").click()
     assert page("text").get_attribute("value") == ""
     page.ask("Hello", tokens=1900)
@@ -68,7 +69,8 @@ def test_exported_and_imported(page, browser, server, downloads):
     more(page, "export-markdown")
     more(page, "export-json")
     page.until(lambda: file("md").exists() and file("json").exists())
-    assert file("md").read_text() == f"# Explain: pages & locks\n\n## Question\n\nExplain: pages & locks\n\n## Answer\n\n{said}\n"
+    assert (file("md").read_text() == "# Explain: pages & locks\n\n## Question\n\nExplain: pages & "
+                                      f"locks\n\n## Answer\n\n{said}\n")
     [talk] = json.loads(file("json").read_text())
     assert [o["role"] for o in talk["messages"]] == ["user", "assistant"]
     other = Page(browser, server.url)
@@ -84,7 +86,8 @@ def test_exported_and_imported(page, browser, server, downloads):
     other.quiet()
 
 def test_branches(page):
-    "A question edited, an answer asked anew: both stay, and one goes from one to the other, after a reload, too"
+    """A question edited, an answer asked anew: both stay, and one goes from one to the other, after a reload,
+    too"""
     page.ask("What is a page?")
     page.answered()
     page.ask("What is a lock?")
@@ -120,7 +123,8 @@ def test_a_cut_answer_goes_on(page, server):
     page.ask("What is a radix cache?")
     page.answered()
     part = page.last().strip()
-    assert "token limit" in page.all(".bill")[0].text.replace("\u00a0", " ") and whole.startswith(part) and whole != part
+    assert ("token limit" in page.all(".bill")[0].text.replace("\u00a0", " ") and whole.startswith(part)
+            and whole != part)
     page.fill("max_tokens", "")
     page.press("Continue")
     page.until(lambda: page.last().strip() == whole)
@@ -129,9 +133,12 @@ def test_a_cut_answer_goes_on(page, server):
     page.quiet()
 
 def test_copied_and_deleted(page, browser):
-    browser.execute_cdp_cmd("Browser.grantPermissions", dict(permissions=["clipboardReadWrite", "clipboardSanitizedWrite"]))
-    page.told('data: {"choices": [{"delta": {"content": "**one**\\n```py\\nx = 1\\n```"}, "finish_reason": "stop"}]}\n\n')
-    page.driver.execute_script("window.copied = []; navigator.clipboard.writeText = async o => { copied.push(o) }")
+    browser.execute_cdp_cmd("Browser.grantPermissions",
+                            dict(permissions=["clipboardReadWrite", "clipboardSanitizedWrite"]))
+    page.told('data: {"choices": [{"delta": {"content": "**one**\\n```py\\nx = 1\\n```"}, "finish_reason": '
+              '"stop"}]}\n\n')
+    page.driver.execute_script("window.copied = []; navigator.clipboard.writeText = async o => { "
+                               "copied.push(o) }")
     page.press("Copy", ".assistant .acts")
     page.press("Copy", ".code-head")
     page.until(lambda: page.js("copied.length") == 2)

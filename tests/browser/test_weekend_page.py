@@ -22,10 +22,12 @@ def test_a_chat_with_the_readers_engine(browser, weekend):
     page.answered()
     assert "radix tree" in page.last() and "tokens" in page.all(".bill")[0].text
     shown = {o.text for o in page.all("button, summary") if o.is_displayed()}
-    assert {"Again", "Delete"} <= shown and not {"Details", "Tokens", "Continue", "Engine", "More"} & shown, shown
+    assert ({"Again", "Delete"} <= shown
+            and not {"Details", "Tokens", "Continue", "Engine", "More"} & shown), shown
     if not page("settings").is_displayed(): page("look").click()
     assert page("settings").is_displayed() and not page("live").is_displayed()
-    assert {o.get_attribute("name") for o in page.all("#settings .wishes input")} == {"temperature", "top_p", "max_tokens", "seed"}
+    assert {o.get_attribute("name") for o in page.all("#settings .wishes input")} == {"temperature", "top_p",
+        "max_tokens", "seed"}
     page.fill("max_tokens", "3")   # what is offered works
     page("text").click()
     page.type("What is a page?")

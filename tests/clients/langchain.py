@@ -19,8 +19,10 @@ def get_time(city: str) -> str:
 class Choice(BaseModel): city: Literal["Oslo", "Rome"]
 
 openai = ChatOpenAI(base_url=url + "/v1", api_key="none", model=model, max_retries=0, temperature=0)
-chats = [openai, ChatOpenAI(base_url=url + "/v1", api_key="none", model=model, max_retries=0, temperature=0, use_responses_api=True),
-         ChatAnthropic(base_url=url, api_key="none", model=model, max_retries=0, temperature=0, max_tokens=100),
+chats = [openai, ChatOpenAI(base_url=url + "/v1", api_key="none", model=model, max_retries=0, temperature=0,
+                            use_responses_api=True),
+         ChatAnthropic(base_url=url, api_key="none", model=model, max_retries=0, temperature=0,
+                       max_tokens=100),
          ChatOllama(base_url=url, model=model, temperature=0)]
 for chat in chats:
     whole = chat.invoke("Count from 3 to 5")
@@ -31,6 +33,8 @@ for chat in chats:
     said = create_agent(chat, [get_time]).invoke(dict(messages=[("user", "What time is it in Oslo?")]))
     assert said["messages"][-1].text == "It is 14:30 in Oslo.", said
 assert isinstance(openai.with_structured_output(Choice).invoke("Oslo or Rome?"), Choice)
-assert isinstance(openai.with_structured_output(Choice, method="function_calling").invoke("Oslo or Rome?"), Choice)
-found = OpenAIEmbeddings(base_url=url + "/v1", api_key="none", model=model, check_embedding_ctx_length=False).embed_documents(["a page"])
+assert isinstance(openai.with_structured_output(Choice, method="function_calling").invoke("Oslo or Rome?"),
+                  Choice)
+found = OpenAIEmbeddings(base_url=url + "/v1", api_key="none", model=model,
+                         check_embedding_ctx_length=False).embed_documents(["a page"])
 assert len(found[0]) > 8

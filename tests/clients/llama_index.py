@@ -9,7 +9,8 @@ from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 
 url, model = sys.argv[1:]
-llm = OpenAILike(model=model, api_base=url + "/v1", api_key="none", is_chat_model=True, is_function_calling_model=True,
+llm = OpenAILike(model=model, api_base=url + "/v1", api_key="none", is_chat_model=True,
+                 is_function_calling_model=True,
                  temperature=0, max_tokens=100, max_retries=0)
 def get_time(city: str) -> str: return "14:30"
 

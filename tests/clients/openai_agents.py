@@ -1,9 +1,11 @@
 # needs: openai-agents
-"An agent that calls a tool and answers, over responses (its default) and over chat completions, whole and streamed"
+"""An agent that calls a tool and answers, over responses (its default) and over chat completions, whole and
+streamed"""
 import asyncio, sys
 from typing import Literal
 
-from agents import (Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool,
+from agents import (Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner,
+                    function_tool,
                     set_tracing_disabled)
 from openai import AsyncOpenAI
 from pydantic import BaseModel
@@ -25,6 +27,7 @@ async def main():
         streamed = Runner.run_streamed(agent, "What time is it in Oslo?")
         kinds = [o.type async for o in streamed.stream_events()]
         assert streamed.final_output == "It is 14:30 in Oslo." and "run_item_stream_event" in kinds
-        assert isinstance((await Runner.run(Agent(**fields, output_type=Choice), "Oslo or Rome?")).final_output, Choice)
+        assert isinstance((await Runner.run(Agent(**fields, output_type=Choice),
+                                            "Oslo or Rome?")).final_output, Choice)
 
 asyncio.run(main())

@@ -17,12 +17,14 @@ class Choice(BaseModel): city: Literal["Oslo", "Rome"]
 
 async def main():
     anthropic = AnthropicProvider(base_url=url, api_key="none")
-    for model in OpenAIChatModel(name, provider=openai), OpenAIResponsesModel(name, provider=openai), AnthropicModel(name, provider=anthropic):
+    for model in (OpenAIChatModel(name, provider=openai), OpenAIResponsesModel(name, provider=openai),
+                  AnthropicModel(name, provider=anthropic)):
         settings = dict(temperature=0, max_tokens=100)
         agent = Agent(model, tools=[get_time], model_settings=settings)
         assert (await agent.run("What time is it in Oslo?")).output == "It is 14:30 in Oslo."
         async with agent.run_stream("What time is it in Oslo?") as streamed:
             assert [o async for o in streamed.stream_text()][-1] == "It is 14:30 in Oslo."
-        assert isinstance((await Agent(model, output_type=Choice, model_settings=settings).run("Oslo or Rome?")).output, Choice)
+        assert isinstance((await Agent(model, output_type=Choice,
+                                       model_settings=settings).run("Oslo or Rome?")).output, Choice)
 
 asyncio.run(main())

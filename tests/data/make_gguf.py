@@ -3,8 +3,8 @@
     pip install torch transformers gguf safetensors llama-cpp-python==0.3.36
     python tests/data/make_gguf.py
 
-`embedded-Q4_K_M.gguf` is the embedded model with its vocabulary and chat template; the others have random weights and no
-vocabulary. Rows have 256 numbers, which K-quants need."""
+`embedded-Q4_K_M.gguf` is the embedded model with its vocabulary and chat template; the others have random
+weights and no vocabulary. Rows have 256 numbers, which K-quants need."""
 import ctypes, json, sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,19 +15,24 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
 ARCHS = dict(Llama='llama', Qwen2='qwen2', Qwen3='qwen3', Qwen3Moe='qwen3moe')
-SMALL = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=64,
+SMALL = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=1, head_dim=64,
              vocab_size=96, eos_token_id=95, initializer_range=.06)
-EXPERTS = dict(num_hidden_layers=1, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True)
-FILES = dict(Llama=('Q5_K_M', {}), Qwen2=('Q4_0', {}), Qwen3=('Q5_1', {}), Qwen3Moe=('Q8_0', EXPERTS))   # and the embedded model
+EXPERTS = dict(num_hidden_layers=1, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=256,
+               norm_topk_prob=True)
+# and the embedded model
+FILES = dict(Llama=('Q5_K_M', {}), Qwen2=('Q4_0', {}), Qwen3=('Q5_1', {}), Qwen3Moe=('Q8_0', EXPERTS))
 
 
 def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
     "All of a checkpoint, float32"
     from safetensors.torch import load_file
-    return {name: o.float().numpy() for file in checkpoint.glob('*.safetensors') for name, o in load_file(file).items()}
+    return {name: o.float().numpy() for file in checkpoint.glob('*.safetensors')
+            for name, o in load_file(file).items()}
 
 def pairs_together(weight: np.ndarray, heads: int) -> np.ndarray:
-    "Rows of a Llama's queries or keys in the order of the format: those that turn together stand beside each other"
+    """Rows of a Llama's queries or keys in the order of the format: those that turn together stand beside
+    each other"""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 def add_vocabulary(out: gguf.GGUFWriter, checkpoint: Path) -> None:
@@ -73,7 +78,8 @@ def write(checkpoint: Path, file: Path) -> None:
         for i in range(n):
             for part in ('gate', 'up', 'down'):
                 layer = f'model.layers.{i}.mlp.experts.'
-                found[f'{layer}{part}_proj.weight'] = np.stack([found.pop(f'{layer}{e}.{part}_proj.weight') for e in range(experts)])
+                found[f'{layer}{part}_proj.weight'] = np.stack([found.pop(f'{layer}{e}.{part}_proj.weight')
+                    for e in range(experts)])
     for name, weight in found.items():
         if name == 'lm_head.weight' and config['tie_word_embeddings']: continue
         if arch == 'llama' and 'q_proj' in name: weight = pairs_together(weight, heads)
@@ -88,7 +94,8 @@ def quantize(source: Path, file: Path, kind: str) -> None:
     import llama_cpp as llama
     params = llama.llama_model_quantize_default_params()
     params.ftype = getattr(llama, f'LLAMA_FTYPE_MOSTLY_{kind}')
-    if llama.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(params)): raise SystemExit(f'no {file}')
+    if llama.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(params)):
+        raise SystemExit(f'no {file}')
 
 def main() -> None:
     from reference import make_checkpoint

@@ -1,7 +1,10 @@
-"""Train the second model of chapter 79b: 12 million weights that have read Python's standard library, whose next token is seldom certain.
+"""Train the second model of chapter 79b: 12 million weights that have read Python's standard library, whose
+next token is seldom certain.
 
-    PYTHONPATH=.:tests python tests/fewer_bits/train.py FOLDER            # about ten minutes on two quiet cores
-    PYTHONPATH=.:tests python tests/fewer_bits/train.py FOLDER --minutes 4    # a piece of it; the next call goes on
+    PYTHONPATH=.:tests python tests/fewer_bits/train.py FOLDER            # about ten minutes on two quiet
+    cores
+    PYTHONPATH=.:tests python tests/fewer_bits/train.py FOLDER --minutes 4    # a piece of it; the next call
+    goes on
 
 The figures in `nbs/experiments/formats.json` are of one run without a break.
 FOLDER becomes a checkpoint, with `held_out.json`: pieces of the modules that training never saw."""
@@ -15,10 +18,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from script import load
 
 of_chapter = load('tools/embedded_tasks', 'tools/embedded')
-END, MARKS, PAD, Optimizer, save_checkpoint = map(of_chapter.get, ('END', 'MARKS', 'PAD', 'Optimizer', 'save_checkpoint'))
+END, MARKS, PAD, Optimizer, save_checkpoint = map(of_chapter.get,
+    ('END', 'MARKS', 'PAD', 'Optimizer', 'save_checkpoint'))
 
 STEPS, ROWS, LENGTH, VOCABULARY = 230, 16, 256, 4096
-OTHERS = ('test', 'tests', 'site-packages', 'dist-packages', 'idlelib', 'lib2to3', '__pycache__')   # folders that are not read
+# folders that are not read
+OTHERS = ('test', 'tests', 'site-packages', 'dist-packages', 'idlelib', 'lib2to3', '__pycache__')
 
 
 def modules() -> dict[str, str]:
@@ -34,17 +39,20 @@ def is_held_out(name: str) -> bool:
 def make_tokenizer(texts: list[str]) -> Tokenizer:
     "Byte-level BPE"
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.decoder, tokenizer.pre_tokenizer = decoders.ByteLevel(), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCABULARY, show_progress=False, special_tokens=list(MARKS),
-                                                             initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.decoder, tokenizer.pre_tokenizer = (decoders.ByteLevel(),
+        pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer.train_from_iterator(texts,
+        trainers.BpeTrainer(vocab_size=VOCABULARY, show_progress=False, special_tokens=list(MARKS),
+                            initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return tokenizer
 
 def new_model() -> Qwen3ForCausalLM:
     "As the embedded model, twice as wide"
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=VOCABULARY, max_position_embeddings=2048, tie_word_embeddings=True, hidden_size=512, intermediate_size=1024,
-        num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=64, bos_token_id=None, eos_token_id=END, pad_token_id=PAD))
+        vocab_size=VOCABULARY, max_position_embeddings=2048, tie_word_embeddings=True, hidden_size=512,
+        intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=64, bos_token_id=None, eos_token_id=END, pad_token_id=PAD))
 
 def token_ids(folder: Path) -> tuple[Tokenizer, torch.Tensor]:
     "The tokenizer, and all that is learned, end to end; made at the first call, with the texts that are not"
@@ -83,7 +91,8 @@ def train(folder: Path, minutes: float) -> None:
         smooth = loss.item() if step == 0 else .98 * smooth + .02 * loss.item()
         step += 1
         if step % 20 == 0: print(f'{step} of {STEPS}: loss {smooth:.3f}', flush=True)
-    torch.save((step, smooth, model.state_dict(), optimizer.momenta, optimizer.adamw.state_dict()), folder/'state.pt')
+    torch.save((step, smooth, model.state_dict(), optimizer.momenta, optimizer.adamw.state_dict()),
+               folder/'state.pt')
     if step == STEPS: save_checkpoint(model, tokenizer, folder)
 
 if __name__ == '__main__':
