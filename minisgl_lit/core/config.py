@@ -31,7 +31,7 @@ admissions: Registry[Callable] = Registry('admission')   # how many free pages a
 admissions.announce('minisgl_lit.core.scheduler.decode', 'reserve', 'optimistic')
 backends: Registry[Callable] = Registry('attention')
 backends.announce('minisgl_lit.core.attention.torch', 'torch')
-compressions: Registry[Callable] = Registry('quantization')   # of weights that load; none here
+compressions: Registry[Callable] = Registry('quantization')   # of weights; the core has none
 
 # %% ../../nbs/core/05_config.ipynb #26694a0f
 T = TypeVar('T')
@@ -46,7 +46,7 @@ def setting(
     choices: Registry | None = None,   # Or else: whose names, and things of this kind, it may be
 ) -> T:   # A dataclass field; typed as its default, so that checkers know the attribute
     "A field of a config"
-    if choices is not None and form == '.+': form, words = '(?!)', ''   # only those
+    if choices is not None and form == '.+': form, words = '(?!)', ''   # matches nothing
     rules = dict(help=help, low=low, high=high, form=form, words=words, choices=choices)
     return field(default=default, metadata=rules)
 

@@ -309,7 +309,7 @@ def _used(batch: Batch, kv: ToyKV, starts: np.ndarray) -> list[tuple[tuple[str, 
 
 # %% ../../nbs/testing/toy_engine.ipynb #66b7d834
 class ToyEngine:
-    """Computes batches as a real engine does: later, on its stream, in order. An `Engine`.
+    """Computes batches as a real engine does: later, on its stream, in order.
 
     Its two tables are on the CPU. With `verify`, what is wrong with a batch raises `ToyError`
     from `copy_done.synchronize()`.

@@ -69,7 +69,7 @@ class CacheManager:
     ):
         self.num_pages, self.page_size = num_pages, table.page_size
         self.table, self.prefix = table, prefix
-        self.sources = dict(sources or {})   # what serves all comes last
+        self.sources = dict(sources or {})   # asked in this order
         # the first `free_size` entries of the stack are the free pages
         self._stack, self.free_size = np.arange(num_pages)[::-1], num_pages
         self._allocated = np.zeros(num_pages, dtype=bool)   # pages owned by a request
@@ -341,7 +341,7 @@ class CacheManager:
         pending: PendingReq,    # A waiting request
         handle: PrefixHandle,   # Its match
     ) -> bool:
-        "Whether pages that follow its match are on their way up; if it asks first, they set out"
+        "Whether pages that follow its match are being fetched; the first question starts it"
         source = self._source(pending)
         if not source or not pending.shares_cache: return False
         first, end = (n // self.page_size for n in (handle.cached_len, pending.matchable_len))
@@ -351,7 +351,7 @@ class CacheManager:
         self,
         req: Req,   # Just admitted
     ) -> int:       # Its tokens that need no computing
-        "Copy what has come up for a request into pages of its own"
+        "Copy what was fetched for a request into pages of its own"
         handle, source, pending = _locked_prefix(req), self._source(req.pending), req.pending
         if not source: return handle.cached_len
         first, row = handle.cached_len // self.page_size, req.table_idx
@@ -403,7 +403,7 @@ class PageSource(Protocol):
         "Whether it is where this request gets pages"
         ...
     def arriving(self, pending: PendingReq, start: int, end: int) -> bool:
-        "Whether some of these pages are on their way up; at the first question they set out"
+        "Whether some of these pages are being fetched; the first question starts it"
         ...
     def take(self, pending: PendingReq, start: int, most: int) -> list[np.ndarray]:
         "The bytes of those that have come, from page `start` on; the request waits no more"
