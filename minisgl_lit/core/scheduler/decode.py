@@ -60,7 +60,7 @@ class NewTokenRatio:
 def optimistic_ratio(
     conservativeness: float = 1.,   # Factor of the first ratio
 ) -> NewTokenRatio:
-    "Expect 70 % at first, and a tenth of it in the end"
+    "Expect 70 % of the longest outputs at first, and a tenth of them in the end"
     return NewTokenRatio(.7*conservativeness, min_share=.14, clip_max_new_tokens=4096)
 
 admissions.update(reserve=lambda conservativeness=1.: NewTokenRatio(), optimistic=optimistic_ratio)
