@@ -41,7 +41,7 @@ class Model(NamedTuple):
     config: ModelConfig         # As the decoder has it
     raw: Mapping[str, object]   # `config.json` as it is stored
 
-# what becomes of a part; none: it is not needed
+# the parts that one becomes; an empty list drops it
 Edit = Callable[[TensorPart, Model], Sequence[TensorPart]]
 
 # %% ../../nbs/families/edits.ipynb #38a5b178
@@ -125,7 +125,7 @@ EMBEDDING, HEAD = 'model.embed_tokens.weight', 'lm_head.weight'
 def inside(
     *prefixes: str,   # Before the names of the part that is read, in any spelling
 ) -> Edit:
-    "Only a part of a larger model, such as the language model of one that sees"
+    "Only a part of a larger model: the language model of one with vision"
     def edit(part: TensorPart, model: Model) -> list[TensorPart]:
         if part.name.endswith(HEAD): return [part._replace(name=HEAD)]
         known = [prefix for prefix in prefixes if part.name.startswith(prefix)]

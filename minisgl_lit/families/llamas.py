@@ -34,7 +34,7 @@ def _granite(raw: Raw) -> Raw:
         tie_word_embeddings=False)
 
 def _granite_4(raw: Raw) -> Raw:
-    "The dense ones of a family that may have states and experts, too"
+    "The dense ones of a family with state-space layers and experts"
     kinds = {*read_field(raw, 'layer_types', list, [])} - {'attention', 'full_attention'}
     experts = read_optional(raw, 'num_local_experts', int)
     if kinds or experts:
@@ -51,7 +51,7 @@ TEXTS = dict(llama='LlamaForCausalLM', mistral='MistralForCausalLM', qwen2='Qwen
 KEPT = 'dtype', 'torch_dtype', 'quantization_config', 'tie_word_embeddings', 'eos_token_id'
 
 def _text(raw: Raw) -> Raw:
-    "Of a model that sees, the part that reads"
+    "The language model of a vision-language model"
     text = read_field(raw, 'text_config', dict, {})
     kind = read_optional(text, 'model_type', str)
     if kind not in TEXTS:

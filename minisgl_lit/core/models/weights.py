@@ -428,8 +428,8 @@ def load_weights(
 ) -> dict[str, Weight]:  # As `weight_shapes` names them
     """All weights, fused and converted tensor by tensor.
 
-    Peak memory: the weights, once, and what one mapping of a file has read; of one that `finish`
-    compresses, it as it was.
+    Peak memory: the weights, once, and what one mapping of a file has read; and a weight that
+    `finish` compresses, as it was.
     `ValueError`, in one sentence, if the files and the config do not agree.
     """
     made = assembly(config, dtype, device, group, finish)
