@@ -42,7 +42,7 @@ SAID = {   # page, without the number of a chapter: what people type who mean it
     "nbs/text/tool_calling": "tool calling, function calling",
     "nbs/text/reasoning": "reasoning parser, reasoning_content, think tags",
     "nbs/text/stop": "stop string, stop sequence, stop word",
-    "nbs/server/sse": "streaming, SSE, stream an answer",
+    "nbs/server/sse": "streaming, SSE, stream an answer, client disconnect, slow client",
     "nbs/server/openai_protocol": "OpenAI API, chat completions",
     "guides/openai-client": "OpenAI API, chat completions, logprobs, streaming",
     "nbs/server/messages_protocol": "Anthropic, Anthropic API, Claude",
@@ -76,9 +76,13 @@ SAID = {   # page, without the number of a chapter: what people type who mean it
     "nbs/server/protocol": "custom logit processor",
     "nbs/text/tokenizer": "TokenizerManager, DetokenizerManager, tokenizer manager, detokenizer manager",
     "nbs/server/tokenizing": "TokenizerManager, tokenizer manager",
-    "nbs/server/engine_process": "DetokenizerManager, detokenizer manager",
+    "nbs/server/engine_process": "DetokenizerManager, detokenizer manager, backpressure, back-pressure, heartbeat",
     "nbs/server/operations": "release_memory_occupation, sleep mode",
     "guides/coming-from": "ServerArgs, server_args, EAGLE, MTP, MLA, DeepSeek, DeepSeek V3, reward model, torch compile, data parallel attention, DP attention",
+    "nbs/server/web_pages": "CORS, cross-origin",
+    "nbs/server/connection": "keep-alive, keepalive",
+    "nbs/server/fields": "retry-after, error format, HTTP status",
+    "nbs/server/serve": "graceful shutdown, SIGTERM",
     "design": "architecture, LoRA, speculative decoding, multimodal, vision, images, roadmap, EAGLE, MTP, Medusa, draft model",
 }
 _flag = re.compile(r"(?<!\w)--[a-z0-9]+(?:-[a-z0-9]+)+")

@@ -101,4 +101,9 @@ QUERIES = {
     "DeepSeek": "guides/coming-from",
     "deterministic inference": "nbs/core/engine.sampler",
     "write through": "nbs/distributed/tier",
+    "backpressure": "nbs/server/engine_process",
+    "client disconnect": "nbs/server/sse nbs/server/api_server",
+    "CORS": "nbs/server/web_pages",
+    "keep-alive": "nbs/server/connection",
+    "retry-after": "nbs/server/fields",
 }
