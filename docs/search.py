@@ -83,6 +83,7 @@ SAID = {   # page, without the number of a chapter: what people type who mean it
     "nbs/server/connection": "keep-alive, keepalive",
     "nbs/server/fields": "retry-after, error format, HTTP status",
     "nbs/server/serve": "graceful shutdown, SIGTERM",
+    "nbs/core/attention.flashinfer": "flashinfer, flashinfer backend",
     "design": "architecture, LoRA, speculative decoding, multimodal, vision, images, roadmap, EAGLE, MTP, Medusa, draft model",
 }
 _flag = re.compile(r"(?<!\w)--[a-z0-9]+(?:-[a-z0-9]+)+")

@@ -106,4 +106,5 @@ QUERIES = {
     "CORS": "nbs/server/web_pages",
     "keep-alive": "nbs/server/connection",
     "retry-after": "nbs/server/fields",
+    "flashinfer backend": "nbs/core/attention.flashinfer",
 }
