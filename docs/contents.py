@@ -78,6 +78,7 @@ def onward(book, server):
         for a, b in zip(pages, pages[1:]): on.setdefault(a, []).append((words, b))
     on = {}
     row([f"nbs/{o}" for o in server], "Next on the server path")
+    row([*(f"nbs/{o}" for o in server[-1:]), "guides/deploy"], "After the server path")
     row(["server-path", *(f"nbs/{o}" for o in server[:1])])
     row([f"nbs/{c.stem}" for c in [*opening.path, *small.path]] + ["made/core"])
     row(["made/path", f"nbs/{small.path[0].stem}"])

@@ -146,6 +146,11 @@ def test_figures_in_prose_are_those_that_were_measured():
         said = re.search(r"(?i)(?:not|never)\s+(?:yet\s+)?(?:been\s+)?run\s+on\s+(?:an?|one)\s*(?:real\s+)?(?:GPU|one|yet)|no\s+GPU\s+has\s+run", path.read_text(encoding="utf-8"))
         assert not said, f"{path.name}: {said[0]!r}"
 
+def test_numbers_of_chapters_are_those_of_the_menu():
+    "A link of a guide whose words are a number leads to the chapter of that number"
+    links = [(path.name, *o) for path in (root/"docs").glob("**/*.md") for o in re.findall(r"\[(\d+)\]\(([^)\s]*?(\d+)_[^)\s]*)\)", path.read_text(encoding="utf-8"))]
+    assert len(links) > 20 and not [o for o in links if int(o[1]) != int(o[3])]
+
 def counterparts():
     "(the cells of a row that say theirs, the cell that says ours) in the tables of settings of the guide"
     settings = (root/"docs/guides/coming-from.md").read_text(encoding="utf-8").partition("## Settings")[2].partition("## What is different")[0]

@@ -31,7 +31,7 @@ const Rank = (() => {
   function pages(query, index) {
     const asked = [...new Set(words(query).filter(o => !stopwords.has(o)))];
     const terms = (asked.length ? asked : words(query)).map(word => [word, postings(word)]).map(([word, found]) => ({word, found, weight: rare(found.size || 1)}));
-    const phrase = joined(query), total = terms.reduce((sum, o) => sum + o.weight, 0) || 1, names = new Map(Counts.pages.map((o, i) => [o, i]));
+    const phrase = joined(query), spoken = words(query).join(" "), total = terms.reduce((sum, o) => sum + o.weight, 0) || 1, names = new Map(Counts.pages.map((o, i) => [o, i]));
     const mean = Counts.lengths.reduce((a, b) => a + b) / Counts.lengths.length, score = new Map(), best = new Map();
     const add = (page, n) => score.set(page, (score.get(page) || 0) + n);
     const share = text => { const o = new Set(words(text)); return terms.reduce((sum, t) => sum + (o.has(t.word) ? t.weight : 0), 0) / total; };
@@ -62,7 +62,7 @@ const Rank = (() => {
       if (joined(entry) === phrase) for (const [file, , main] of places) if (main) claim(names.get(index.docnames[file]), 16);
     }
     for (const [words, place] of Counts.said) {
-      if (words === phrase || words === asked.join(" ")) claim(names.get(place), 14);
+      if ([phrase, spoken, asked.join(" ")].includes(words)) claim(names.get(place), 14);
       else if (within(phrase, words)) claim(names.get(place), 14 * words.length / phrase.length);
     }
     for (const [page, n] of said) add(page, n);
