@@ -136,8 +136,8 @@ class Terms:
             for nb in re.findall(r"See \[[^\]]*\]\(nbs/([\w./]+\.ipynb)\)", entry):
                 self.built.setdefault(nb, []).extend(names.strip().split("\n"))
         words = set(terms)
-        self._word = (re.compile(
-            rf"(?<![\w-])(?:{self._any(words - self.two_senses)}|(?<=\*)(?:{self._any(self.two_senses & words)})(?=s?\*))s?(?![\w-])"))
+        plain, in_italics = self._any(words - self.two_senses), self._any(self.two_senses & words)
+        self._word = re.compile(rf"(?<![\w-])(?:{plain}|(?<=\*)(?:{in_italics})(?=s?\*))s?(?![\w-])")
 
     def _any(self, words):
         "A pattern of some words, the longest first, with or without a capital letter"

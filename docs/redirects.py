@@ -47,7 +47,8 @@ moved = {
         41_engine.engine=31_engine.engine 42_engine.cuda_graph=32_engine.cuda_graph""",   # noqa: E501
     "": """01a_config_sources 02a_process 02b_log 44_engine.worker=assembly 44b_engine.second_tier 51a_runtime 51f_keywords 51g_engine_driver
         52_llm 52c_async_llm 62a_cli_arguments 63_cli 64_main 79c_second_tier""",   # noqa: E501
-    "testing": """03_testing.toy_engine 05b_testing.weekend_table 14_testing.flashinfer_emulator 14a_testing.triton_emulator 53b_testing.toy_core""",
+    "testing": """03_testing.toy_engine 05b_testing.weekend_table
+        14_testing.flashinfer_emulator 14a_testing.triton_emulator 53b_testing.toy_core""",
     "kernels": """04_kernels.compiler 04a_kernels.plan 06_kernels.linear 06a_kernels.vector_math 06b_kernels.quantized 13a_kernels.trials
         13c_kernels.library 14b_kernels.fused_heads 14c_kernels.sampling 14d_kernels.grouped_matmul 14e_kernels.page_list 14f_kernels.fp8
         30a_models.stored_heads=gpu_operations 31a_attention.cpu_kernels=attention_c 32_attention.cpu=cpu_attention
@@ -55,7 +56,8 @@ moved = {
     "tools": """05a_tools.drawing 19_tools.svg 27_tools.scheduler_cost 36a_tools.embedded_tasks 37_tools.embedded 57_tools.roofline
         58_tools.load_generator 59_tools.traces 60_tools.widgets 60a_tools.model_rate 61_tools.bench 61a_tools.bench_page 62_tools.simulator
         62b_tools.doctor 62c_tools.quantize 62d_tools.batch 62e_tools.chat 65_tools.routing 66_tools.calibrate 66a_tools.sleeping_replicas""",   # noqa: E501
-    "distributed": """12a_kv_cache.events=kv_events 12b_kv_cache.page_file 12c_kv_cache.tier 12d_kv_cache.handoff 43_engine.tensor_parallel""",
+    "distributed": """12a_kv_cache.events=kv_events 12b_kv_cache.page_file
+        12c_kv_cache.tier 12d_kv_cache.handoff 43_engine.tensor_parallel""",
     "rules": """20a_scheduler.fairness""",
     "text": """22a_text.thinking 44a_engine.json_schema 45_engine.grammar 45a_text.json_object 46_text.stop 46a_text.tool_calls 46b_text.reasoning
         46c_text.tool_formats 46d_text.tool_grammar 49c_text.control_tokens 49d_text.template_sandbox 50a_text.chat_template

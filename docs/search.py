@@ -1,6 +1,8 @@
-"""What the site's search knows beside Sphinx's index: how often each page has a word, and what other engines call the same.
+"""What the site's search knows beside Sphinx's index: how often each page has a word, and what other engines
+call the same.
 
-`_static/search.js` ranks with it. It is made of the sources of the pages, outputs and listings of modules left out, and written beside the built book.
+`_static/search.js` ranks with it. It is made of the sources of the pages, outputs and listings of modules
+left out, and written beside the built book.
 """
 import json, re
 from collections import Counter
@@ -8,35 +10,52 @@ from functools import cache
 from pathlib import Path
 from sphinx.search.en import SearchEnglish
 
-SAID = {   # page, without the number of a chapter: what people type who mean it, where its title has other words
+# page, without the number of a chapter: what people type who mean it, where its title has other words
+SAID = {
     "nbs/core/sampling_params": "temperature, top_p, top_k, min_p, top p, min p, top k, seed",
-    "nbs/core/engine.sampler": "sampling, repetition penalty, frequency penalty, presence penalty, logit processor, logits processor, custom logit processor, logit_bias, deterministic inference, batch invariance",
+    "nbs/core/engine.sampler": "sampling, repetition penalty, frequency penalty, presence penalty, logit "
+                               "processor, logits processor, custom logit processor, logit_bias, "
+                               "deterministic inference, batch invariance",
     "nbs/core/scheduler.prefill": "chunked prefill, max_num_batched_tokens, chunked_prefill_size",
-    "nbs/core/scheduler.decode": "recompute preemption, swap, retract_decode, new_token_ratio, schedule_conservativeness",
-    "nbs/core/kv_cache.radix": "prefix caching, radix attention, RadixAttention, automatic prefix caching, APC, hash of a block, lock_ref, inc_lock_ref, dec_lock_ref, match_prefix",
-    "nbs/core/kv_cache.pool": "kv cache, block size, page_size, token_to_kv_pool, MHATokenToKVPool, memory_pool",
+    "nbs/core/scheduler.decode": "recompute preemption, swap, retract_decode, new_token_ratio, "
+                                 "schedule_conservativeness",
+    "nbs/core/kv_cache.radix": "prefix caching, radix attention, RadixAttention, automatic prefix caching, "
+                               "APC, hash of a block, lock_ref, inc_lock_ref, dec_lock_ref, match_prefix",
+    "nbs/core/kv_cache.pool": "kv cache, block size, page_size, token_to_kv_pool, MHATokenToKVPool, "
+                              "memory_pool",
     "nbs/experiments/page_size": "page_size, block_size",
     "nbs/core/kv_cache.eviction": "LRU eviction, evictor",
-    "nbs/core/scheduler.scheduler": "overlap scheduling, overlap scheduler, zero-overhead scheduler, async scheduling, event loop",
+    "nbs/core/scheduler.scheduler": "overlap scheduling, overlap scheduler, zero-overhead scheduler, async "
+                                    "scheduling, event loop",
     "nbs/experiments/overlap": "overlap scheduling, async scheduling",
     "nbs/core/attention.torch": "PagedAttention, paged attention, flash attention, sliding window",
-    "nbs/core/engine.cuda_graph": "CUDA graphs, cudagraph, graph capture, cuda_graph_bs, cuda graph padding, CudaGraphRunner, cuda_graph_max_bs, piecewise cuda graph",
-    "nbs/core/models.moe": "mixture of experts, MoE, expert routing, expert parallel, expert parallelism, EP, EPLB, DeepEP",
+    "nbs/core/engine.cuda_graph": "CUDA graphs, cudagraph, graph capture, cuda_graph_bs, cuda graph padding, "
+                                  "CudaGraphRunner, cuda_graph_max_bs, piecewise cuda graph",
+    "nbs/core/models.moe": "mixture of experts, MoE, expert routing, expert parallel, expert parallelism, "
+                           "EP, EPLB, DeepEP",
     "nbs/core/models.weights": "safetensors, weight loading",
     "nbs/distributed/tensor_parallel": "tensor parallel, TP, NCCL, all-reduce, multi GPU, sharding",
     "guides/tensor-parallel": "tensor parallel, TP, tensor_parallel_size, multi GPU",
-    "nbs/distributed/tier": "HiCache, hierarchical cache, LMCache, KV cache offloading, offload, CPU offload, swap space, kv connector, write_through, write through, write back, hicache_ratio, hicache_size",
+    "nbs/distributed/tier": "HiCache, hierarchical cache, LMCache, KV cache offloading, offload, CPU "
+                            "offload, swap space, kv connector, write_through, write through, write back, "
+                            "hicache_ratio, hicache_size",
     "nbs/second_tier": "KV cache offloading, HiCache",
-    "nbs/server/prefill_router": "disaggregated prefill, prefill decode disaggregation, PD disaggregation, disaggregation, P/D, Dynamo, Mooncake",
+    "nbs/server/prefill_router": "disaggregated prefill, prefill decode disaggregation, PD disaggregation, "
+                                 "disaggregation, P/D, Dynamo, Mooncake",
     "nbs/experiments/prefill_apart": "disaggregated prefill, PD disaggregation",
     "nbs/distributed/handoff": "KV transfer, kv connector",
-    "nbs/server/router": "data parallel, DP, load balancing, cache-aware routing, sglang router, replicas, cache aware router, cache aware load balancing, data parallel attention, DP attention, dp_size",
+    "nbs/server/router": "data parallel, DP, load balancing, cache-aware routing, sglang router, replicas, "
+                         "cache aware router, cache aware load balancing, data parallel attention, DP "
+                         "attention, dp_size",
     "nbs/formats/packed_files": "AWQ, GPTQ, compressed-tensors, FP8 checkpoint",
     "nbs/kernels/kv_formats": "fp8 kv cache, int8 kv cache, kv_cache_dtype",
     "nbs/formats/quantization": "quantize, quantization, int4, int8",
     "guides/serve-a-compressed-model": "quantize, quantization, GGUF, AWQ, GPTQ, llama.cpp",
-    "guides/change-one-thing": "add a model, new model, custom model, support a model, plugin, add a sampling parameter, custom policy, add an attention backend",
-    "nbs/text/grammar": "structured output, guided decoding, guided generation, xgrammar, outlines, json schema, constrained decoding, bitmask, vocab mask, vocabulary mask, regex, EBNF, llguidance, grammar backend, grammar_backend",
+    "guides/change-one-thing": "add a model, new model, custom model, support a model, plugin, add a "
+                               "sampling parameter, custom policy, add an attention backend",
+    "nbs/text/grammar": "structured output, guided decoding, guided generation, xgrammar, outlines, json "
+                        "schema, constrained decoding, bitmask, vocab mask, vocabulary mask, regex, EBNF, "
+                        "llguidance, grammar backend, grammar_backend",
     "guides/structured-output": "structured output, json schema, json mode, guided decoding, response_format",
     "guides/tools": "tool calling, function calling, tools",
     "nbs/text/tool_calling": "tool calling, function calling",
@@ -54,7 +73,8 @@ SAID = {   # page, without the number of a chapter: what people type who mean it
     "guides/callers": "API key, rate limit, quota, tenants, multi-tenant",
     "nbs/server/metrics": "Prometheus, Grafana, metrics",
     "guides/monitor": "Prometheus, Grafana, metrics, tracing, dashboard",
-    "guides/many-machines": "Ray, cluster, Kubernetes, multi node, pipeline parallel, nnodes, dist_init_addr, multi host",
+    "guides/many-machines": "Ray, cluster, Kubernetes, multi node, pipeline parallel, nnodes, "
+                            "dist_init_addr, multi host",
     "guides/deploy": "Docker, container, Kubernetes, nginx, systemd, TLS, HTTPS, production",
     "made/benchmarks": "benchmark, throughput, performance, vs vLLM, vs SGLang, tokens per second",
     "nbs/tools/bench": "benchmark",
@@ -63,11 +83,14 @@ SAID = {   # page, without the number of a chapter: what people type who mean it
     "nbs/experiments/fairness": "priority, priority scheduling",
     "nbs/core/scheduler.policy": "priority, schedule policy, scheduling policy, cache-aware scheduling",
     "nbs/core/engine.pooling": "embeddings, pooling",
-    "guides/embeddings": "embeddings, rerank, reranker, score, classification, is_embedding, embedding models, embedding model",
-    "nbs/formats/weight_update": "RLHF, weight sync, update weights, update_weights_from_disk, update_weights_from_tensor, update_weights_from_distributed",
+    "guides/embeddings": "embeddings, rerank, reranker, score, classification, is_embedding, embedding "
+                         "models, embedding model",
+    "nbs/formats/weight_update": "RLHF, weight sync, update weights, update_weights_from_disk, "
+                                 "update_weights_from_tensor, update_weights_from_distributed",
     "nbs/tools/roofline": "MFU, bandwidth bound, arithmetic intensity",
     "nbs/formats/hub": "Hugging Face, download a model, HF_TOKEN, offline",
-    "nbs/core/kv_cache.manager": "inc_lock_ref, dec_lock_ref, cache_finished_req, cache_unfinished_req, KV allocator, TokenToKVPoolAllocator",
+    "nbs/core/kv_cache.manager": "inc_lock_ref, dec_lock_ref, cache_finished_req, cache_unfinished_req, KV "
+                                 "allocator, TokenToKVPoolAllocator",
     "nbs/core/kv_cache.table": "req_to_token_pool, req_to_token, ReqToTokenPool",
     "nbs/core/scheduler.lifecycle": "retract_decode",
     "nbs/core/scheduler.batch": "ScheduleBatch, ModelWorkerBatch, ForwardBatch",
@@ -76,19 +99,23 @@ SAID = {   # page, without the number of a chapter: what people type who mean it
     "nbs/server/protocol": "custom logit processor",
     "nbs/text/tokenizer": "TokenizerManager, DetokenizerManager, tokenizer manager, detokenizer manager",
     "nbs/server/tokenizing": "TokenizerManager, tokenizer manager",
-    "nbs/server/engine_process": "DetokenizerManager, detokenizer manager, backpressure, back-pressure, heartbeat",
+    "nbs/server/engine_process": "DetokenizerManager, detokenizer manager, backpressure, back-pressure, "
+                                 "heartbeat",
     "nbs/server/operations": "release_memory_occupation, sleep mode",
-    "guides/coming-from": "ServerArgs, server_args, EAGLE, MTP, MLA, DeepSeek, DeepSeek V3, reward model, torch compile, data parallel attention, DP attention",
+    "guides/coming-from": "ServerArgs, server_args, EAGLE, MTP, MLA, DeepSeek, DeepSeek V3, reward model, "
+                          "torch compile, data parallel attention, DP attention",
     "nbs/server/web_pages": "CORS, cross-origin",
     "nbs/server/connection": "keep-alive, keepalive",
     "nbs/server/fields": "retry-after, error format, HTTP status",
     "nbs/server/serve": "graceful shutdown, SIGTERM",
     "nbs/core/attention.flashinfer": "flashinfer, flashinfer backend",
-    "design": "architecture, LoRA, speculative decoding, multimodal, vision, images, roadmap, EAGLE, MTP, Medusa, draft model",
+    "design": "architecture, LoRA, speculative decoding, multimodal, vision, images, roadmap, EAGLE, MTP, "
+              "Medusa, draft model",
 }
 _flag = re.compile(r"(?<!\w)--[a-z0-9]+(?:-[a-z0-9]+)+")
 _word = re.compile(r"[^\W_]+(?:_[^\W_]+)*", re.UNICODE)
-_markup = re.compile(r"(?m)(?<=\])\([^)\s]*\)|<[^>\n]*>|^\(cell-.*\)=$|\{[\w:.]+\}")   # addresses of links, anchors and roles are no words
+# addresses of links, anchors and roles are no words
+_markup = re.compile(r"(?m)(?<=\])\([^)\s]*\)|<[^>\n]*>|^\(cell-.*\)=$|\{[\w:.]+\}")
 _stem = cache(SearchEnglish({}).stem)
 
 def unnumbered(place): return re.sub(r"/\d+[a-z]?_(?=[^/]*$)", "/", place)
@@ -106,16 +133,21 @@ def source(path):
     return _markup.sub(" ", text)
 
 def index(docs):
-    "{pages: their lengths; words: {stem: [page, count, …]}} by the numbers of pages, and what is said for them"
+    """{pages: their lengths; words: {stem: [page, count, …]}} by the numbers of pages, and what is said for
+    them"""
     found = {}
     for path in sorted([*docs.rglob("*.md"), *docs.rglob("*.ipynb")]):
         place = path.relative_to(docs).with_suffix("").as_posix()
-        if not place.startswith(("_build", "src/", "_static", "made/menu")) and ".ipynb_checkpoints" not in place: found[place] = Counter(words(source(path)))
-    if "index" in found: found["index"] += Counter(words((docs.parent/"README.md").read_text(encoding="utf-8")))
+        if (not place.startswith(("_build", "src/", "_static", "made/menu"))
+                and ".ipynb_checkpoints" not in place):
+            found[place] = Counter(words(source(path)))
+    if "index" in found:
+        found["index"] += Counter(words((docs.parent/"README.md").read_text(encoding="utf-8")))
     known = {}
     for i, (place, counts) in enumerate(found.items()):
         for o, n in counts.items(): known.setdefault(o, []).extend((i, n))
-    said = [[" ".join(words(o)), place] for place in found for o in SAID.get(unnumbered(place), "").split(", ") if o]
+    said = [[" ".join(words(o)), place] for place in found
+            for o in SAID.get(unnumbered(place), "").split(", ") if o]
     return dict(pages=[*found], lengths=[sum(o.values()) for o in found.values()], words=known, said=said)
 
 def write(app, error):

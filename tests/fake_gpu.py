@@ -305,7 +305,8 @@ class Module:
             check(len(indptr) == n + 1 and heads // kv_heads in (1, 2, 3, 4, 8) and isinstance(graph, bool)
                   and dim == dim_v, n, heads, kv_heads)
             return Plan(10, pinned)
-        qo, indptr, lens, total, n, heads, kv_heads, page_size, graph, dim, dim_v, causal, window_left, *split = rest
+        (qo, indptr, lens, total, n, heads, kv_heads, page_size, graph, dim, dim_v, causal, window_left,
+         *split) = rest
         ints('cpu', qo, indptr, lens)
         check(len(qo) == len(indptr) == n + 1 == len(lens) + 1 and total == qo[-1] and heads % kv_heads == 0,
               n, total, qo[-1])

@@ -6,7 +6,8 @@ written to one file; `tests/gpu_check` starts it.
 FlashInfer's modules, compiled ahead, may lie in `.gpu/` as flashinfer-VERSION-smARCH-aot.tgz; they are
 unpacked into the FlashInfer that is imported if version and architecture are the same. What is not among
 them, and that most steps can do without, is compiled by the last step."""
-import argparse, fnmatch, json, os, platform, re, shutil, signal, subprocess, sys, tarfile, tempfile, time, traceback
+import argparse, fnmatch, json, os, platform, re, shutil
+import signal, subprocess, sys, tarfile, tempfile, time, traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed

@@ -1,4 +1,5 @@
-"What engineers type into the site's search, and pages of which one must be among the first three. Chapters stand without their numbers."
+"""What engineers type into the site's search, and pages of which one must be among the first three. Chapters
+stand without their numbers."""
 
 QUERIES = {
     "overlap scheduling": "nbs/core/scheduler.scheduler nbs/experiments/overlap nbs/weekend/overlap",

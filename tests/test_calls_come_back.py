@@ -90,8 +90,9 @@ def test_any_answer_of_ours_is_a_history(n):
 @pytest.mark.parametrize("name", tool_formats)
 def test_a_call_cut_anywhere_is_a_history(name):
     form = tool_formats[name]
-    inside = ({"pythonic": 'at="noon", to=[1, 2])',
-              "qwen3_coder": "<parameter=at>\nnoon\n</parameter>\n<parameter=days>\n[1, 2]\n</parameter>\n"}.get(name, '{"at": "noon", "days": [1, 2]}'))
+    days = "<parameter=at>\nnoon\n</parameter>\n<parameter=days>\n[1, 2]\n</parameter>\n"
+    inside = {"pythonic": 'at="noon", to=[1, 2])', "qwen3_coder": days}.get(
+        name, '{"at": "noon", "days": [1, 2]}')
     text = form.before + form.calls[0].replace("NAME", "time").replace("ARGUMENTS", inside)
     for end in range(0, len(text) + 1, 3): sent_back(form, text[:end], FinishReason.LENGTH, "")
 

@@ -115,8 +115,8 @@ def test_token_ids_are_returned(server):
 
 def test_bytes_of_parts_of_characters(server):
     "Each token of a character that is forced has its own bytes, and those together are the text"
-    body = dict(messages=ROUTES["/v1/chat/completions"]["messages"], regex="🙂é", max_tokens=20, logprobs=True,
-                top_logprobs=20)
+    body = dict(messages=ROUTES["/v1/chat/completions"]["messages"], regex="🙂é", max_tokens=20,
+                logprobs=True, top_logprobs=20)
     [choice] = ask(server, "/v1/chat/completions", **body).json()["choices"]
     entries = choice["logprobs"]["content"]
     assert (bytes(b for o in entries for b in o["bytes"]).decode().startswith("🙂é")

@@ -1,4 +1,5 @@
-"The makers of the site (`docs/`): links to definitions and to the glossary; and its check: a sound page passes, and each kind of trouble is named."
+"""The makers of the site (`docs/`): links to definitions and to the glossary; and its check: a sound page
+passes, and each kind of trouble is named."""
 import argparse, ast, json, re, sys
 import pytest
 from hypothesis import given
@@ -26,9 +27,12 @@ def said(folder, body, page=GOOD, css=""):
     return bad + faults
 
 def test_a_sound_page(tmp_path):
-    "Links to pages and anchors, pictures with words, void tags, rows that end themselves, links out that load nothing, glyphs that drawings share"
-    body = ('<p>a<br>b <a href="two.html#here">there</a> <a href="#x">here</a> <a href="https://example.org">out</a></p><table><tr><td>1<td>2<tr><td>3</table><i id="x"></i>'
-            '<img src="data:image/png;base64,AA" alt="dots"><svg><path id="g"/></svg><svg><path id="g"></path></svg>')
+    """Links to pages and anchors, pictures with words, void tags, rows that end themselves, links out that
+    load nothing, glyphs that drawings share"""
+    body = ('<p>a<br>b <a href="two.html#here">there</a> <a href="#x">here</a> <a '
+            'href="https://example.org">out</a></p><table><tr><td>1<td>2<tr><td>3</table><i id="x"></i>'
+            '<img src="data:image/png;base64,AA" alt="dots"><svg><path id="g"/></svg><svg><path '
+            'id="g"></path></svg>')
     assert said(tmp_path, body, css='a { src: url("a.css#x"); b: url(data:x) }') == []
 
 @pytest.mark.parametrize("body, what", [
@@ -47,7 +51,8 @@ def test_trouble_is_named(tmp_path, body, what):
 @pytest.mark.parametrize("page, what", [
     ('<html><head><title>One</title></head><body>%s</body></html>', "there is no lang"),
     ('<html lang="en"><head></head><body>%s</body></html>', "there is no title"),
-    ('<html lang="en"><head><title>One</title></head><body><div>%s</body></html>', "</body> in line 1 closes nothing, or too early")])
+    ('<html lang="en"><head><title>One</title></head><body><div>%s</body></html>',
+     "</body> in line 1 closes nothing, or too early")])
 def test_a_page_needs(tmp_path, page, what):
     assert f"one.html: {what}" in said(tmp_path, "", page)
 
@@ -58,30 +63,40 @@ def test_a_page_needs(tmp_path, page, what):
 def test_style_sheets(tmp_path, css, what):
     assert said(tmp_path, "", css=css) == [what]
 
-CELLS = {"low": [("a1", "@dataclass\nclass Req:\n    table_idx: int\n    def run(self): self.done = 1"), ("a2", "row_c = r'''\nenum { WIDE = 4 };\nvoid turn(int ahead) {\n}\n'''"), ("a3", "def wait_for(n_steps): pass")],
-         "high": [("b1", "def wait(limit):\n    here = limit\n"), ("b2", "from low import Req, row_c\nseen = 1\n"), ("b3", "@patch\ndef free(self: Req): pass")]}
+CELLS = {"low": [("a1", "@dataclass\nclass Req:\n    table_idx: int\n    def run(self): self.done = 1"),
+                 ("a2", "row_c = r'''\nenum { WIDE = 4 };\nvoid turn(int ahead) {\n}\n'''"),
+                 ("a3", "def wait_for(n_steps): pass")],
+         "high": [("b1", "def wait(limit):\n    here = limit\n"),
+             ("b2", "from low import Req, row_c\nseen = 1\n"), ("b3", "@patch\ndef free(self: Req): pass")]}
 
 def named(name, chapter="high", imported=()):
     names = Names("m.low.Settings")
     for k, cells in {**CELLS, "zero": [("z1", "class Settings:\n    page: int = 1")]}.items():
-        for cell, src in cells: names.add(k, cell, ast.parse(src), f"m.{'low' if k == 'zero' else k}" if cell != "b1" else "")
+        for cell, src in cells:
+            names.add(k, cell, ast.parse(src), f"m.{'low' if k == 'zero' else k}" if cell != "b1" else "")
     return names.find(chapter, name, {o: f"m.low.{o}" for o in imported})
 
 @pytest.mark.parametrize("name, imported, cell", [
-    ("wait", (), "b1"), ("seen", (), "b2"), ("limit", (), ""), ("here", (), ""),         # this chapter's own, but not what is inside of its tests
-    ("table_idx", ("Req",), "a1"), ("done", ("Req",), "a1"), ("Req.run", ("Req",), "a1"), # members of what it imports
+    # this chapter's own, but not what is inside of its tests
+    ("wait", (), "b1"), ("seen", (), "b2"), ("limit", (), ""), ("here", (), ""),
+    # members of what it imports
+    ("table_idx", ("Req",), "a1"), ("done", ("Req",), "a1"), ("Req.run", ("Req",), "a1"),
     ("ahead", ("row_c",), "a2"), ("WIDE", ("row_c",), "a2"), ("turn", ("row_c",), "a2"),  # and names of its C
     ("page", (), "z1"),                                                                   # what users set
-    ("row_c", ("row_c",), "a2"), ("wait_for", (), "a3"), ("Req", (), "a1"),                                            # a compound name may come from anywhere
-    ("run", (), ""), ("turn", (), ""), ("n_steps", (), ""), ("len", (), ""), ("x", (), ""), ("free.x", (), "")])
+    # a compound name may come from anywhere
+    ("row_c", ("row_c",), "a2"), ("wait_for", (), "a3"), ("Req", (), "a1"),
+    ("run", (), ""), ("turn", (), ""), ("n_steps", (), ""), ("len", (), ""), ("x", (), ""),
+    ("free.x", (), "")])
 def test_where_a_name_is_defined(name, imported, cell): assert named(name, imported=imported) == cell
 
-def test_parameters_of_the_package_are_defined_where_they_stand(): assert named("n_steps", chapter="low") == "a3"
+def test_parameters_of_the_package_are_defined_where_they_stand():
+    assert named("n_steps", chapter="low") == "a3"
 
 def test_the_first_use_of_a_term_is_a_link():
     terms, seen = Terms("```{glossary}\nKV cache\n    A.\n\nrow\n    B.\n\ntoken\n    C.\n```"), set()
     assert terms.link("Tokens and a token; the KV cache, a row, a *row*, row-wise.", seen) == (
-        "{term}`Tokens <token>` and a token; the {term}`KV cache <KV cache>`, a row, a *{term}`row <row>`*, row-wise.")
+        "{term}`Tokens <token>` and a token; the {term}`KV cache <KV cache>`, a row, a *{term}`row <row>`*, "
+        "row-wise.")
     assert seen == {"token", "KV cache", "row"} and terms.link("A token.", seen) == "A token."
 
 def test_only_plain_text_is_linked(tmp_path):
@@ -90,15 +105,23 @@ def test_only_plain_text_is_linked(tmp_path):
     plain = "`a token b` [a token](x.md) $token$ <b token>\n# token\n```\ntoken\n```"
     assert book.other(plain) == plain and "{term}" in book.other(plain + "\ntoken")
 
-FIGURES = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(-9, 10**6), st.floats(0, 1e6), st.text("ab|`<*_ \n", max_size=9), st.lists(st.floats(0, 9), max_size=3)),
-                       lambda of: st.dictionaries(st.text("ab_<|", min_size=1, max_size=9), of, max_size=4), max_leaves=12)
-REPORTS = st.dictionaries(st.sampled_from(["machine", "bench256", "kernels", "gone"]), st.tuples(st.booleans(), st.dictionaries(st.sampled_from(["us", "share", "a_ms", "a_error", "note"]), FIGURES, max_size=4)))
+FIGURES = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(-9, 10**6), st.floats(0, 1e6),
+                                 st.text("ab|`<*_ \n", max_size=9), st.lists(st.floats(0, 9), max_size=3)),
+                       lambda of: st.dictionaries(st.text("ab_<|", min_size=1, max_size=9), of, max_size=4),
+                       max_leaves=12)
+REPORTS = st.dictionaries(st.sampled_from(["machine", "bench256", "kernels", "gone"]),
+                          st.tuples(st.booleans(),
+                                    st.dictionaries(st.sampled_from(["us", "share", "a_ms", "a_error",
+                                        "note"]), FIGURES, max_size=4)))
 
-def as_report(steps): return dict(ok=True, steps={k: dict(ok=ok, seconds=1., error=None if ok else "x | <y>", figures=figures) for k, (ok, figures) in steps.items()})
+def as_report(steps):
+    return dict(ok=True, steps={k: dict(ok=ok, seconds=1., error=None if ok else "x | <y>", figures=figures)
+                                for k, (ok, figures) in steps.items()})
 
 def rows_of(text):
     "The tables of a page, each a list of rows, each the number of its cells"
-    found = [[len(re.split(r"(?<!\\)\|", o)) for o in part.split("\n") if o.startswith("|")] for part in text.split("\n\n")]
+    found = [[len(re.split(r"(?<!\\)\|", o)) for o in part.split("\n") if o.startswith("|")]
+             for part in text.split("\n\n")]
     return [o for o in found if o]
 
 @given(st.dictionaries(st.sampled_from(["2026-01-01", "2026-01-02", "2026-02-01"]), REPORTS, min_size=1))
@@ -109,51 +132,69 @@ def test_any_report_of_a_gpu_becomes_a_page(runs):
         if "kernels" in o["steps"]: o["steps"]["kernels"]["figures"] = dict(a_error=.25, b_error='refused')
     text = measured.page(reports, {}, [], dict(machine="What there is", late="Last"))
     assert all(len(set(o)) == 1 and len(o) >= 2 for o in rows_of(text)), text
-    assert set(re.findall(r"(?m)^## (\w+)$", text)) == {k for o in runs.values() for k in o} and "* `late`: Last" in text
+    assert (set(re.findall(r"(?m)^## (\w+)$", text)) == {k for o in runs.values() for k in o}
+            and "* `late`: Last" in text)
     for name, (date, step) in measured.newest(reports).items():
         better = [d for d, o in runs.items() if name in o and (o[name][0], d) > (step["ok"], date)]
         assert not better and f"## {name}\n" in text
 
 def test_the_page_of_a_gpu_says_what_its_json_says():
-    "What people ask first, with the other engine beside it; what failed, with its note; and what has not run, by the names of the check"
+    """What people ask first, with the other engine beside it; what failed, with its note; and what has not
+    run, by the names of the check"""
     text = measured.read(root/"docs")
     newest = json.loads(max((root/"docs/gpu/runs").glob("*.json")).read_text())["steps"]
     run, told = newest["bench256"]["figures"], json.loads((root/"docs/gpu/beside.json").read_text())
-    assert f"{run['overlap_greedy']['tokens_per_s']:,.0f} output tokens a second, {100*run['share_of_limit']:.0f} % of the {run['limit_tokens_per_s']:,.0f}" in text
+    assert (f"{run['overlap_greedy']['tokens_per_s']:,.0f} output tokens a second, "
+            f"{100*run['share_of_limit']:.0f} % of the {run['limit_tokens_per_s']:,.0f}" in text)
     for o in told: assert " and ".join(f"{x:,}" for x in o["tokens_per_s"]) in text
-    assert f"{newest['parity']['figures']['float32_tokens']} tokens, all equal" in text and newest["tests"]["figures"]["pytest"] in text
+    assert (f"{newest['parity']['figures']['float32_tokens']} tokens, all equal" in text
+            and newest["tests"]["figures"]["pytest"] in text)
     for name in gpu_check.LIMITS: assert f"## {name}\n" in text or f"* `{name}`: " in text, name
-    for path in (root/"docs/gpu").rglob("*.json"): assert not re.search(r"(?<![\w.])/(?:opt|usr|home|root|work)/|Linux-\d", path.read_text()), f"{path.name} names a machine"
+    for path in (root/"docs/gpu").rglob("*.json"):
+        assert not re.search(r"(?<![\w.])/(?:opt|usr|home|root|work)/|Linux-\d",
+                             path.read_text()), f"{path.name} names a machine"
 
 @pytest.mark.parametrize("name, x, words, value", [
-    ("plan_us", 478.6, "plan [µs]", "478.6"), ("tokens_per_s", 22830.7, "tokens per second", "22,831"), ("share_of_limit", .638, "share of limit", "63.8 %"), ("attend_share", 1 / 3, "attend share", "33.3 %"),
-    ("memory_read_gb_s", 4201.8, "memory read [GB/s]", "4,202"), ("us", .5, "[µs]", "0.5"), ("same", True, "same", "yes"), ("pairs", [[0, .5], [1, 2]], "pairs", "0 and 0.5, 1 and 2"), ("how", "a|b", "how", "a\\|b")])
+    ("plan_us", 478.6, "plan [µs]", "478.6"), ("tokens_per_s", 22830.7, "tokens per second", "22,831"),
+    ("share_of_limit", .638, "share of limit", "63.8 %"), ("attend_share", 1 / 3, "attend share", "33.3 %"),
+    ("memory_read_gb_s", 4201.8, "memory read [GB/s]", "4,202"), ("us", .5, "[µs]", "0.5"),
+    ("same", True, "same", "yes"), ("pairs", [[0, .5], [1, 2]], "pairs", "0 and 0.5, 1 and 2"),
+    ("how", "a|b", "how", "a\\|b")])
 def test_a_figure_is_read_with_its_unit(name, x, words, value):
     assert measured.words(name) == words and measured.value(name, x) == value
 
 def test_figures_in_prose_are_those_that_were_measured():
-    "README, guide and notes repeat a few; a newer JSON changes them, or this fails. And none says of what has run that it has not."
+    """README, guide and notes repeat a few; a newer JSON changes them, or this fails. And none says of what
+    has run that it has not."""
     newest = json.loads(max((root/"docs/gpu/runs").glob("*.json")).read_text())["steps"]
     run = newest["bench256"]["figures"]
-    rates = f"{round(run['overlap_greedy']['tokens_per_s'], -1):,.0f}", f"{round(run['limit_tokens_per_s'], -2):,.0f}"
+    rates = (f"{round(run['overlap_greedy']['tokens_per_s'], -1):,.0f}",
+             f"{round(run['limit_tokens_per_s'], -2):,.0f}")
     for name in ("README.md", "docs/guides/gpu.md", "docs/design.md"):
         text = (root/name).read_text()
         for rate in rates: assert rate in text, f"{name} does not say {rate}"
     guide = (root/"docs/guides/gpu.md").read_text()
-    for o in json.loads((root/"docs/gpu/beside.json").read_text()): assert all(f"{x:,}" in guide for x in o["tokens_per_s"])
-    assert f"{newest['parity']['figures']['float32_tokens']} greedy" in guide.replace("384 of ", "") and guide.index("gpu-measured.md") < guide.index("##")
-    for path in [root/"README.md", root/"CHANGELOG.md", *(root/"docs").glob("*.md"), *(root/"docs/guides").glob("*.md"), *(root/"nbs").glob("*.ipynb")]:
-        said = re.search(r"(?i)(?:not|never)\s+(?:yet\s+)?(?:been\s+)?run\s+on\s+(?:an?|one)\s*(?:real\s+)?(?:GPU|one|yet)|no\s+GPU\s+has\s+run", path.read_text(encoding="utf-8"))
+    for o in json.loads((root/"docs/gpu/beside.json").read_text()):
+        assert all(f"{x:,}" in guide for x in o["tokens_per_s"])
+    assert (f"{newest['parity']['figures']['float32_tokens']} greedy" in guide.replace("384 of ", "")
+            and guide.index("gpu-measured.md") < guide.index("##"))
+    for path in [root/"README.md", root/"CHANGELOG.md", *(root/"docs").glob("*.md"),
+                 *(root/"docs/guides").glob("*.md"), *(root/"nbs").glob("*.ipynb")]:
+        said = (re.search(
+            r"(?i)(?:not|never)\s+(?:yet\s+)?(?:been\s+)?run\s+on\s+(?:an?|one)\s*(?:real\s+)?(?:GPU|one|yet)"
+            r"|no\s+GPU\s+has\s+run", path.read_text(encoding="utf-8")))
         assert not said, f"{path.name}: {said[0]!r}"
 
 def test_numbers_of_chapters_are_those_of_the_menu():
     "A link of a guide whose words are a number leads to the chapter of that number"
-    links = [(path.name, *o) for path in (root/"docs").glob("**/*.md") for o in re.findall(r"\[(\d+)\]\(([^)\s]*?(\d+)_[^)\s]*)\)", path.read_text(encoding="utf-8"))]
+    links = [(path.name, *o) for path in (root/"docs").glob("**/*.md")
+             for o in re.findall(r"\[(\d+)\]\(([^)\s]*?(\d+)_[^)\s]*)\)", path.read_text(encoding="utf-8"))]
     assert len(links) > 20 and not [o for o in links if int(o[1]) != int(o[3])]
 
 def counterparts():
     "(the cells of a row that say theirs, the cell that says ours) in the tables of settings of the guide"
-    settings = (root/"docs/guides/coming-from.md").read_text(encoding="utf-8").partition("## Settings")[2].partition("## What is different")[0]
+    settings = (root/"docs/guides/coming-from.md").read_text(encoding="utf-8").partition("## Settings")[
+        2].partition("## What is different")[0]
     heads = []
     for line in settings.split("\n"):
         if not line.startswith("|"): heads = []
@@ -162,7 +203,8 @@ def counterparts():
         else:
             cells = line.strip("| ").split(" | ")
             assert len(cells) == len(heads), line
-            yield [o for head, o in zip(heads, cells) if head not in ("what", "here")], cells[heads.index("here")]
+            yield [o for head, o in zip(heads, cells)
+                   if head not in ("what", "here")], cells[heads.index("here")]
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
@@ -175,27 +217,61 @@ def test_flags_of_the_guide_exist():
     known, rows = {*parser._option_string_actions}, [*counterparts()]
     named = {o for _, ours in rows for o in FLAG.findall(ours)}
     assert len(named) >= 40 and not named - known, named - known
-    assert not [ours for _, ours in rows if not (FLAG.search(ours) or ours.startswith(("none, because ", "none, by decision")) or re.match(r"always|`HF_HOME`", ours))]
-    theirs = {o for cells, _ in rows for cell in cells for o in re.findall(r"(?<![\w-])--?[a-z][\w-]*|OLLAMA_\w+", cell)}
-    asked = """--mem-fraction-static --gpu-memory-utilization --max-num-batched-tokens --max-num-seqs --enable-prefix-caching --chunked-prefill-size --tp --tensor-parallel-size --max-model-len
+    assert not [ours for _, ours in rows if not (FLAG.search(ours)
+        or ours.startswith(("none, because ", "none, by decision")) or re.match(r"always|`HF_HOME`", ours))]
+    theirs = {o for cells, _ in rows for cell in cells
+              for o in re.findall(r"(?<![\w-])--?[a-z][\w-]*|OLLAMA_\w+", cell)}
+    asked = (
+        (
+            (
+                (
+                    (
+                        (
+                            (
+                                (
+                                    (
+                                        (
+                                            (
+                                                (
+                                                    (
+                                                        (
+                                                            (
+                                                                (
+                                                                    (
+                                                                        (
+                                                                            (
+                                                                                (
+                                                                                    (
+                                                                                        (
+                                                                                            (
+                                                                                                (
+                                                                                                    (
+                                                                                                        (
+                                                                                                            (
+                                                                                                                ("""--mem-fraction-static --gpu-memory-utilization --max-num-batched-tokens --max-num-seqs --enable-prefix-caching --chunked-prefill-size --tp --tensor-parallel-size --max-model-len
         --context-length --kv-cache-dtype --quantization --served-model-name --api-key -c -np -ngl -t -b -ub --enable-metrics --schedule-policy --disable-overlap-schedule --cuda-graph-bs
-        OLLAMA_KEEP_ALIVE OLLAMA_NUM_PARALLEL OLLAMA_HOST"""
+        OLLAMA_KEEP_ALIVE OLLAMA_NUM_PARALLEL OLLAMA_HOST"""))))))))))))))))))))))))))))   # noqa: E501
     assert not {*asked.split()} - theirs, {*asked.split()} - theirs
 
 def test_the_search_counts_words(tmp_path):
     "Stems, also of the parts of a name; not the addresses of links, nor outputs, nor listings of modules"
     (tmp_path/"docs/src").mkdir(parents=True)
-    (tmp_path/"docs/a.md").write_text("# Pages\nA [page](nowhere.md) has `page_size` slots, by `--page-size`; {term}`x <hidden>`.")
+    (tmp_path/"docs/a.md").write_text("# Pages\nA [page](nowhere.md) has `page_size` slots, by "
+                                      "`--page-size`; {term}`x <hidden>`.")
     (tmp_path/"docs/src/b.md").write_text("# b")
-    cell = dict(cell_type="code", source=["paging = 1"], outputs=[dict(text="spoken")], metadata={}, execution_count=None)
+    cell = dict(cell_type="code", source=["paging = 1"], outputs=[dict(text="spoken")], metadata={},
+                execution_count=None)
     (tmp_path/"docs/c.ipynb").write_text(json.dumps(dict(cells=[cell])))
     found = search.index(tmp_path/"docs")
-    assert found["pages"] == ["a", "c"] and found["words"]["page"] == [0, 4, 1, 1] and found["words"]["page_size"] == [0, 2]
-    assert not {"nowher", "md", "hidden", "term", "spoken", "output", "b"} & {*found["words"]} and found["lengths"] == [13, 2]
+    assert (found["pages"] == ["a", "c"] and found["words"]["page"] == [0, 4, 1, 1]
+            and found["words"]["page_size"] == [0, 2])
+    assert (not {"nowher", "md", "hidden", "term", "spoken", "output", "b"} & {*found["words"]}
+            and found["lengths"] == [13, 2])
 
 def test_the_search_table_names_pages_that_exist():
     "Each phrase is given once to a page, and each page is there"
-    pages = [*(f"nbs/{o.relative_to(root/'nbs').with_suffix('')}" for o in notebooks()), *(str(o.relative_to(root/"docs").with_suffix("")) for o in (root/"docs").glob("**/*.md"))]
+    pages = [*(f"nbs/{o.relative_to(root/'nbs').with_suffix('')}" for o in notebooks()),
+             *(str(o.relative_to(root/"docs").with_suffix("")) for o in (root/"docs").glob("**/*.md"))]
     there = {search.unnumbered(o) for o in pages} | {"made/benchmarks"}
     assert not {*search.SAID} - there, {*search.SAID} - there
     assert not {o for places in QUERIES.values() for o in places.split()} - there and len(QUERIES) >= 35
@@ -207,4 +283,5 @@ def test_old_pages_of_the_map_lead_to_rings():
     known = {o.place for o in contents.rings(contents.parts(root/"nbs/index.ipynb"))}
     assert {f"made/ring-{o}" for o in redirects.rows.values()} <= known
     moved = dict(redirects.pages())
-    assert moved["made/part-8"] == "made/ring-server" and moved["made/part-10"] == "made/ring-experiments" and 'url=ring-server.html"' in redirects.page("made/part-8", "made/ring-server")
+    assert (moved["made/part-8"] == "made/ring-server" and moved["made/part-10"] == "made/ring-experiments"
+            and 'url=ring-server.html"' in redirects.page("made/part-8", "made/ring-server"))

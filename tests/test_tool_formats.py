@@ -161,7 +161,9 @@ TWICE = {   # the first call has lost what closes its value
     "gpt_oss": '<|channel|>commentary to=functions.time<|message|>{"at": '
                '"noon%s<|call|><|start|>assistant<|channel|>commentary to=functions.time<|message|>{"at": '
                '"noon"}',
-    "qwen3_coder": '<tool_call>\n<function=time>\n<parameter=at>\nnoon%s</function>\n</tool_call>\n<tool_call>\n<function=time>\n<parameter=at>\nnoon\n</parameter>\n</function>\n</tool_call>'}
+    "qwen3_coder": (
+        '<tool_call>\n<function=time>\n<parameter=at>\nnoon%s</function>\n</tool_call>\n'
+        '<tool_call>\n<function=time>\n<parameter=at>\nnoon\n</parameter>\n</function>\n</tool_call>')}
 
 @pytest.mark.parametrize("name", TWICE)
 def test_an_end_that_is_missing_takes_no_later_call_with_it(name):

@@ -193,7 +193,8 @@ def notices(mutant):
 
 # mechanisms that the weekend has not: a word of each in the names of their mutants
 LACKS = (re.compile('below:|handed over|retract|recomput|anew by '
-                   'itself|preempt|importan|borrow|invalid|namespace|grammar|mask|timeout|pause|streak|fail|vLLM|told '
+                   'itself|preempt|importan|borrow|invalid|namespace|grammar|mask|timeout|pause|streak|fail|vLLM|'
+                   'told '
                    'of|hidden|stale|rank'
                    '|passed over|new token ratio|clip|most tokens made|displaced|end-of-sequence|stop '
                    'tokens|row is watched|a device never|keeps no|is kept is given away|rid is used|'

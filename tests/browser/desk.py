@@ -86,7 +86,10 @@ class Page:
     def fill(self, name, value):
         "A field of the settings"
         (self.js(
-            """(([o, value]) => { o.value = value; o.dispatchEvent(new Event(o.tagName === 'SELECT' ? 'change' : 'input')) })(arguments)""",
+            """(([o, value]) => {
+                o.value = value
+                o.dispatchEvent(new Event(o.tagName === 'SELECT' ? 'change' : 'input'))
+            })(arguments)""",
                 self.all(f"#settings [name={name}], #settings #{name}")[0], value))
 
     def last(self):

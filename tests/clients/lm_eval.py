@@ -32,7 +32,8 @@ def run(kind, args, tasks, **more):
             for name in said['samples']}
 
 ours = (run('local-completions',
-           f'base_url={url}/v1/completions,model={model},tokenizer_backend=remote,num_concurrent=4,max_length=512', [choices, answers]))
+           f'base_url={url}/v1/completions,model={model},tokenizer_backend=remote,'
+            'num_concurrent=4,max_length=512', [choices, answers]))
 theirs = run('hf', f'pretrained={checkpoint},dtype=float32,max_length=512', [choices, answers], device='cpu')
 worst = 0.
 for mine, right in zip(ours['choices'], theirs['choices']):
