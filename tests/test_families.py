@@ -1,9 +1,12 @@
 """Families that are Llamas once they are edited: greedy tokens of a random checkpoint of each equal those of `transformers`, and no edit is for nothing."""
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from minisgl_lit.core.models import weights
 from minisgl_lit.core.models.checkpoint import families, read_config
 from minisgl_lit.core.models.decoder import Decoder
 from minisgl_lit.core.models.weights import load_weights, sources
@@ -11,6 +14,9 @@ from minisgl_lit.families.edits import edited
 from minisgl_lit.families.llamas import table
 from minisgl_lit.llm import LLM
 from minisgl_lit.text.sampling_params import SamplingParams
+from minisgl_lit.tools.doctor import what_fits
+from minisgl_lit.tools.quantize import packed_tensors, quantize_checkpoint, stated
+from minisgl_lit.kernels.quantized import quantize
 from reference import MAX_NEW, Comparison, generate, load, make_checkpoint, prompts, rope
 
 factors = dict(embedding_multiplier=12., residual_multiplier=.22, attention_multiplier=.1, logits_scaling=8.)
@@ -126,6 +132,8 @@ def test_the_text_part_of_a_model_that_sees(tmp_path, name, text, vision):
     model.save_pretrained(tmp_path)
     ids = torch.tensor(prompts()[4])
     with torch.inference_mode(): right = model(input_ids=ids[None]).logits[0]
+    file = next(tmp_path.glob('*.safetensors'))   # what is not read may be anything
+    save_file(load_file(file) | {'vision.position_ids': torch.arange(3), 'vision.scale': torch.tensor(2.)}, file)
     read = read_config(tmp_path)
     assert (logits(tmp_path, read) - right).abs().max() < 1e-5 * right.abs().max() and read.architecture.lower().startswith(text)
 
@@ -138,3 +146,138 @@ def test_weights_in_few_bits(tmp_path, name):
     with LLM(tmp_path, device='cpu', quantization='int8', num_pages=100) as llm:
         out = llm.generate([prompts()[0]], SamplingParams(max_tokens=4, temperature=0))[0]
     assert out.error is None and len(out.token_ids) == 4
+
+class Stored:
+    "A checkpoint of a family, to be written again with something wrong"
+    def __init__(self, name, path, **more):
+        (path/'whole').mkdir(parents=True)
+        make(name, path/'whole', **more)
+        self.path, self.raw = path, json.loads((path/'whole'/'config.json').read_text())
+        self.tensors = {name: o for file in (path/'whole').glob('*.safetensors') for name, o in load_file(file).items()}
+
+    def write(self, fields={}, tensors={}, without=()):
+        "Its folder"
+        folder = self.path/'other'
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder/'config.json').write_text(json.dumps({o: v for o, v in (self.raw | fields).items() if o not in without}))
+        save_file({o: v.clone().contiguous() for o, v in (self.tensors | tensors).items() if o not in without}, folder/'model.safetensors')
+        return folder
+
+    def logits(self, *what, **more):
+        folder = self.write(*what, **more)
+        return logits(folder, read_config(folder))
+
+    def refused(self, words, *what, **more):
+        with pytest.raises(ValueError) as e: self.logits(*what, **more)
+        said = str(e.value)
+        assert type(e.value) is ValueError and words in said and '\n' not in said and len(said) < 400, said
+
+ODD = None, 'x', True, -1, 0, 1.5, [], [[1]], {}, 10**30, 1e308
+
+@every
+def test_a_wrong_file_is_one_sentence(tmp_path, name):
+    "It names a field of config.json or a tensor of the checkpoint, and is never another error"
+    stored = Stored(name, tmp_path)
+    def tried(*what):
+        try: stored.logits(*what)
+        except ValueError as e: assert type(e) is ValueError and '\n' not in str(e) and len(str(e)) < 400 and ('config.json' in str(e) or 'checkpoint' in str(e)), (what, e)
+    rope = stored.raw['rope_parameters']
+    asked = 'head_dim', 'num_key_value_heads', 'intermediate_size', 'tie_word_embeddings', 'layer_types', 'sliding_window', 'num_local_experts', 'use_bias', 'logits_scaling'
+    for value in ODD:
+        for field in asked: tried({field: value})
+        for field in ('partial_rotary_factor', 'rope_theta', 'rope_type'): tried(dict(rope_parameters=rope | {field: value}))
+    for tensor in [o for o in stored.tensors if 'layers.0' in o or 'layers' not in o]:
+        value = stored.tensors[tensor]
+        for other in (value[:-1], torch.cat([value, value[:1]]), value[:0], value[0, 0] if value.dim() > 1 else value[0], value[..., None], value.int()): tried({}, {tensor: other})
+        tried({}, {tensor.replace('.weight', '.bias'): torch.zeros(3)})
+    for stray in ('x', 'model.x', 'a.qkv_proj.b'): tried({}, {stray: torch.ones(2)})
+
+def test_rows_that_no_projection_is_given(tmp_path):
+    stored = Stored('Phi3', tmp_path)
+    for name, n, asked in [('self_attn.qkv_proj', 128, 'q_proj, k_proj, v_proj'), ('mlp.gate_up_proj', 160, 'gate_proj, up_proj')]:
+        name = f'model.layers.1.{name}.weight'
+        for rows in (n - 1, n + 1): stored.refused(f'tensor {name} of the checkpoint has {rows} rows; config.json asks for {n}, those of {asked}', {}, {name: torch.ones(rows, 48)})
+    stored.refused('has model.layers.0.self_attn.q_proj.weight twice', {}, {'model.layers.0.self_attn.q_proj.weight': torch.ones(64, 48)})
+    for share in (3/16, 17/16): stored.refused('makes no sense for head_dim=16', dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=share)))
+
+def test_what_changes_nothing_may_be_stored(tmp_path):
+    "Biases of zeros, in a fused tensor, too; layers behind the last; for a family of the core they may, too"
+    stored = Stored('Phi3', tmp_path)
+    right = stored.logits()
+    assert torch.equal(right, stored.logits({}, {'model.layers.0.self_attn.qkv_proj.bias': torch.zeros(128), 'model.layers.1.mlp.down_proj.bias': torch.zeros(48)}))
+    assert torch.equal(right, stored.logits({}, {name.replace('layers.0', 'layers.7'): o for name, o in stored.tensors.items() if 'layers.0' in name}))
+
+def test_large_tensors_come_in_pieces(tmp_path, monkeypatch):
+    stored = Stored('Phi3', tmp_path)
+    right = stored.logits()
+    monkeypatch.setattr(weights, 'MAPPED_BYTES', 1000)
+    assert torch.equal(right, stored.logits())
+
+@pytest.mark.parametrize('name', ['Phi3', pytest.param('Granite', marks=pytest.mark.long), pytest.param('Ernie4_5', marks=pytest.mark.long)])
+def test_without_a_head(tmp_path, name):
+    "It is edited like the whole model, and the head is what is missing"
+    stored = Stored(name, tmp_path, tie_word_embeddings=False)
+    whole = stored.write()
+    whole = load_weights(whole, read_config(whole), torch.float32, progress=False)
+    base = {o.removeprefix('model.'): v for o, v in stored.tensors.items() if o.startswith('model.')}
+    base = stored.write(dict(architectures=[f'{name}Model'], tie_word_embeddings=name == 'Granite'), base, without={*stored.tensors})
+    found = load_weights(base, read_config(base), torch.float32, progress=False)
+    assert found.keys() == whole.keys() - {'lm_head.weight'} and all(torch.equal(o, whole[name]) for name, o in found.items())
+
+def test_only_families_that_say_so_turn_a_part(tmp_path):
+    "A Llama's rows would not be put in our order"
+    make_checkpoint('Llama', tmp_path)
+    raw = json.loads((tmp_path/'config.json').read_text())
+    for rope in (dict(rope_type='default'), LONG):
+        (tmp_path/'config.json').write_text(json.dumps(raw | dict(rope_parameters=rope | dict(partial_rotary_factor=.5))))
+        with pytest.raises(ValueError, match='partial_rotary_factor=0.5 of config.json is not served'): read_config(tmp_path)
+
+@pytest.mark.parametrize('wrong, words', [
+    (dict(short_factor=[1.] * 5), 'makes no sense for head_dim=16'), (dict(long_factor=[0.] + [1.] * 5), 'long_factor=[0.0,'), (dict(short_factor=[[1.]] * 6), 'short_factor=[[1.0]'),
+    (dict(short_factor=[None] * 6), 'short_factor=[None'), (dict(long_factor='x'), 'long_factor='), (dict(long_factor=[10**40] * 6), 'long_factor='), (dict(short_factor=[1.] * 9999), 'makes no sense'),
+    (dict(original_max_position_embeddings=1), 'original_max_position_embeddings of at least 2'), (dict(attention_factor=0), 'attention_factor that is not 0')], ids=lambda o: str(o)[:30])
+def test_longrope_of_no_sense(tmp_path, wrong, words):
+    stored = Stored('Phi3', tmp_path)
+    stored.refused(words, dict(rope_parameters=LONG | wrong))
+
+def test_fields_that_a_file_leaves_out(tmp_path):
+    "They are those of the family's config class"
+    import transformers
+    for name in ('Phi3', 'Glm', 'Ernie4_5', 'Helium', 'Mixtral', 'Cwm', 'SeedOss', 'Ministral'):
+        said = dict(hidden_size=64, intermediate_size=80, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, vocab_size=99, max_position_embeddings=9999)
+        if name == 'Cwm': said |= dict(rope_parameters=dict(rope_type='default'))
+        config = getattr(transformers, f'{name}Config')(**said)
+        (tmp_path/'config.json').write_text(json.dumps(said | dict(architectures=[f'{name}ForCausalLM'])))
+        ours, layers = read_config(tmp_path), getattr(config, 'layer_types', None) or []
+        head_dim = getattr(config, 'head_dim', None) or 16
+        window = getattr(config, 'sliding_window', None)
+        windows = tuple(window if o == 'sliding_attention' else None for o in layers) if any('sliding' in o for o in layers) else ()
+        assert (ours.head_dim, ours.rms_norm_eps, ours.tie_word_embeddings, ours.windows) == (head_dim, config.rms_norm_eps, config.tie_word_embeddings, windows), name
+        assert ours.qkv_bias == bool(getattr(config, 'attention_bias', getattr(config, 'use_bias', False))), name
+        part = config.rope_parameters.get('partial_rotary_factor', 1.)
+        if name != 'Cwm': assert (ours.rope.rope_theta, getattr(ours.rope, 'partial_rotary_factor', 1.)) == (config.rope_parameters['rope_theta'], part), name
+
+@pytest.mark.parametrize('name', ['Phi3', pytest.param('Glm', marks=pytest.mark.long), pytest.param('Granite', marks=pytest.mark.long)])
+def test_compressed_as_it_is_stored(tmp_path, name):
+    "Fused projections of 4 bits are those of the same model, widened; what we would write is edited already, so it is refused"
+    stored = Stored(name, tmp_path, hidden_size=64, intermediate_size=96)
+    few = {o: quantize(v, 4, 32) for o, v in stored.tensors.items() if o.endswith('_proj.weight')}
+    packed = {o.removesuffix('weight') + part: v for o, codes in few.items() for part, v in packed_tensors(codes).items()}
+    wide = {o: codes.codes.float().sub(8).mul(codes.scales.bfloat16().float().repeat_interleave(32, 1)) for o, codes in few.items()}
+    right = stored.logits({}, wide)
+    assert (stored.logits(dict(quantization_config=stated(4, 32, ['lm_head'])), packed, without={*few}) - right).abs().max() < 1e-5
+    with pytest.raises(ValueError, match='its tensors are edited while they are loaded'): quantize_checkpoint(str(stored.write()), tmp_path/'small', 4, 32)
+    assert any('ForCausalLM' in str(o) for o in what_fits(str(stored.write())))
+
+def test_weights_are_updated_while_it_runs(tmp_path):
+    "Another checkpoint of the family is edited like the first"
+    stored = Stored('Phi3', tmp_path)
+    first = shutil.copytree(stored.write(), tmp_path/'first')
+    other = stored.write({}, {name: o.flip(0) for name, o in stored.tensors.items() if 'down_proj' in name})
+    def answer(llm): return llm.generate(prompts()[:1], SamplingParams(max_tokens=MAX_NEW, temperature=0))[0].token_ids
+    with LLM(other, device='cpu', dtype='float32', num_pages=100) as llm: right = answer(llm)
+    with LLM(first, device='cpu', dtype='float32', num_pages=100) as llm:
+        before = answer(llm)
+        llm.update_weights(other)
+        assert answer(llm) == right != before
