@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl_lit.core.models import weights
-from minisgl_lit.core.models.checkpoint import families, read_config
+from minisgl_lit.core.models.checkpoint import Family, families, read_config
 from minisgl_lit.core.models.decoder import Decoder
 from minisgl_lit.core.models.weights import load_weights, sources
-from minisgl_lit.families.edits import edited
-from minisgl_lit.families.llamas import table
+from minisgl_lit.families.edits import edited, renamed
+from minisgl_lit.families.llamas import table, usual
 from minisgl_lit.llm import LLM
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.tools.doctor import what_fits
@@ -281,3 +281,23 @@ def test_weights_are_updated_while_it_runs(tmp_path):
         before = answer(llm)
         llm.update_weights(other)
         assert answer(llm) == right != before
+
+def test_a_family_of_ones_own(tmp_path, monkeypatch):
+    "One that is not in the table: a row and an edit, as the guide has them"
+    import transformers
+    torch.manual_seed(0)
+    config = transformers.ExaoneConfig(vocab_size=199, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, initializer_range=.2,
+                                       eos_token_id=198)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path/'config.json').read_text()) | dict(architectures=['ExaoneForCausalLM'])
+    (tmp_path/'config.json').write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="architecture 'ExaoneForCausalLM' of config.json is not served"): read_config(tmp_path)
+    monkeypatch.setitem(families, 'ExaoneForCausalLM', Family(as_llama=usual(rope_theta=5e5, rms_norm_eps=1e-5)))
+    with pytest.raises(ValueError, match='the checkpoint lacks tensors: lm_head.weight|the checkpoint lacks tensors: model'): logits(tmp_path, read_config(tmp_path))
+    names = {'transformer.wte.': 'model.embed_tokens.', 'transformer.ln_f.': 'model.norm.', 'transformer.h.': 'model.layers.', '.attn.attention.': '.self_attn.', '.out_proj.': '.o_proj.',
+             '.ln_1.': '.input_layernorm.', '.ln_2.': '.post_attention_layernorm.', '.c_fc_0.': '.gate_proj.', '.c_fc_1.': '.up_proj.', '.c_proj.': '.down_proj.'}
+    monkeypatch.setitem(sources, 'ExaoneForCausalLM', edited(renamed(names)))
+    ids = torch.tensor(prompts()[4])
+    with torch.inference_mode(): right = model(ids[None]).logits[0]
+    assert (logits(tmp_path, read_config(tmp_path)) - right).abs().max() < 1e-5 * right.abs().max()

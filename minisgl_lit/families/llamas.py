@@ -23,6 +23,7 @@ def usual(
     "For `as_llama`: a field that is absent is not what a Llama would take"
     return lambda raw: fields | raw
 
+# %% ../../nbs/families/llamas.ipynb #9c02e4f7
 _mixtral_usual = usual(num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5,
                        sliding_window=None, num_experts_per_tok=2)
 def _mixtral(raw: Raw) -> Raw:
@@ -41,11 +42,13 @@ FACTORS = 'attention_multiplier', 'residual_multiplier', 'embedding_multiplier',
 def _granite(raw: Raw) -> Raw:
     "Its factors are in the weights, so the embedding and the head differ"
     for name in FACTORS: read_optional(raw, name, float)
-    if raw.get('logits_scaling') == 0: raise ValueError('logits_scaling=0 of config.json is none')
+    if raw.get('logits_scaling') == 0: raise ValueError(
+        'logits_scaling=0 of config.json cannot divide')
     read_optional(raw, 'tie_word_embeddings', bool)
     return {name: value for name, value in raw.items() if name not in FACTORS} | dict(
         tie_word_embeddings=False)
 
+# %% ../../nbs/families/llamas.ipynb #e3f8a916
 _NOWHERE = dict(partial_rotary_factor=0.0, rope_parameters=None, rope_scaling=None)
 
 def _granite_4(raw: Raw) -> Raw:
@@ -112,6 +115,7 @@ _glm = usual(head_dim=128, rms_norm_eps=1.5625e-7, attention_bias=True, partial_
 _cwm = usual(head_dim=128, rope_theta=1e6, rms_norm_eps=1e-5, sliding_window=8192)
 _helium = usual(head_dim=128, rope_theta=1e5, rms_norm_eps=1e-8)
 
+# %% ../../nbs/families/llamas.ipynb #71c5f03d
 def _windowed(**more: bool | Callable[[dict], dict]) -> Family:
     "A family of Mistral's kind: no biases, and windows"
     return Family(**dict(qkv_bias=False, o_bias=False) | more, has_window=_in_every,
