@@ -9,7 +9,8 @@ __all__ = ['Raw', 'FACTORS', 'TEXTS', 'KEPT', 'factors', 'table', 'usual']
 import math
 from collections.abc import Callable, Mapping
 
-from ..core.models.checkpoint import Family, families, read_count, read_field, read_optional
+from ..core.models.checkpoint import (
+    Family, families, read_count, read_field, read_optional)
 from ..core.models.weights import sources
 from .edits import Edit, Model, edited, fused_gate_up, fused_qkv, inside
 from .edits import of_config, planes, renamed, scaled, untied
