@@ -1,16 +1,23 @@
-"""Families that are Llamas once they are edited: greedy tokens of a random checkpoint of each equal those of `transformers`, and no edit is for nothing."""
+"""Families that are Llamas once they are edited: greedy tokens of a random checkpoint of each equal those of
+`transformers`, and no edit is for nothing."""
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from minisgl_lit.core.models.checkpoint import families, read_config
+from minisgl_lit.core.models import weights
+from minisgl_lit.core.models.checkpoint import Family, families, read_config
 from minisgl_lit.core.models.decoder import Decoder
 from minisgl_lit.core.models.weights import load_weights, sources
-from minisgl_lit.families.edits import edited
-from minisgl_lit.families.llamas import table
+from minisgl_lit.families.edits import edited, renamed
+from minisgl_lit.families.llamas import table, usual
 from minisgl_lit.llm import LLM
 from minisgl_lit.text.sampling_params import SamplingParams
+from minisgl_lit.tools.doctor import what_fits
+from minisgl_lit.tools.quantize import packed_tensors, quantize_checkpoint, stated
+from minisgl_lit.kernels.quantized import quantize
 from reference import MAX_NEW, Comparison, generate, load, make_checkpoint, prompts, rope
 
 factors = dict(embedding_multiplier=12., residual_multiplier=.22, attention_multiplier=.1, logits_scaling=8.)
@@ -22,26 +29,32 @@ FAMILIES = {   # by the name of their classes
     'Granite': tokens | factors,
     'Mixtral': dict(num_local_experts=5, sliding_window=None),
     'Ministral': dict(sliding_window=7),
-    'Cwm': tokens | rope('llama3', factor=8., low_freq_factor=1., high_freq_factor=4.) | dict(sliding_window=7),
+    'Cwm': tokens | rope('llama3', factor=8., low_freq_factor=1.,
+                         high_freq_factor=4.) | dict(sliding_window=7),
     'SeedOss': tokens | dict(attention_bias=True, attention_out_bias=False),
     'Ernie4_5': tokens | dict(use_bias=True),
     'Helium': tokens | dict(hidden_size=64),
-    'GraniteMoeHybrid': tokens | factors | dict(hidden_size=64, layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80, position_embedding_type='rope'),
-    'GraniteMoeHybrid without positions': tokens | factors | dict(hidden_size=64, layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80,
+    'GraniteMoeHybrid': tokens | factors | dict(hidden_size=64, layer_types=['attention'] * 3,
+        num_local_experts=0, shared_intermediate_size=80, position_embedding_type='rope'),
+    'GraniteMoeHybrid without positions': tokens | factors | dict(hidden_size=64,
+        layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80,
                                                                   position_embedding_type='nope'),
 }
 QUICK = 'Phi3', 'Glm', 'Granite', 'Mixtral'   # each edit once
-every = pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.long] * (o not in QUICK)) for o in FAMILIES])
+every = pytest.mark.parametrize('name',
+    [pytest.param(o, marks=[pytest.mark.long] * (o not in QUICK)) for o in FAMILIES])
 
 def make(name, path, **more): make_checkpoint(name.partition(' ')[0], path, **FAMILIES[name] | more)
 
 def compare(path, asked, right, **settings):
     "All at once, in chunks and pages, and again from the cache"
     comparison = Comparison()
-    with LLM(path, device='cpu', dtype='float32', num_pages=400, **dict(page_size=4, max_prefill_tokens=16) | settings) as llm:
+    with LLM(path, device='cpu', dtype='float32', num_pages=400,
+             **dict(page_size=4, max_prefill_tokens=16) | settings) as llm:
         for _ in range(2):
             outs = llm.generate(asked, SamplingParams(max_tokens=MAX_NEW, temperature=0))
-            for prompt, out, answer in zip(asked, outs, right): comparison.check(path, prompt, out.token_ids, answer, settings)
+            for prompt, out, answer in zip(asked, outs, right):
+                comparison.check(path, prompt, out.token_ids, answer, settings)
     assert sum(o.cached_tokens for o in outs) > 200
     comparison.done()
 
@@ -54,7 +67,8 @@ def test_tokens_are_those_of_the_reference(tmp_path, name):
     compare(tmp_path, asked, right)
 
 @pytest.mark.long
-@pytest.mark.parametrize('settings', [dict(page_size=1, attention='torch'), dict(page_size=16, overlap=False), dict(mixed_chunk=True, max_prefill_tokens=4096), dict(tp=2)],
+@pytest.mark.parametrize('settings', [dict(page_size=1, attention='torch'), dict(page_size=16, overlap=False),
+                                      dict(mixed_chunk=True, max_prefill_tokens=4096), dict(tp=2)],
                          ids=lambda o: ' '.join(map(str, o)))
 @pytest.mark.parametrize('name', QUICK)
 def test_settings_that_must_not_matter(tmp_path, name, settings):
@@ -67,8 +81,10 @@ def logits(path, config):
     ids, rows = torch.tensor(prompts()[4]), torch.arange(50)
     def attend(q, k, v, layer):
         k, v = (o.repeat_interleave(q.shape[1] // o.shape[1], 1).transpose(0, 1) for o in (k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)
-    return Decoder(config, load_weights(path, config, torch.float32, progress=False)).forward(ids, rows, attend, rows)
+        return torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), k, v,
+            is_causal=True).transpose(0, 1)
+    return Decoder(config,
+                   load_weights(path, config, torch.float32, progress=False)).forward(ids, rows, attend, rows)
 
 @every
 def test_no_edit_is_for_nothing(tmp_path, name, monkeypatch):
@@ -83,18 +99,24 @@ def test_no_edit_is_for_nothing(tmp_path, name, monkeypatch):
         except ValueError: continue
         assert moved > 1e-3, left_out
 
-LONG = dict(rope_type='longrope', rope_theta=1e4, partial_rotary_factor=.75, original_max_position_embeddings=32,
+LONG = dict(rope_type='longrope', rope_theta=1e4, partial_rotary_factor=.75,
+            original_max_position_embeddings=32,
             short_factor=[1.1, 1.2, 1.3, 1., 1., 1.4], long_factor=[2., 2.5, 3., 3., 4., 5.])
 
 def test_longrope_within_and_beyond_the_original_context(tmp_path):
-    "Within it the answer is the reference's. Beyond it that of a reference in which each token turns by its own position, and not the reference's own"
-    make_checkpoint('Phi3', tmp_path, **tokens, hidden_size=64, sliding_window=None, original_max_position_embeddings=32, rope_parameters=LONG)
+    """Within it the answer is the reference's. Beyond it that of a reference in which each token turns by its
+    own position, and not the reference's own"""
+    make_checkpoint('Phi3', tmp_path, **tokens, hidden_size=64, sliding_window=None,
+                    original_max_position_embeddings=32, rope_parameters=LONG)
     short = [o[:19] for o in prompts()]   # with the answer 31
     long = [o for o in prompts() if len(o) > 36]
     with LLM(tmp_path, device='cpu', dtype='float32', page_size=4, num_pages=400) as llm:
-        def answers(asked): return [o.token_ids for o in llm.generate(asked, SamplingParams(max_tokens=MAX_NEW, temperature=0))]
+        def answers(asked):
+            return [o.token_ids for o in llm.generate(asked,
+                SamplingParams(max_tokens=MAX_NEW, temperature=0))]
         comparison = Comparison()
-        for prompt, ours in zip(short, answers(short)): comparison.check(tmp_path, prompt, ours, generate(tmp_path, prompt))
+        for prompt, ours in zip(short, answers(short)):
+            comparison.check(tmp_path, prompt, ours, generate(tmp_path, prompt))
         comparison.done()
         ours = answers(long)
         model = load(tmp_path)
@@ -111,30 +133,244 @@ def test_longrope_within_and_beyond_the_original_context(tmp_path):
         finally: rotary.forward = plain
         assert ours != theirs
 
-SEEING = [('Mistral3', 'mistral', {}), ('InternVL', 'qwen2', dict(image_size=[28, 28], patch_size=[14, 14])), ('InternVL', 'qwen3', dict(image_size=[28, 28], patch_size=[14, 14])),
+SEEING = [('Mistral3', 'mistral', {}), ('InternVL', 'qwen2', dict(image_size=[28, 28], patch_size=[14, 14])),
+          ('InternVL', 'qwen3', dict(image_size=[28, 28], patch_size=[14, 14])),
           ('SmolVLM', 'llama', {})]
 
-@pytest.mark.parametrize('name, text, vision', [pytest.param(*o, marks=[pytest.mark.long] * (i > 0)) for i, o in enumerate(SEEING)])
+@pytest.mark.parametrize('name, text, vision',
+                         [pytest.param(*o, marks=[pytest.mark.long] * (i > 0)) for i, o in enumerate(SEEING)])
 def test_the_text_part_of_a_model_that_sees(tmp_path, name, text, vision):
     import transformers
     torch.manual_seed(0)
-    sizes = dict(vocab_size=199, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, initializer_range=.2,
-                 max_position_embeddings=128, eos_token_id=198, bos_token_id=197, pad_token_id=196) | ({} if text == 'llama' else dict(sliding_window=None))
-    seen = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14, head_dim=16) | vision
-    config = getattr(transformers, f'{name}Config')(text_config=dict(model_type=text, **sizes), vision_config=seen, tie_word_embeddings=False, image_token_id=195, image_token_index=195)
+    sizes = (dict(vocab_size=199, hidden_size=48, intermediate_size=80, num_hidden_layers=2,
+                  num_attention_heads=4, num_key_value_heads=2, head_dim=16, initializer_range=.2,
+                 max_position_embeddings=128, eos_token_id=198, bos_token_id=197,
+                 pad_token_id=196) | ({} if text == 'llama' else dict(sliding_window=None)))
+    seen = (dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+                 image_size=28, patch_size=14, head_dim=16) | vision)
+    config = getattr(transformers, f'{name}Config')(text_config=dict(model_type=text, **sizes),
+        vision_config=seen, tie_word_embeddings=False, image_token_id=195, image_token_index=195)
     model = getattr(transformers, f'{name}ForConditionalGeneration')(config).eval()
     model.save_pretrained(tmp_path)
     ids = torch.tensor(prompts()[4])
     with torch.inference_mode(): right = model(input_ids=ids[None]).logits[0]
+    file = next(tmp_path.glob('*.safetensors'))   # what is not read may be anything
+    save_file(load_file(file) | {'vision.position_ids': torch.arange(3), 'vision.scale': torch.tensor(2.)},
+              file)
     read = read_config(tmp_path)
-    assert (logits(tmp_path, read) - right).abs().max() < 1e-5 * right.abs().max() and read.architecture.lower().startswith(text)
+    assert ((logits(tmp_path, read) - right).abs().max() < 1e-5 * right.abs().max()
+            and read.architecture.lower().startswith(text))
 
-def test_each_row_is_tried(): assert {f'{o.partition(" ")[0]}ForCausalLM' for o in FAMILIES} | {f'{name}ForConditionalGeneration' for name, *_ in SEEING} == {*table} <= {*families}
+def test_each_row_is_tried():
+    assert ({f'{o.partition(" ")[0]}ForCausalLM' for o in FAMILIES}
+            | {f'{name}ForConditionalGeneration' for name, *_ in SEEING} == {*table} <= {*families})
 
 @pytest.mark.parametrize('name', ['Phi3', 'Granite'])
 def test_weights_in_few_bits(tmp_path, name):
-    "What is edited can be compressed while it is loaded; the answers are those of a Llama's compression, not checked here"
+    """What is edited can be compressed while it is loaded; the answers are those of a Llama's compression,
+    not checked here"""
     make(name, tmp_path, hidden_size=64, intermediate_size=96)
     with LLM(tmp_path, device='cpu', quantization='int8', num_pages=100) as llm:
         out = llm.generate([prompts()[0]], SamplingParams(max_tokens=4, temperature=0))[0]
     assert out.error is None and len(out.token_ids) == 4
+
+class Stored:
+    "A checkpoint of a family, to be written again with something wrong"
+    def __init__(self, name, path, **more):
+        (path/'whole').mkdir(parents=True)
+        make(name, path/'whole', **more)
+        self.path, self.raw = path, json.loads((path/'whole'/'config.json').read_text())
+        self.tensors = {name: o for file in (path/'whole').glob('*.safetensors')
+                        for name, o in load_file(file).items()}
+
+    def write(self, fields={}, tensors={}, without=()):
+        "Its folder"
+        folder = self.path/'other'
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder/'config.json').write_text(json.dumps({o: v
+            for o, v in (self.raw | fields).items() if o not in without}))
+        save_file({o: v.clone().contiguous() for o, v in (self.tensors | tensors).items()
+                   if o not in without}, folder/'model.safetensors')
+        return folder
+
+    def logits(self, *what, **more):
+        folder = self.write(*what, **more)
+        return logits(folder, read_config(folder))
+
+    def refused(self, words, *what, **more):
+        with pytest.raises(ValueError) as e: self.logits(*what, **more)
+        said = str(e.value)
+        assert type(e.value) is ValueError and words in said and '\n' not in said and len(said) < 400, said
+
+ODD = None, 'x', True, -1, 0, 1.5, [], [[1]], {}, 10**30, 1e308
+
+@every
+def test_a_wrong_file_is_one_sentence(tmp_path, name):
+    "It names a field of config.json or a tensor of the checkpoint, and is never another error"
+    stored = Stored(name, tmp_path)
+    def tried(*what):
+        try: stored.logits(*what)
+        except ValueError as e:
+            assert (type(e) is ValueError and '\n' not in str(e) and len(str(e)) < 400
+                    and ('config.json' in str(e) or 'checkpoint' in str(e))), (what, e)
+    rope = stored.raw['rope_parameters']
+    asked = ('head_dim', 'num_key_value_heads', 'intermediate_size', 'tie_word_embeddings', 'layer_types',
+             'sliding_window', 'num_local_experts', 'use_bias', 'logits_scaling')
+    for value in ODD:
+        for field in asked: tried({field: value})
+        for field in ('partial_rotary_factor', 'rope_theta', 'rope_type'):
+            tried(dict(rope_parameters=rope | {field: value}))
+    for tensor in [o for o in stored.tensors if 'layers.0' in o or 'layers' not in o]:
+        value = stored.tensors[tensor]
+        for other in (value[:-1], torch.cat([value, value[:1]]), value[:0],
+                      value[0, 0] if value.dim() > 1 else value[0], value[..., None], value.int()):
+            tried({}, {tensor: other})
+        tried({}, {tensor.replace('.weight', '.bias'): torch.zeros(3)})
+    for stray in ('x', 'model.x', 'a.qkv_proj.b'): tried({}, {stray: torch.ones(2)})
+
+def test_rows_that_no_projection_is_given(tmp_path):
+    stored = Stored('Phi3', tmp_path)
+    for name, n, asked in [('self_attn.qkv_proj', 128, 'q_proj, k_proj, v_proj'),
+                           ('mlp.gate_up_proj', 160, 'gate_proj, up_proj')]:
+        name = f'model.layers.1.{name}.weight'
+        for rows in (n - 1, n + 1):
+            stored.refused(f'tensor {name} of the checkpoint has {rows} rows; config.json asks for {n}, '
+                           f'those of {asked}', {}, {name: torch.ones(rows, 48)})
+    stored.refused('has model.layers.0.self_attn.q_proj.weight twice', {},
+                   {'model.layers.0.self_attn.q_proj.weight': torch.ones(64, 48)})
+    for share in (3/16, 17/16):
+        stored.refused('makes no sense for head_dim=16',
+                       dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=share)))
+
+def test_what_changes_nothing_may_be_stored(tmp_path):
+    "Biases of zeros, in a fused tensor, too; layers behind the last; for a family of the core they may, too"
+    stored = Stored('Phi3', tmp_path)
+    right = stored.logits()
+    assert torch.equal(right, stored.logits({}, {'model.layers.0.self_attn.qkv_proj.bias': torch.zeros(128),
+        'model.layers.1.mlp.down_proj.bias': torch.zeros(48)}))
+    assert torch.equal(right,
+                       stored.logits({}, {name.replace('layers.0', 'layers.7'): o
+                                          for name, o in stored.tensors.items() if 'layers.0' in name}))
+
+def test_large_tensors_come_in_pieces(tmp_path, monkeypatch):
+    stored = Stored('Phi3', tmp_path)
+    right = stored.logits()
+    monkeypatch.setattr(weights, 'MAPPED_BYTES', 1000)
+    assert torch.equal(right, stored.logits())
+
+@pytest.mark.parametrize('name', ['Phi3', pytest.param('Granite', marks=pytest.mark.long),
+                                  pytest.param('Ernie4_5', marks=pytest.mark.long)])
+def test_without_a_head(tmp_path, name):
+    "It is edited like the whole model, and the head is what is missing"
+    stored = Stored(name, tmp_path, tie_word_embeddings=False)
+    whole = stored.write()
+    whole = load_weights(whole, read_config(whole), torch.float32, progress=False)
+    base = {o.removeprefix('model.'): v for o, v in stored.tensors.items() if o.startswith('model.')}
+    base = stored.write(dict(architectures=[f'{name}Model'], tie_word_embeddings=name == 'Granite'), base,
+                        without={*stored.tensors})
+    found = load_weights(base, read_config(base), torch.float32, progress=False)
+    assert (found.keys() == whole.keys() - {'lm_head.weight'}
+            and all(torch.equal(o, whole[name]) for name, o in found.items()))
+
+def test_only_families_that_say_so_turn_a_part(tmp_path):
+    "A Llama's rows would not be put in our order"
+    make_checkpoint('Llama', tmp_path)
+    raw = json.loads((tmp_path/'config.json').read_text())
+    for rope in (dict(rope_type='default'), LONG):
+        (tmp_path/'config.json').write_text(json.dumps(raw
+            | dict(rope_parameters=rope | dict(partial_rotary_factor=.5))))
+        with pytest.raises(ValueError, match='partial_rotary_factor=0.5 of config.json is not served'):
+            read_config(tmp_path)
+
+@pytest.mark.parametrize('wrong, words', [
+    (dict(short_factor=[1.] * 5), 'makes no sense for head_dim=16'), (dict(long_factor=[0.] + [1.] * 5),
+        'long_factor=[0.0,'), (dict(short_factor=[[1.]] * 6), 'short_factor=[[1.0]'),
+    (dict(short_factor=[None] * 6), 'short_factor=[None'), (dict(long_factor='x'), 'long_factor='),
+    (dict(long_factor=[10**40] * 6), 'long_factor='), (dict(short_factor=[1.] * 9999), 'makes no sense'),
+    (dict(original_max_position_embeddings=1), 'original_max_position_embeddings of at least 2'),
+    (dict(attention_factor=0), 'attention_factor that is not 0')], ids=lambda o: str(o)[:30])
+def test_longrope_of_no_sense(tmp_path, wrong, words):
+    stored = Stored('Phi3', tmp_path)
+    stored.refused(words, dict(rope_parameters=LONG | wrong))
+
+def test_fields_that_a_file_leaves_out(tmp_path):
+    "They are those of the family's config class"
+    import transformers
+    for name in ('Phi3', 'Glm', 'Ernie4_5', 'Helium', 'Mixtral', 'Cwm', 'SeedOss', 'Ministral'):
+        said = dict(hidden_size=64, intermediate_size=80, num_hidden_layers=8, num_attention_heads=4,
+                    num_key_value_heads=2, num_local_experts=4, vocab_size=99, max_position_embeddings=9999)
+        if name == 'Cwm': said |= dict(rope_parameters=dict(rope_type='default'))
+        config = getattr(transformers, f'{name}Config')(**said)
+        (tmp_path/'config.json').write_text(json.dumps(said | dict(architectures=[f'{name}ForCausalLM'])))
+        ours, layers = read_config(tmp_path), getattr(config, 'layer_types', None) or []
+        head_dim = getattr(config, 'head_dim', None) or 16
+        window = getattr(config, 'sliding_window', None)
+        windows = (tuple(window if o == 'sliding_attention' else None for o in layers)
+                   if any('sliding' in o for o in layers) else ())
+        assert (ours.head_dim, ours.rms_norm_eps, ours.tie_word_embeddings, ours.windows) == (head_dim,
+            config.rms_norm_eps, config.tie_word_embeddings, windows), name
+        assert ours.qkv_bias == bool(getattr(config, 'attention_bias',
+                                             getattr(config, 'use_bias', False))), name
+        part = config.rope_parameters.get('partial_rotary_factor', 1.)
+        if name != 'Cwm':
+            assert ((ours.rope.rope_theta, getattr(ours.rope, 'partial_rotary_factor', 1.))
+                    == (config.rope_parameters['rope_theta'], part)), name
+
+@pytest.mark.parametrize('name',
+    ['Phi3', pytest.param('Glm', marks=pytest.mark.long), pytest.param('Granite', marks=pytest.mark.long)])
+def test_compressed_as_it_is_stored(tmp_path, name):
+    """Fused projections of 4 bits are those of the same model, widened; what we would write is edited
+    already, so it is refused"""
+    stored = Stored(name, tmp_path, hidden_size=64, intermediate_size=96)
+    few = {o: quantize(v, 4, 32) for o, v in stored.tensors.items() if o.endswith('_proj.weight')}
+    packed = {o.removesuffix('weight') + part: v for o, codes in few.items()
+              for part, v in packed_tensors(codes).items()}
+    wide = {o: codes.codes.float().sub(8).mul(codes.scales.bfloat16().float().repeat_interleave(32, 1))
+            for o, codes in few.items()}
+    right = stored.logits({}, wide)
+    assert ((stored.logits(dict(quantization_config=stated(4, 32, ['lm_head'])), packed,
+                           without={*few}) - right).abs().max() < 1e-5)
+    with pytest.raises(ValueError, match='its tensors are edited while they are loaded'):
+        quantize_checkpoint(str(stored.write()), tmp_path/'small', 4, 32)
+    assert any('ForCausalLM' in str(o) for o in what_fits(str(stored.write())))
+
+def test_weights_are_updated_while_it_runs(tmp_path):
+    "Another checkpoint of the family is edited like the first"
+    stored = Stored('Phi3', tmp_path)
+    first = shutil.copytree(stored.write(), tmp_path/'first')
+    other = stored.write({}, {name: o.flip(0) for name, o in stored.tensors.items() if 'down_proj' in name})
+    def answer(llm):
+        return llm.generate(prompts()[:1], SamplingParams(max_tokens=MAX_NEW, temperature=0))[0].token_ids
+    with LLM(other, device='cpu', dtype='float32', num_pages=100) as llm: right = answer(llm)
+    with LLM(first, device='cpu', dtype='float32', num_pages=100) as llm:
+        before = answer(llm)
+        llm.update_weights(other)
+        assert answer(llm) == right != before
+
+def test_a_family_of_ones_own(tmp_path, monkeypatch):
+    "One that is not in the table: a row and an edit, as the guide has them"
+    import transformers
+    torch.manual_seed(0)
+    config = transformers.ExaoneConfig(vocab_size=199, hidden_size=48, intermediate_size=80,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, initializer_range=.2,
+                                       eos_token_id=198)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path/'config.json').read_text()) | dict(architectures=['ExaoneForCausalLM'])
+    (tmp_path/'config.json').write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="architecture 'ExaoneForCausalLM' of config.json is not served"):
+        read_config(tmp_path)
+    monkeypatch.setitem(families, 'ExaoneForCausalLM',
+                        Family(as_llama=usual(rope_theta=5e5, rms_norm_eps=1e-5)))
+    with pytest.raises(ValueError, match='the checkpoint lacks tensors: lm_head.weight|the checkpoint lacks '
+                                         'tensors: model'):
+        logits(tmp_path, read_config(tmp_path))
+    names = {'transformer.wte.': 'model.embed_tokens.', 'transformer.ln_f.': 'model.norm.',
+             'transformer.h.': 'model.layers.', '.attn.attention.': '.self_attn.', '.out_proj.': '.o_proj.',
+             '.ln_1.': '.input_layernorm.', '.ln_2.': '.post_attention_layernorm.', '.c_fc_0.': '.gate_proj.',
+             '.c_fc_1.': '.up_proj.', '.c_proj.': '.down_proj.'}
+    monkeypatch.setitem(sources, 'ExaoneForCausalLM', edited(renamed(names)))
+    ids = torch.tensor(prompts()[4])
+    with torch.inference_mode(): right = model(ids[None]).logits[0]
+    assert (logits(tmp_path, read_config(tmp_path)) - right).abs().max() < 1e-5 * right.abs().max()

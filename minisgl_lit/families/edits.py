@@ -54,6 +54,7 @@ class EditedFiles:
     ):
         self._files, self._parts = files, parts
         self.tensors, self._stored = dict[str, TensorInfo](), dict[str, tuple[str, TensorPart]]()
+        for stored in [o for o in files.tensors if not parts[o]]: del files.tensors[stored]
         for stored, info in files.tensors.items():
             for part in parts[stored]:
                 if part.name in self.tensors:
@@ -71,10 +72,11 @@ class EditedFiles:
         return _edited(part, self._files.get(stored))
 
     def read(self) -> Iterator[Rows]:
-        "All tensors; one that is cut or changed is read whole"
+        "All of `tensors`; one that is cut or changed is read whole"
         pieces = list[torch.Tensor]()
         for stored, tensor, first in self._files.read():
-            parts, n = self._parts[stored], self._files.tensors[stored].shape[0]
+            n = self._files.tensors[stored].shape[0]
+            parts = [part for part in self._parts[stored] if part.name in self.tensors]
             if all(part.n == n and not part.change for part in parts):
                 yield from ((part.name, tensor, first) for part in parts)
                 continue
@@ -86,9 +88,18 @@ class EditedFiles:
 
 def _described(part: TensorPart, info: TensorInfo) -> TensorInfo:
     "A part as the header of a Llama's file would describe it"
-    whole = part.n == info.shape[0] and not part.change
-    return info._replace(shape=(part.n, *info.shape[1:]), groups=info.groups if whole else None,
-                         packed_bytes=info.packed_bytes * part.n // max(info.shape[0], 1))
+    n = _rows(info)
+    if part.n == n and not part.change: return info
+    return info._replace(shape=(part.n, *info.shape[1:]), groups=None,
+                         packed_bytes=-(-info.packed_bytes * part.n // max(n, 1)))
+
+def _rows(info: TensorInfo) -> int:
+    "How many it has; a single number is one"
+    return info.shape[0] if info.shape else 1
+
+def _module(name: str) -> str:
+    "The module that a tensor belongs to, without those around it"
+    return name.rpartition('.')[0].rpartition('.')[2]
 
 def _edited(part: TensorPart, whole: torch.Tensor) -> torch.Tensor:
     "The rows of a part, changed"
@@ -106,7 +117,7 @@ def edited(
             found = [TensorPart(name, 0, n)]
             for edit in edits: found = [new for old in found for new in edit(old, model)]
             return found
-        made = {name: parts(name, info.shape[0]) for name, info in files.tensors.items()}
+        made = {name: parts(name, _rows(info)) for name, info in files.tensors.items()}
         return EditedFiles(files, made)
     return source
 
@@ -127,7 +138,8 @@ def inside(
 ) -> Edit:
     "Only a part of a larger model: the language model of one with vision"
     def edit(part: TensorPart, model: Model) -> list[TensorPart]:
-        if part.name.endswith(HEAD): return [part._replace(name=HEAD)]
+        if part.name.endswith(HEAD):   # a copy of the embedding, if they are tied
+            return [] if model.config.tie_word_embeddings else [part._replace(name=HEAD)]
         known = [prefix for prefix in prefixes if part.name.startswith(prefix)]
         return [part._replace(name='model.' + part.name.removeprefix(o)) for o in known]
     return edit
@@ -135,6 +147,9 @@ def inside(
 # %% ../../nbs/families/edits.ipynb #3363a2ee
 def _cut(part: TensorPart, fused: str, sizes: Mapping[str, int]) -> list[TensorPart]:
     "A tensor for each of these, one below the other"
+    if part.n != (n := sum(sizes.values())):
+        raise ValueError(f'tensor {part.name} of the checkpoint has {part.n} rows; '
+                         f'config.json asks for {n}, those of {", ".join(sizes)}')
     made, first = list[TensorPart](), part.first
     for name, n in sizes.items():
         made.append(part._replace(name=part.name.replace(fused, name), first=first, n=n))
@@ -153,11 +168,12 @@ def fused_qkv(
 
 def fused_gate_up(
     part: TensorPart,     # Of any tensor
-    model: Model,   # Not asked
+    model: Model,   # How wide they are
 ) -> list[TensorPart]:
     "Gate and up projections are one tensor, `gate_up_proj`"
     if '.gate_up_proj.' not in part.name: return [part]
-    return _cut(part, 'gate_up_proj', dict(gate_proj=part.n // 2, up_proj=part.n // 2))
+    n = model.config.intermediate_size
+    return _cut(part, 'gate_up_proj', dict(gate_proj=n, up_proj=n))
 
 # %% ../../nbs/families/edits.ipynb #7eb13acf
 def plane_order(
@@ -176,15 +192,17 @@ def planes(
 ) -> Edit:
     "Queries and keys in the order of our planes"
     def edit(part: TensorPart, model: Model) -> list[TensorPart]:
-        if part.name.split('.')[-2] not in ('q_proj', 'k_proj', 'q_norm', 'k_norm'): return [part]
         head_dim, rope = model.config.head_dim, model.config.rope
+        turns = _module(part.name) in ('q_proj', 'k_proj', 'q_norm', 'k_norm')
+        if not turns or part.n % head_dim: return [part]   # a wrong size is refused with its name
         turned = rope.turned(head_dim) if isinstance(rope, PartialRope) else head_dim
         order = plane_order(head_dim, turned, interleaved)
         # the scale multiplies all planes, and must not change those that stand still
-        factor = torch.where(order < turned, 1, 1 / rope.scale)
+        scaled = turned < head_dim and rope.scale != 1
+        factor = torch.where(order < turned, 1, 1 / rope.scale) if scaled else 1
         def change(rows: torch.Tensor) -> torch.Tensor:
             heads = rows.unflatten(0, (-1, head_dim))[:, order]
-            if rope.scale != 1: heads = (heads.transpose(1, -1).float() * factor).transpose(1, -1)
+            if scaled: heads = (heads.transpose(1, -1).float() * factor).transpose(1, -1)
             return heads.flatten(0, 1)
         return [part.then(change)]
     return edit
@@ -195,7 +213,8 @@ def untied(
     model: Model,   # Whether they are tied
 ) -> list[TensorPart]:
     "The head is a tensor of its own, which may be changed apart from the embedding"
-    if not model.raw.get('tie_word_embeddings', False): return [part]
+    tied = read_field(model.raw, 'tie_word_embeddings', bool, False)
+    if not tied or model.config.headless: return [part]
     return {EMBEDDING: [part, part._replace(name=HEAD)], HEAD: []}.get(part.name, [part])
 
 def scaled(
@@ -203,7 +222,7 @@ def scaled(
 ) -> Edit:
     "What weights and biases of a module are multiplied by, in float32"
     def edit(part: TensorPart, model: Model) -> list[TensorPart]:
-        factor = factors.get(part.name.split('.')[-2])
+        factor = factors.get(_module(part.name))
         by = factor(model) if factor else 1.0
         return [part] if by == 1 else [part.then(lambda rows: rows.float() * by)]
     return edit

@@ -26,7 +26,10 @@ class PartialRope(Rope):
     ) -> int:
         "How many of them are turned"
         share = self.partial_rotary_factor
-        return head_dim if share is None else int(head_dim * share)
+        n = head_dim if share is None else int(head_dim * share)
+        if n % 2 or n > head_dim:
+            raise ValueError(f'{n} of {head_dim} numbers of a head cannot turn in pairs')
+        return n
 
     def _still(self, freqs: torch.Tensor, head_dim: int) -> torch.Tensor:
         "Frequencies of the planes that are turned, and 0 for the others"
@@ -51,6 +54,16 @@ class LongRope(PartialRope):
     max_position_embeddings: int            # The longest one, in tokens
     factor: float | None = None             # The longest by the original; `None`: from these
     attention_factor: float | None = None   # The scale; `None`: from `factor`
+
+    def __post_init__(self) -> None:
+        "`ValueError` if these are no factors, or the scale is none"
+        for name in ('short_factor', 'long_factor'):
+            factors = getattr(self, name)
+            if not all(type(o) in (int, float) and 0 < o < 1e30 for o in factors):
+                raise ValueError(f'{name}={factors!r:.80} of config.json must be numbers above 0')
+        if self.original_max_position_embeddings < 2 or self.attention_factor == 0:
+            raise ValueError('longrope of config.json needs original_max_position_embeddings of '
+                             'at least 2, and an attention_factor that is not 0')
 
     @property
     def scale(self) -> float:

@@ -25,7 +25,7 @@ from ..core.models.decoder import Decoder, DenseMlp, ModelConfig
 from ..core.models.operations import RotaryAngles, find_operations
 from ..formats.quantization import Quantization
 from ..core.models.weights import QUIET_BYTES, Checkpoint, load_weights
-from ..core.models.weights import check_tensors, open_checkpoint, read_json
+from ..core.models.weights import check_tensors, open_checkpoint, read_json, sources
 from ..core.models.weights import tensor_placements
 from ..text.tokenizer import Tokenizer
 
@@ -263,6 +263,9 @@ def quantize_checkpoint(
     "Write a compressed checkpoint; `ValueError` in one sentence if that cannot be had"
     path = resolve_model(model)
     config = read_config(path)
+    if (name := read_json(path/'config.json')['architectures'][0]) in sources.names:
+        raise ValueError(f'{model} is a {name}: its tensors are edited while they are loaded, and '
+                         "would be edited twice; quantization='int4' compresses it as it loads")
     checkpoint = open_checkpoint(path, config)
     found, places, how = checkpoint.tensors, tensor_placements(config), Quantization(bits, group)
     if any(o.packed_bytes for o in found.values()):

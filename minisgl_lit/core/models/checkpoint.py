@@ -32,6 +32,7 @@ class Family:
     window_switch: bool = True     # Windows are off unless `use_sliding_window` is true
     moe: bool = False              # Its MLPs are mixtures of experts
     shared_expert: bool = False    # with a shared one
+    partial_rope: bool = False     # Whether `partial_rotary_factor` is computed
     as_llama: Callable[[dict], dict] = dict   # Its `config.json` in a Llama's words
 
 families = Registry('architecture', dict(
@@ -138,6 +139,7 @@ DEFAULT_CONTEXT = 2048   # tokens, as in a Llama
 
 def read_rope(
     raw: Mapping[str, object],  # A `config.json`
+    partial: bool = False,      # See `Family`
 ) -> Rope:
     "The position embedding, from any of the three spellings"
     rope = read_optional(raw, 'rope_parameters', dict) or read_field(raw, 'rope_scaling', dict, {})
@@ -150,12 +152,10 @@ def read_rope(
     given = {name: value for name, value in rope.items() if value is not None}
     known = defaults | given | dict(max_position_embeddings=trained)
     part = read_field(known, 'partial_rotary_factor', float, 1.0)
-    if part != 1 and kind == 'default' and 'partial' in ropes.names: kind = 'partial'
-    make, settings = ropes.find(kind), {}
-    if part != 1 and 'partial_rotary_factor' not in {f.name for f in fields(make)}:
-        raise ValueError(f'partial_rotary_factor={part} of config.json is not served; '
-                         'only 1.0 is')
-    types = get_type_hints(make)
+    make = ropes.find('partial' if partial and part != 1 and kind == 'default' else kind)
+    types, settings = get_type_hints(make), {}
+    if part != 1 and not (partial and 'partial_rotary_factor' in types):
+        raise ValueError(f'partial_rotary_factor={part} of config.json is not served')
     for f in fields(make):
         of = get_args(types[f.name]) or (types[f.name],)   # an optional number is `float | None`
         value = read_optional(known, f.name, of[0], low=0 if f.default is None else 1)
@@ -186,7 +186,7 @@ def read_windows(
              for i in range(n)]
     listed = read_field(raw, 'layer_types', list, usual)
     if len(listed) != n or not all(isinstance(o, str) and o in kinds for o in listed):
-        raise ValueError(f'layer_types={listed} of config.json must be a list of {n}, '
+        raise ValueError(f'layer_types={listed!r:.80} of config.json must be a list of {n}, '
                          f'each one of {", ".join(kinds)}')
     return tuple(kinds[o] for o in listed)
 
@@ -289,7 +289,7 @@ def read_config(
     if dtype not in dtypes:
         raise ValueError(f'dtype={dtype!r:.80} of config.json is not served; '
                          f'known are {", ".join(dtypes)}')
-    rope = read_rope(raw)
+    rope = read_rope(raw, families[_architecture(raw)].partial_rope)
     trained = read_count(raw, 'max_position_embeddings', DEFAULT_CONTEXT)
     if trained < 2:
         raise ValueError('max_position_embeddings=1 of config.json must be at least 2')
@@ -308,4 +308,4 @@ def _check_rope(config: ModelConfig) -> None:
     try: finite = rope.freqs_at(ends, rope.freqs(head_dim)).isfinite().all()
     except (ArithmeticError, ValueError, RuntimeError): finite = False
     if not finite:
-        raise ValueError(f'{rope} of config.json makes no sense for head_dim={head_dim}')
+        raise ValueError(f'{rope!r:.200} of config.json makes no sense for head_dim={head_dim}')
