@@ -277,9 +277,9 @@ def test_only_families_that_say_so_turn_a_part(tmp_path):
     "A Llama's rows would not be put in our order"
     make_checkpoint('Llama', tmp_path)
     raw = json.loads((tmp_path/'config.json').read_text())
-    for rope in (dict(rope_type='default'), LONG):
+    for given in (dict(rope_type='default'), LONG):
         (tmp_path/'config.json').write_text(json.dumps(raw
-            | dict(rope_parameters=rope | dict(partial_rotary_factor=.5))))
+            | dict(rope_parameters=given | dict(partial_rotary_factor=.5))))
         with pytest.raises(ValueError, match='partial_rotary_factor=0.5 of config.json is not served'):
             read_config(tmp_path)
 
