@@ -1,6 +1,8 @@
 """Families that are Llamas once they are edited: greedy tokens of a random checkpoint of each equal those of `transformers`, and no edit is for nothing."""
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -268,6 +270,8 @@ def test_compressed_as_it_is_stored(tmp_path, name):
     right = stored.logits({}, wide)
     assert (stored.logits(dict(quantization_config=stated(4, 32, ['lm_head'])), packed, without={*few}) - right).abs().max() < 1e-5
     with pytest.raises(ValueError, match='its tensors are edited while they are loaded'): quantize_checkpoint(str(stored.write()), tmp_path/'small', 4, 32)
+    said = subprocess.run([sys.executable, '-m', 'minisgl_lit', 'quantize', str(stored.write()), str(tmp_path/'small')], capture_output=True, text=True)   # alone it knows the families, too
+    assert said.returncode == 2 and 'its tensors are edited' in said.stderr and 'Traceback' not in said.stderr, said.stderr
     assert any('ForCausalLM' in str(o) for o in what_fits(str(stored.write())))
 
 def test_weights_are_updated_while_it_runs(tmp_path):
