@@ -2,6 +2,8 @@
 `transformers`, and no edit is for nothing."""
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -333,6 +335,11 @@ def test_compressed_as_it_is_stored(tmp_path, name):
                            without={*few}) - right).abs().max() < 1e-5)
     with pytest.raises(ValueError, match='its tensors are edited while they are loaded'):
         quantize_checkpoint(str(stored.write()), tmp_path/'small', 4, 32)
+    # alone it knows the families, too
+    said = subprocess.run([sys.executable, '-m', 'minisgl_lit', 'quantize', str(stored.write()),
+                           str(tmp_path/'small')], capture_output=True, text=True)
+    assert (said.returncode == 2 and 'its tensors are edited' in said.stderr
+            and 'Traceback' not in said.stderr), said.stderr
     assert any('ForCausalLM' in str(o) for o in what_fits(str(stored.write())))
 
 def test_weights_are_updated_while_it_runs(tmp_path):
