@@ -115,7 +115,8 @@ def _joined(outputs):
     return res
 
 _context, _starting = get_context("forkserver"), Lock()
-_preloaded = [   # what each kernel imports, and most chapters
+_preloaded = [   # what each kernel imports, and most chapters; before there is a kernel, bars are plain
+    "tqdm.auto",
     "torch", "fastcore.all", "matplotlib.pyplot", "transformers.models.llama.modeling_llama",
     "fastapi", "httpx", "uvicorn", "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger",
     "jupyter_client", "nbclient", "nbformat"]
@@ -123,7 +124,7 @@ _context.set_forkserver_preload(_preloaded)
 
 def preload_little():
     "For a chapter or two, which import what they need"
-    _context.set_forkserver_preload([o for o in _preloaded if o.startswith("ipykernel")])
+    _context.set_forkserver_preload([o for o in _preloaded if o.startswith(("tqdm", "ipykernel"))])
 
 def _start_server():
     with _starting, patch.dict(os.environ, _env): forkserver.ensure_running()
