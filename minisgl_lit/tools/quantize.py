@@ -20,8 +20,6 @@ from tqdm.auto import tqdm
 
 from ..kernels.quantized import QuantizedWeight, quantize
 from ..core.models.checkpoint import read_config
-from ..families import llamas
-from ..formats import ropes
 from ..formats.hub import resolve_model
 from ..core.models.decoder import Decoder, DenseMlp, ModelConfig
 from ..core.models.operations import RotaryAngles, find_operations
@@ -254,7 +252,6 @@ def read_texts(
 
 # %% ../../nbs/tools/quantize.ipynb #3e730ef6
 LONGEST = 2048   # tokens of an example
-_RINGS = llamas, ropes   # what they register is read here, too
 
 def quantize_checkpoint(
     model: str,            # A folder, a name on the model hub, or 'embedded'
