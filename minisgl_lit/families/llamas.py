@@ -8,6 +8,7 @@ __all__ = ['Raw', 'FACTORS', 'TEXTS', 'KEPT', 'factors', 'table', 'usual']
 # %% ../../nbs/families/llamas.ipynb #48ad1b29
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ..core.models.checkpoint import (
     Family, families, read_count, read_field, read_optional)
@@ -117,18 +118,16 @@ _cwm = usual(head_dim=128, rope_theta=1e6, rms_norm_eps=1e-5, sliding_window=819
 _helium = usual(head_dim=128, rope_theta=1e5, rms_norm_eps=1e-8)
 
 # %% ../../nbs/families/llamas.ipynb #71c5f03d
-def _windowed(**more: bool | Callable[[dict], dict]) -> Family:
-    "A family of Mistral's kind: no biases, and windows"
-    return Family(**dict(qkv_bias=False, o_bias=False) | more, has_window=_in_every,
-                  window_switch=False)
+# of Mistral's kind: no biases, and windows
+_windowed = Family(qkv_bias=False, o_bias=False, has_window=_in_every, window_switch=False)
 
 table: Mapping[str, tuple[Family, tuple[Edit, ...]]] = dict(
-    MinistralForCausalLM=(_windowed(), ()),
+    MinistralForCausalLM=(_windowed, ()),
     CwmForCausalLM=(Family(has_window=_in_three_of_four, window_switch=False, as_llama=_cwm), ()),
     SeedOssForCausalLM=(Family(o_bias='attention_out_bias',
                                as_llama=usual(head_dim=128, attention_bias=True)), ()),
-    Phi3ForCausalLM=(_windowed(partial_rope=True,
-                               as_llama=usual(rms_norm_eps=1e-5, sliding_window=None)),
+    Phi3ForCausalLM=(replace(_windowed, partial_rope=True,
+                             as_llama=usual(rms_norm_eps=1e-5, sliding_window=None)),
                      (fused_qkv, fused_gate_up, planes(False))),
     GlmForCausalLM=(Family(o_bias=False, partial_rope=True, as_llama=_glm),
                     (fused_gate_up, planes(True))),
@@ -137,7 +136,7 @@ table: Mapping[str, tuple[Family, tuple[Edit, ...]]] = dict(
     GraniteForCausalLM=(Family(as_llama=_granite), factors),
     GraniteMoeHybridForCausalLM=(Family(as_llama=_granite_4, partial_rope=True),
                                  (_granite_4_names, fused_gate_up, *factors)),
-    MixtralForCausalLM=(_windowed(moe=True, as_llama=_mixtral), (_mixtral_names,)),
+    MixtralForCausalLM=(replace(_windowed, moe=True, as_llama=_mixtral), (_mixtral_names,)),
     Mistral3ForConditionalGeneration=(Family(as_llama=_text), (_sees,)),
     InternVLForConditionalGeneration=(Family(as_llama=_text), (_sees,)),
     SmolVLMForConditionalGeneration=(Family(as_llama=_text), (_sees,)))
