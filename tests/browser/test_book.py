@@ -100,7 +100,7 @@ def test_a_chapter_goes_on_to_the_next(visit):
     on = page.all("a.next-page")[0]
     page.driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", on)
     on.click()
-    page.until(lambda: "testing/toy_engine" in page.driver.current_url)
+    page.until(lambda: "core/13_kv_cache.namespaces" in page.driver.current_url)
 
 def test_next_stands_where_the_text_ends(visit):
     """Above the reference, and at the foot of the page; on the server path it leads along that path, and says
