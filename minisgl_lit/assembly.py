@@ -49,7 +49,7 @@ from .kernels import cpu_operations, gpu_operations, recorded_steps
 from .core.models.decoder import (
     Decoder, DenseMlp, ModelConfig, Weights, dtypes, shard_config, weight_shapes)
 from .core.models.checkpoint import read_config
-from .families import llamas
+from .families import dense, experts, llamas
 from .formats import ropes
 from .formats.hub import resolve_model
 from .core.models.operations import Weight
@@ -237,7 +237,7 @@ class ResolvedConfig(EngineSpec):
 
 # %% ../nbs/assembly.ipynb #9919d5b0
 # imported, they are registered
-RINGS = cpu_operations, gpu_operations, recorded_steps, ropes, llamas
+RINGS = cpu_operations, gpu_operations, recorded_steps, ropes, llamas, dense, experts
 
 # %% ../nbs/assembly.ipynb #641e42d3
 _PEAK_CONTEXT = 1 << 18   # tokens of all requests of the decode step together

@@ -306,7 +306,7 @@ def quantize(
     args: Namespace,  # With `model`, `out`, `bits`, `group` and `calibrate`
 ) -> int:
     "Write a checkpoint in 4 or 8 bits. Its layout is compressed-tensors, which others read too."
-    import minisgl_lit.families.llamas   # noqa: F401  (so that these families are known)
+    import minisgl_lit.families.experts   # noqa: F401  (so that all families are known)
     import minisgl_lit.formats.ropes   # noqa: F401  (and these positions)
     from minisgl_lit.tools.quantize import quantize_checkpoint
     texts = None if args.calibrate is None else Path(args.calibrate)

@@ -79,9 +79,9 @@ def make_checkpoint(family: str, path: Path, dtype: str = 'float32', old_spellin
         vocab_size=199, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=128, initializer_range=.2,
         tie_word_embeddings=family != 'Llama', eos_token_id=198, bos_token_id=None, pad_token_id=None)
-    config = getattr(transformers, f'{family}Config')(**{o: v
-        for o, v in (usual | fields).items() if (o, v) != ('head_dim', None)})
-    model = getattr(transformers, f'{family}ForCausalLM')(config)
+    make = getattr(transformers, f'{family}ForCausalLM')
+    given = {o: v for o, v in (usual | fields).items() if (o, v) != ('head_dim', None)}
+    model = make(make.config_class(**given))
     for name, o in model.named_parameters():   # norms and constants that do nothing would hide mistakes
         if o.dim() == 1:
             (torch.nn.init.uniform_(o.data, .5, 1.5) if 'norm' in name

@@ -14,7 +14,8 @@ from minisgl_lit.core.models.checkpoint import Family, families, read_config
 from minisgl_lit.core.models.decoder import Decoder
 from minisgl_lit.core.models.weights import load_weights, sources
 from minisgl_lit.families.edits import edited, renamed
-from minisgl_lit.families.llamas import table, usual
+from minisgl_lit.families import dense, experts, llamas
+from minisgl_lit.families.llamas import usual
 from minisgl_lit.llm import LLM
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.tools.doctor import what_fits
@@ -25,6 +26,12 @@ from reference import MAX_NEW, Comparison, generate, load, make_checkpoint, prom
 factors = dict(embedding_multiplier=12., residual_multiplier=.22, attention_multiplier=.1, logits_scaling=8.)
 half = dict(rope_parameters=dict(rope_type='default', rope_theta=1e4, partial_rotary_factor=.5))
 tokens = dict(bos_token_id=197, pad_token_id=196)
+table = {**llamas.table, **dense.table, **experts.table}
+two = dict(full_attention=dict(rope_type='default', rope_theta=1e5),
+           sliding_attention=dict(rope_type='default', rope_theta=1e3))
+mixed = dict(layer_types=['sliding_attention', 'full_attention', 'sliding_attention'], sliding_window=9)
+groups = tokens | dict(n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=24, n_group=4, topk_group=2,
+                       first_k_dense_replace=1, num_experts_per_tok=3, routed_scaling_factor=2.5, norm_topk_prob=True)
 FAMILIES = {   # by the name of their classes
     'Phi3': tokens | half | dict(sliding_window=9, tie_word_embeddings=False),
     'Glm': tokens | half | dict(attention_bias=True),
@@ -41,6 +48,22 @@ FAMILIES = {   # by the name of their classes
     'GraniteMoeHybrid without positions': tokens | factors | dict(hidden_size=64,
         layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80,
                                                                   position_embedding_type='nope'),
+    'Gemma': tokens, 'Olmo2': tokens, 'Arcee': tokens, 'SmolLM3': tokens | dict(sliding_window=None),
+    'Gemma3': tokens | mixed | dict(query_pre_attn_scalar=20, rope_parameters=two),
+    'Olmo3': tokens | mixed | dict(rope_parameters=two), 'Exaone4': tokens | mixed,
+    'Cohere': tokens | dict(logit_scale=.5), 'Cohere2': tokens | mixed | dict(logit_scale=.5),
+    'Glm4': tokens | half | dict(attention_bias=True), 'HunYuanDenseV1': tokens, 'Apertus': tokens,
+    'Starcoder2': tokens | dict(sliding_window=9), 'StableLm': tokens | half | dict(use_qkv_bias=True, hidden_size=64, head_dim=None),
+    'Nemotron': tokens | half,
+    'Olmoe': tokens | dict(hidden_size=64, head_dim=None, num_experts=5, num_experts_per_tok=2),
+    'FlexOlmo': tokens | dict(num_experts=5, num_experts_per_tok=2),
+    'Glm4Moe': half | groups | dict(use_qk_norm=True), 'Dots1': groups | mixed,
+    'MiniMaxM2': tokens | half | dict(num_local_experts=5, num_experts_per_tok=2),
+    'Afmoe': tokens | mixed | dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24,
+                                   num_dense_layers=1, route_scale=1.5, mup_enabled=True),
+    'Ernie4_5_Moe': tokens | dict(moe_num_experts=5, moe_k=2, moe_intermediate_size=24),
+    'HunYuanMoEV1': tokens | dict(num_experts=5, moe_topk=2),
+    'GraniteMoe': tokens | factors | dict(num_local_experts=5, num_experts_per_tok=2),
 }
 QUICK = 'Phi3', 'Glm', 'Granite', 'Mixtral'   # each edit once
 every = pytest.mark.parametrize('name',

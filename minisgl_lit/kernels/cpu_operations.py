@@ -27,6 +27,12 @@ void take_rows(char *y, const char *table, const int32_t *ids, i64 rows, i64 byt
 void widen(float *y, const void *x, i64 rows, i64 n, team *t) {
     for (EACH(i, rows * n)) y[i] = get(x, i, 1);
 }
+void scale(void *x, float by, i64 rows, i64 n, i64 bf16, team *t) {
+    for (EACH(i, rows * n)) put(x, i, get(x, i, bf16) * by, bf16);
+}
+void add(void *x, const void *more, i64 rows, i64 n, i64 bf16, team *t) {
+    for (EACH(i, rows * n)) put(x, i, get(x, i, bf16) + get(more, i, bf16), bf16);
+}
 """
 
 # %% ../../nbs/kernels/cpu_operations.ipynb #91e1b905
@@ -54,6 +60,18 @@ class CpuOperations(Operations):
         y = x.new_empty(x.shape, dtype=torch.float32)
         self.lib.widen(y, x, *x.shape, threads=team_size(x.numel()))
         return y
+
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        "In place"
+        if not x.is_contiguous(): return Operations.scale(self, x, factor)
+        self.lib.scale(x, factor, *x.shape, x.dtype == torch.bfloat16, threads=team_size(x.numel()))
+        return x
+
+    def add(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        "In the place of the first"
+        if not (x.is_contiguous() and more.is_contiguous()): return Operations.add(self, x, more)
+        self.lib.add(x, more, *x.shape, x.dtype == torch.bfloat16, threads=team_size(x.numel()))
+        return x
 
     def pack(self, weight: torch.Tensor) -> Weight:
         "In the order in which the kernels read it"

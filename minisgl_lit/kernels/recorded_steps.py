@@ -49,7 +49,8 @@ class RecordedSteps:
         self.model, self.attention, self.token_pool = model, attention, token_pool
         self.most, self.metadata = most, attention.static(most)
         self.positions = np.zeros(most, dtype=np.int32)
-        self.angles = model.norm.new_empty(token_pool.shape[1], model.config.head_dim)
+        shape = len(model.ropes), token_pool.shape[1], model.config.head_dim
+        self.angles = model.norm.new_empty(shape)
         self.n_angles = 0   # positions whose angles are in this table
 
     # %% ../../nbs/kernels/recorded_steps.ipynb #42a0c0d2
@@ -65,7 +66,8 @@ class RecordedSteps:
             self.attention.cut(m, most)
             input_ids = torch.empty(most, dtype=torch.int32)
             kernels.read_tokens(input_ids, self.token_pool, *lengths, most)
-            angles = RotaryAngles(ops.embed(torch.from_numpy(self.positions), self.angles))
+            at = torch.from_numpy(self.positions)
+            angles = tuple(RotaryAngles(ops.embed(at, o)) for o in self.angles)
             self.logits = self.model.logits(self.model.hidden(input_ids, angles, attend))
             tokens, finite = ops.largest(self.logits)
             kernels.write_tokens(self.token_pool, *lengths, tokens, most)
@@ -100,9 +102,10 @@ class RecordedSteps:
     @torch.inference_mode()
     def _add_angles(self, last: int) -> None:
         "Continue the table of angles, so that it has those of position `last`"
-        end = min(max(last + 1, self.n_angles + 1024), len(self.angles))
+        end = min(max(last + 1, self.n_angles + 1024), self.angles.shape[1])
         new = torch.arange(self.n_angles, end)
-        self.angles[self.n_angles:end] = self.model.angles(new).cos_sin
+        for table, made in zip(self.angles, self.model.angles(new)):
+            table[self.n_angles:end] = made.cos_sin
         self.n_angles = end
 
 # %% ../../nbs/kernels/recorded_steps.ipynb #4fe9e166

@@ -136,11 +136,11 @@ def calibrate(
     def through(i: int, state: State) -> State:
         x, more, angles = state
         copied = None if more is None else more.clone()      # a layer overwrites its input
-        x, more = decoder.layer(i, x.clone(), copied, angles, attend)
+        how = angles, attend, None
+        x, more = config.layer.forward(decoder, i, x.clone(), copied, how)
         return x, more, angles
     def start(ids: torch.Tensor) -> State:
-        at, embedded = torch.arange(len(ids)), operations.embed(ids, decoder.embedding)
-        return embedded, None, decoder.angles(at)
+        return decoder.embed(ids), None, decoder.angles(torch.arange(len(ids)))
     states = [start(ids) for ids in texts]
     for i in range(config.num_layers):
         layer = decoder.layers[i]

@@ -9,6 +9,7 @@ __all__ = ['GPU_MAX_SLOTS', 'CPU_MAX_SLOTS', 'AttentionBackend', 'group_requests
 # %% ../../../nbs/core/25_attention.torch.ipynb #58041072
 from collections.abc import Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -55,9 +56,7 @@ class AttentionBackend:
         metadata: object,  # From `prepare`
     ) -> tuple[Attend, Slots]:   # Slots, if it wants keys and values to be there when it is called
         "Attention of one batch, as a decoder calls it"
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-            return self.forward(q, k, v, layer, metadata)
-        return attend, None
+        return partial(self.forward, metadata=metadata), None
 
 # %% ../../../nbs/core/25_attention.torch.ipynb #7749cc73
 def group_requests(

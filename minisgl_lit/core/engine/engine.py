@@ -127,13 +127,9 @@ class Engine:
         attend, slots = self.attention.attend_batch(metadata)
         last = to_device(batch.last_tokens, self.device)
         asked, pooling = batch.logprob_requests, batch.pooling_requests
-        of_prompts = asked and len(asked.tokens)
-        if not (of_prompts or pooling):
-            launched.logits = self.model.forward(input_ids, positions, attend, last, slots)
-            return
         hidden = self.model.hidden(input_ids, self.model.angles(positions), attend, slots)
         launched.logits = self.model.logits(hidden[last])
-        if asked and of_prompts: launched.prompts = self._prompt_logprobs(hidden, asked)
+        if asked and len(asked.tokens): launched.prompts = self._prompt_logprobs(hidden, asked)
         if pooling: launched.pooled = [sum_states(hidden, pooling.starts, pooling.ends)]
 
     # %% ../../../nbs/core/38_engine.engine.ipynb #70acc645

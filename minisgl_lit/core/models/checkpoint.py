@@ -17,7 +17,8 @@ import torch
 
 from ..registry import Registry
 from ..sampling_params import RequestError, SamplingParams
-from .decoder import DenseMlp, Mlp, ModelConfig, Rope, dtypes, ropes
+from .decoder import (
+    DenseMlp, Layer, Mlp, ModelConfig, Rope, dtypes, ropes)
 from .moe import MoeMlp
 from .weights import is_base, open_file, quant_methods, read_json
 
@@ -27,12 +28,15 @@ class Family:
     "What the name of an architecture implies and its `config.json` does not say."
     qkv_bias: bool | str = 'attention_bias'   # See `ModelConfig`; a text: that field of the file
     o_bias: bool | str = 'attention_bias'     # The same
-    qk_norm: bool = False          # See `ModelConfig`
+    qk_norm: bool | str = False    # See `ModelConfig`; the same
     has_window: Callable[[int, int], bool] | None = None   # Of (layer, max_window_layers)
     window_switch: bool = True     # Windows are off unless `use_sliding_window` is true
     moe: bool = False              # Its MLPs are mixtures of experts
     shared_expert: bool = False    # with a shared one
+    mlps: Callable[[Mapping], tuple[Mlp, ...]] | None = None   # Of a config; `None`: as these say
+    layer: Layer = Layer()         # See `ModelConfig`
     partial_rope: bool = False     # Whether `partial_rotary_factor` is computed
+    ropes: Callable[[Mapping], list[Mapping]] | None = None    # A config for each layer's RoPE
     as_llama: Callable[[dict], dict] = dict   # Its `config.json` in a Llama's words
 
 families = Registry('architecture', dict(
@@ -106,8 +110,8 @@ def _with_head(name: str) -> str:
     "The architecture that one without a head is a part of"
     return f'{name.removesuffix("Model")}ForCausalLM' if name.endswith('Model') else name
 
-_ONLY = dict(hidden_act='silu', embedding_multiplier=1, residual_multiplier=1, logits_scaling=1,
-             attn_logit_softcapping=None, final_logit_softcapping=None, clip_qkv=None,
+_ONLY = dict(hidden_act='silu', residual_multiplier=1, logits_scaling=1,
+             attn_logit_softcapping=None, clip_qkv=None,
              attention_multiplier=None, no_rope_layers=None)
 
 def find_family(
@@ -196,6 +200,7 @@ def read_mlps(
 ) -> tuple[Mlp, ...]:           # `mlps` of `ModelConfig`
     "The MLP of each layer"
     family = families[_architecture(raw)]
+    if family.mlps: return family.mlps(raw)
     if not family.moe: return ()
     n = read_count(raw, 'num_experts', read_optional(raw, 'num_local_experts', int))
     k = read_count(raw, 'num_experts_per_tok')
@@ -232,9 +237,11 @@ def read_shape(
         architecture=name, vocab_size=read_count(raw, 'vocab_size'),
         hidden_size=hidden, intermediate_size=read_count(raw, 'intermediate_size'),
         num_layers=read_count(raw, 'num_hidden_layers'),
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, qk_norm=family.qk_norm,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, qk_norm=switch(family.qk_norm),
         qkv_bias=switch(family.qkv_bias), o_bias=switch(family.o_bias),
-        mlp_bias=read_field(raw, 'mlp_bias', bool, False), mlps=read_mlps(raw),
+        mlp_bias=read_field(raw, 'mlp_bias', bool, False), mlps=read_mlps(raw), layer=family.layer,
+        embed_scale=read_field(raw, 'embedding_multiplier', float, 1.0),
+        logits_cap=read_optional(raw, 'final_logit_softcapping', float, low=.01),
         rms_norm_eps=read_field(raw, 'rms_norm_eps', float, 1e-6, low=0))
 
 # %% ../../../nbs/core/34_models.checkpoint.ipynb #b220ee3a
@@ -289,21 +296,24 @@ def read_config(
     if dtype not in dtypes:
         raise ValueError(f'dtype={dtype!r:.80} of config.json is not served; '
                          f'known are {", ".join(dtypes)}')
-    rope = read_rope(raw, families[_architecture(raw)].partial_rope)
+    family = families[_architecture(raw)]
+    each = family.ropes(raw) if family.ropes else []
+    rope, *others = (read_rope(o, family.partial_rope) for o in each or [raw])
     trained = read_count(raw, 'max_position_embeddings', DEFAULT_CONTEXT)
     if trained < 2:
         raise ValueError('max_position_embeddings=1 of config.json must be at least 2')
     config = ModelConfig(
         **read_shape(raw), **_read_head(path, raw), **_read_generation_config(path, raw),
-        windows=read_windows(raw), rope=rope, dtype=dtypes[dtype],
-        max_position_embeddings=rope.max_context(trained))
-    _check_rope(config)
+        windows=read_windows(raw), rope=rope, ropes=(rope, *others) if each else (),
+        dtype=dtypes[dtype],
+        max_position_embeddings=trained if each else rope.max_context(trained))
+    for one in (rope, *others): _check_rope(config, one)
     return config
 
 # %% ../../../nbs/core/34_models.checkpoint.ipynb #d03f4b09
-def _check_rope(config: ModelConfig) -> None:
+def _check_rope(config: ModelConfig, rope: Rope) -> None:
     "`ValueError` if the RoPE frequencies of the first or the last position are not finite"
-    rope, head_dim = config.rope, config.head_dim
+    head_dim = config.head_dim
     ends = torch.tensor([0, config.max_position_embeddings - 1])
     try: finite = rope.freqs_at(ends, rope.freqs(head_dim)).isfinite().all()
     except (ArithmeticError, ValueError, RuntimeError): finite = False

@@ -77,21 +77,28 @@ class MoeMlp:
         if gate_up is None or down is None: return w
         return {**w, **dict(zip(_EXPERTS, (gate_up, down)))}
 
+    def route(
+        self,
+        x: torch.Tensor,   # [n_tokens, hidden_size]
+        w: Weights,        # Of one layer
+    ) -> tuple[torch.Tensor, torch.Tensor]:   # Experts and their weights, each [n_tokens, k]
+        "By the softmax of all scores; other families have other routers"
+        return route(x, w['mlp.gate.weight'], self.num_experts_per_tok, self.norm_topk_prob)
+
     def forward(self, x: torch.Tensor, w: Weights, ops: Operations) -> torch.Tensor:
         "The experts of each token, and the shared one; [n_tokens, hidden_size] to the same"
         def mlp(place: str, x: torch.Tensor) -> torch.Tensor:
             gate_up = w[f'mlp.{place}.gate_up_proj.weight']
             return ops.gated_mlp(x, gate_up, w[f'mlp.{place}.down_proj.weight'])
-        k, gate = self.num_experts_per_tok, w['mlp.gate.weight']
-        experts, weights = route(x, gate, k, self.norm_topk_prob)
+        experts, weights = self.route(x, w)
         (gate_up, down), out = map(w.get, _EXPERTS), None
         if gate_up is not None and down is not None:
             out = ops.experts(x, experts, weights, gate_up, down)
         if out is None:
             out = grouped(x, experts, weights, lambda e, rows: mlp(f'experts.{e}', rows))
         if not self.shared_size: return out
-        shared_gate = linear(x, w['mlp.shared_expert_gate.weight']).sigmoid()
-        return out + shared_gate * mlp('shared_expert', x)
+        shared, gate = mlp('shared_expert', x), w.get('mlp.shared_expert_gate.weight')
+        return out + (shared if gate is None else linear(x, gate).sigmoid() * shared)
 
     def shard(self, size: int) -> 'MoeMlp':
         "Every expert, each of them narrower; the whole router"
