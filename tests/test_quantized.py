@@ -10,7 +10,8 @@ from minisgl_lit.kernels.linear import pack_weight
 from minisgl_lit.kernels.quantized import QuantizedWeight, join_rows, pack_groups, quantize
 from minisgl_lit.core.models.checkpoint import read_config
 from minisgl_lit.core.models.decoder import Decoder
-from minisgl_lit.core.models.operations import inverse_frequencies, linear
+from minisgl_lit.core.models.operations import Operations, inverse_frequencies, linear
+import minisgl_lit.families.mlps   # noqa: F401 (its activations)
 from minisgl_lit.formats.quantization import Quantization
 from minisgl_lit.core.models.weights import load_weights
 from reference import make_checkpoint
@@ -141,6 +142,10 @@ def test_fused_layers_compute_what_single_steps_compute(rows, bits, whole, dtype
     got, want = (ops.gated_mlp(x, gate_up, down, *biases),
                  linear(ops.silu_mul(linear(x, gate_up, biases[0])), down, biases[1]))
     torch.testing.assert_close(got, want, rtol=.02, atol=.02)   # of silu: ours is of the kernel's own exp
+    other = ops.gated_mlp(x, gate_up, down, *biases, act='gelu_pytorch_tanh')
+    want = Operations.gated_mlp(ops, x, gate_up, down, *biases, 'gelu_pytorch_tanh')
+    torch.testing.assert_close(other, want, rtol=.02, atol=.02)
+    assert not torch.equal(other, got)
     angles = ops.rope_angles(torch.arange(rows), inverse_frequencies(16, 1e4), dtype)
     norms, w = (vector(16), vector(16)), weight(8 * 16, 64)
     q, k, v = ops.qkv_heads(x, w, None, norms, 1e-6, angles, 2)

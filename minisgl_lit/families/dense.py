@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 
 from ..core.models.checkpoint import (
     Family, read_count, read_field, read_optional, read_windows)
-from ..core.models.decoder import Mlp
+from ..core.models.decoder import DenseMlp, Mlp
+from ..core.models.operations import activations
 from .edits import (
     Model, Row, dropped, fused_gate_up, of_config, plus_one, planes, renamed, scaled, serve)
 from .layers import (
     LayerNorms, NormAfterRope, Olmo, ParallelLayerNorms, PostNorm, Sandwich)
 from .llamas import NOWHERE, Raw, in_every, on_logits, usual
-from .mlps import ACTIVATIONS, GatedMlp, PlainMlp, XieluMlp
+from .mlps import PlainMlp, XieluMlp
 
 # %% ../../nbs/families/dense.ipynb #9bb0cd05
 def windowed(
@@ -71,9 +72,9 @@ def mlps(
     "For `Family.mlps`: the same in each layer"
     def made(raw: Mapping) -> tuple[Mlp, ...]:
         act = read_field(raw, 'activation', str, usual)
-        if act not in ACTIVATIONS:
+        if act not in activations:
             raise ValueError(f'activation {act!r:.80} of config.json is not served; known are '
-                             f'{", ".join(ACTIVATIONS)}')
+                             f'{", ".join(activations.names)}')
         bias = read_field(raw, 'mlp_bias', bool, False)
         mlp = make(read_count(raw, 'intermediate_size'), bias, act)
         return (mlp,) * read_count(raw, 'num_hidden_layers')
@@ -211,9 +212,9 @@ def none(layer: int, layers: int) -> bool:
 
 table: Mapping[str, Row] = dict(
     GemmaForCausalLM=(
-        Family(mlps=mlps(GatedMlp, 'gelu_pytorch_tanh'), as_llama=_gemma), (plus_one,)),
+        Family(mlps=mlps(DenseMlp, 'gelu_pytorch_tanh'), as_llama=_gemma), (plus_one,)),
     Gemma3ForCausalLM=(
-        Family(qk_norm=True, layer=Sandwich(), mlps=mlps(GatedMlp, 'gelu_pytorch_tanh'),
+        Family(qk_norm=True, layer=Sandwich(), mlps=mlps(DenseMlp, 'gelu_pytorch_tanh'),
                ropes=by_kind, has_window=none, window_switch=False, as_llama=_gemma_3),
         (plus_one, scaled(q_norm=_gemma_scores))),
     Olmo2ForCausalLM=(Family(layer=Olmo(), as_llama=_olmo), ()),

@@ -131,6 +131,7 @@ class DenseMlp:
     "One gated MLP for every token."
     intermediate_size: int   # Its width
     bias: bool = False       # Whether its projections have one
+    act: str = 'silu'        # Of the gate: one of `activations`
 
     def shapes(self, hidden_size: int) -> Shapes:
         "Gate and up fused, down, and their biases"
@@ -147,9 +148,9 @@ class DenseMlp:
     def forward(self, x: torch.Tensor, w: Weights, ops: Operations) -> torch.Tensor:
         "The same MLP for each token"
         gate_up, down = w['mlp.gate_up_proj.weight'], w['mlp.down_proj.weight']
-        if not self.bias: return ops.gated_mlp(x, gate_up, down)
+        if not self.bias: return ops.gated_mlp(x, gate_up, down, act=self.act)
         return ops.gated_mlp(x, gate_up, down, plain_weight(w, 'mlp.gate_up_proj.bias'),
-                             plain_weight(w, 'mlp.down_proj.bias'))
+                             plain_weight(w, 'mlp.down_proj.bias'), self.act)
 
     def shard(self, size: int) -> 'DenseMlp':
         "A narrower one"
