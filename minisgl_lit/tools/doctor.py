@@ -242,14 +242,14 @@ def fits(
     device: str = 'cpu',   # Where
 ) -> list[Finding]:
     "Weights in each format, and the context that fits beside them"
-    eight = torch.int8 if device == 'cpu' else FP8
+    flag, eight = ('int8', torch.int8) if device == 'cpu' else ('fp8', FP8)
     def context(weights: int, dtype: torch.dtype) -> str:
         return f'{max(free - weights, 0) // token_bytes(config, dtype):,}'
     found = [Finding('may be filled', gib(free))]
     for name, weights in sizes.items():
         own = torch.bfloat16 if name == '16 bits' else dtype
         beside = f'{context(weights, own)} tokens of context beside them'
-        if config.head_dim % 4 == 0: beside += f', {context(weights, eight)} in 8 bits'
+        if config.head_dim % 4 == 0: beside += f', {context(weights, eight)} with --kv-dtype {flag}'
         found.append(Finding(f'weights {name}', f'{gib(weights)}; ' + (
             beside if weights < free else 'they do not fit')))
     return found
