@@ -276,7 +276,7 @@ def kinds(
     path: Path,   # Folder of a checkpoint
     config: ModelConfig,  # Of the model
 ) -> str:         # Such as 'Q4_K 80.1 MB, F32 0.2 MB'
-    "Formats of its tensors, the one with most bytes first; `ValueError` for tensors that do not fit"
+    "Formats of its tensors, that with most bytes first; `ValueError` if they are not the model's"
     sizes, tensors = Counter[str](), open_checkpoint(path, config).tensors
     check_tensors(tensors, tensor_placements(config))
     for tensor in tensors.values(): sizes[tensor.dtype] += tensor.nbytes

@@ -121,7 +121,8 @@ def served() -> dict[str, dict]:
 # %% ../../nbs/tools/models.ipynb #e5bd5099
 _TITLES = dict(families='Families: a Llama, but for', edits='Edits of tensors while they load',
                weights='Weights that are read', settings='Settings that change formats, and where',
-               positions='Positions', computed_by='Computed by kernels if they are there, else torch')
+               positions='Positions',
+               computed_by='Computed by kernels if there are any, else torch')
 
 def listing(
     found: Mapping[str, Mapping],   # From `served`
