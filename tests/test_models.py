@@ -1,7 +1,8 @@
 """`minisgl-lit models` and `doctor MODEL`: what is listed is what is registered, and a model is judged before
 it is downloaded."""
-import json, sys, threading
+import json, re, sys, threading
 from http.server import ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ from minisgl_lit.core.models.checkpoint import Family, families, read_config
 from minisgl_lit.core.models.weights import quant_methods, sources
 from minisgl_lit.formats.hub import embedded_path
 import test_hub
+
+root = Path(__file__).resolve().parents[1]
 
 PLUGIN = """
 from minisgl_lit.core.models.checkpoint import Family, families
@@ -126,3 +129,20 @@ def test_on_the_hub_only_small_files_are_fetched(run, hub, monkeypatch):
     assert run('doctor', 'some/model')[0] == 0 and not hub.asked
     code, told, err = run('doctor', 'third/model')
     assert (code, told, err.count('\n')) == (2, '', 1) and 'cannot be reached' in err
+
+def test_the_guide_which_models_is_made_of_the_registry(plugin, run, monkeypatch):
+    "Its tables have the families, edits and formats that there are; its prose names no other"
+    monkeypatch.syspath_prepend(root/'docs')
+    import pages
+    guide = (root/'docs'/'guides'/'which-models.md').read_text()
+    assert '```{include} ../made/models.md\n' in guide
+    for flags, nova in ((), False), (('--plugins', plugin), True):
+        data = json.loads(run('models', '--json', *flags)[1])
+        made = pages.models(data)
+        def first(title):
+            section = made.partition(f'## {title}\n')[2].partition('\n## ')[0]
+            return re.findall(r'(?m)^\| `([^`]+)`', section)
+        assert first('Families') == [*families] and ('NovaForCausalLM' in made) == nova
+        assert first('Edits') == [*data['edits']] and ('`plus_one`' in made) == nova
+        for name in (o for names in data['weights'].values() for o in names): assert f'`{name}`' in made
+    assert {*re.findall(r'`(\w+For[A-Z]\w+)`', guide)} <= {*families}

@@ -321,7 +321,7 @@ _FETCH = ('how large it is stands in its files alone; minisgl-lit serve --model 
 def what_fits(
     model: str,   # A folder, a GGUF file, a name on the hub, or 'embedded'
 ) -> list[Finding]:   # The last one is 'served'
-    "What a model is, which need not be downloaded, and what of it fits; `NotServed` if it is refused"
+    "What a model is, though not downloaded, and what of it fits; `NotServed` if it is refused"
     if model.startswith(HUB) and model.endswith('.gguf'):
         raise ValueError(f'{model}: {_FETCH.format(model)}')
     is_here = Path(model).is_file()   # a file that is refused was looked at
