@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import minisgl_lit.assembly   # noqa: F401 (registers all rows before a test adds one)
 from minisgl_lit import cli
 from minisgl_lit.core.models.checkpoint import Family, families, read_config
 from minisgl_lit.core.models.weights import quant_methods, sources
