@@ -64,8 +64,8 @@ def words(
     "The same for people"
     def said(name: str, value: object) -> str:
         what = _WORDS.get(name, name.replace('_', ' '))
-        if isinstance(value, bool): return what if value else f'no {what}'
-        return f'{what} by {value}' if isinstance(value, str) else f'{what} {value}'
+        if value is True: return what
+        return f'no {what}' if value in (False, None) else f'{what}: {value}'
     found = ', '.join(said(*o) for o in differs.items() if o[0] not in _UNSAID)
     loaded = f'loading: {", ".join(edits)}' if edits else ''
     return '; '.join(filter(None, [found, loaded])) or 'a Llama'
@@ -140,6 +140,6 @@ def listing(
         told += ['', title]
         width = max(map(len, found[section]), default=0)
         for name, what in found[section].items():
-            lines = wrap(text(section, what), 96 - width)
+            lines = wrap(text(section, what), 96 - width) or ['']
             told += [f'  {o:{width}}  {line}' for o, line in zip([name] + [''] * len(lines), lines)]
     return '\n'.join(told[1:])
