@@ -324,7 +324,7 @@ def what_fits(
     "What a model is, though not downloaded, and what of it fits; `NotServed` if it is refused"
     if model.startswith(HUB) and model.endswith('.gguf'):
         raise ValueError(f'{model}: {_FETCH.format(model)}')
-    is_here = Path(model).is_file()   # a file that is refused was looked at
+    is_here = Path(model).expanduser().is_file()   # a file that is refused was looked at
     try: path = resolve_config(model)
     except ValueError as e: raise (NotServed if is_here else ValueError)(str(e)) from None
     try: return _about(model, path)
