@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Finding', 'table', 'said', 'processor', 'vector_units', 'shipped_level', 'host', 'extras', 'gpus', 'find_nvcc',
            'find_header', 'flashinfer', 'verdict', 'examine', 'formats', 'token_bytes', 'fits', 'how_served',
-           'NotServed', 'kinds', 'download_bytes', 'what_fits']
+           'NotServed', 'kinds', 'has_weights', 'download_bytes', 'what_fits']
 
 # %% ../../nbs/tools/doctor.ipynb #97688629
 import fnmatch
@@ -41,7 +41,7 @@ from ..formats.hub import HUB, resolve_config
 from ..core.models.decoder import ModelConfig
 from ..formats.quantization import weight_bytes
 from ..core.models.weights import (
-    check_tensors, open_checkpoint, read_json, tensor_placements)
+    check_tensors, open_checkpoint, read_json, shard_names, tensor_placements)
 from .models import differences, edits_of, words
 
 # %% ../../nbs/tools/doctor.ipynb #5f8e21f5
@@ -282,11 +282,23 @@ def kinds(
     for tensor in tensors.values(): sizes[tensor.dtype] += tensor.nbytes
     return ', '.join(f'{kind} {n / 1e6:,.1f} MB' for kind, n in sizes.most_common())
 
+_INDEX = 'model.safetensors.index.json'
+
+def has_weights(
+    model: str,  # As it is named
+    path: Path,  # The folder of that
+) -> bool:
+    "Whether they are here; of a download that was stopped, some are, and it goes on"
+    index, is_named = path/_INDEX, Path(model).expanduser().exists()
+    names = shard_names(index) if index.exists() else []
+    stopped = not is_named and not all((path/o).exists() for o in names)
+    return has_index(path) or not stopped and any(path.glob('*.safetensors'))
+
 def download_bytes(
     path: Path,   # Folder of a checkpoint whose weights are not here
 ) -> int | None:  # `None`: it has no index, or that does not say
     "What its weights take on the hub"
-    index = path/'model.safetensors.index.json'
+    index = path/_INDEX
     about = read_optional(read_json(index), 'metadata', dict) if index.exists() else None
     return read_optional(about or {}, 'total_size', int, 1, index.name)
 
@@ -300,13 +312,13 @@ def _about(model: str, path: Path) -> list[Finding]:
              Finding('computes in', str(dtype).removeprefix('torch.')),
              Finding('trained for', f'{config.max_position_embeddings:,} tokens'),
              Finding('KV cache', f'{token_bytes(config, dtype):,} bytes a token')]
-    sizes, own = formats(config, dtype, device.type), None
-    if has_index(path) or any(path.glob('*.safetensors')):
+    sizes = formats(config, dtype, device.type)
+    if has_weights(model, path):
         found.append(Finding('stored as', kinds(path, config)))
         own = ResolvedConfig.of(EngineConfig(model=str(path))).stored_bytes()
     else:
-        packed, own = 'quantization_config' in raw, download_bytes(path)
-        if own: found.append(Finding('to download', gib(own)))
+        packed, own = raw.get('quantization_config'), download_bytes(path)
+        found.append(Finding('to download', gib(own) if own else 'its index does not say'))
         if packed and not own: return [*found, Finding('served', f'yes; {_FETCH.format(model)}')]
         if not packed: own = None
     if own: sizes = {'as stored': own}
