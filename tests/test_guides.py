@@ -77,6 +77,7 @@ def registries():
     import minisgl_lit.assembly   # noqa: F401 (registers ours before a page does)
     known = {id(o): o for m in [*sys.modules.values()] if m.__name__.startswith("minisgl_lit")
              for o in vars(m).values() if isinstance(o, Registry)}
+    for o in known.values(): o.knows("")   # imports what is announced, which registers only once
     before = [(o, {**o}) for o in known.values()]
     yield
     for o, things in before:
