@@ -1,5 +1,5 @@
 """Pages made from what the project already says: the command line from its own parser, the benchmarks from
-`peers.json`, a GPU's figures from `gpu/`."""
+`peers.json`, a GPU's figures from `gpu/`, the served models from their registries."""
 import argparse, json
 
 def cell(text): return " ".join((text or "").replace("|", "\\|").split())
@@ -98,13 +98,33 @@ The last one asks any server that speaks OpenAI's API; so it can be pointed at a
 A machine shared with other tenants runs at two speeds, a third apart, for seconds or minutes at a time. Measure the engines in turn, in one session, three times or more, and compare within a round. With another busy process on one of two cores, two threads that wait for each other can become many times slower, ours and those of other engines.
 """)   # noqa: E501
 
+def models(found):
+    "What is served, as `minisgl-lit models --json` has it; the end of the guide which models"
+    from minisgl_lit.tools.models import words
+    def code(names): return ", ".join(f"`{o}`" for o in names)
+    def where(values): return ", ".join(f"`{o}` ({' and '.join(on)})" for o, on in values.items())
+    families = [[f"`{name}`", cell(words(o["differs"], [])), code(o["edits"])]
+                for name, o in found["families"].items()]
+    edits = [[f"`{name}`", cell(what)] for name, what in found["edits"].items()]
+    rows = [[name.replace("_", " "), code(names)] for name, names in
+            {**found["weights"], **found["positions"]}.items()]
+    rows += [[f"`--{name.replace('_', '-')}`", where(values)] for name, values in found["settings"].items()]
+    by = [[f"{device}: {what}", code(names)] for device, some in found["computed_by"].items()
+          for what, names in some.items()]
+    parts = {"Families": table(["architecture", "a Llama, but for", "edits while it loads"], families),
+             "Edits": table(["edit", ""], edits), "Formats": table(["", ""], rows),
+             "What computes": "Where all kernels are at hand; what there is not, torch computes.\n\n"
+                              + table(["", "operations"], by)}
+    return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items()) + "\n"
+
 def write(docs, nbs):
     "Write them, if they changed"
     import measured    # which makes tables, too
     from minisgl_lit.cli import make_parser
+    from minisgl_lit.tools.models import served
     peers = json.loads((nbs/"tools/peers.json").read_text(encoding="utf-8"))
     for name, text in {"cli.md": cli(make_parser()), "benchmarks.md": benchmarks(peers),
-                       "gpu-measured.md": measured.read(docs)}.items():
+                       "gpu-measured.md": measured.read(docs), "models.md": models(served())}.items():
         path = docs/"made"/name
         path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text(encoding="utf-8") != text:

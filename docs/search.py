@@ -57,6 +57,8 @@ SAID = {
                         "schema, constrained decoding, bitmask, vocab mask, vocabulary mask, regex, EBNF, "
                         "llguidance, grammar backend, grammar_backend",
     "guides/structured-output": "structured output, json schema, json mode, guided decoding, response_format",
+    "guides/which-models": "supported models, supported architectures, model list, model support",
+    "guides/add-a-family": "add a model, new model, new architecture, port a model",
     "guides/tools": "tool calling, function calling, tools",
     "nbs/text/tool_calling": "tool calling, function calling",
     "nbs/text/reasoning": "reasoning parser, reasoning_content, think tags",
@@ -112,6 +114,7 @@ SAID = {
     "design": "architecture, LoRA, speculative decoding, multimodal, vision, images, roadmap, EAGLE, MTP, "
               "Medusa, draft model",
 }
+INCLUDED = "made/menu", "made/models"   # in other pages
 _flag = re.compile(r"(?<!\w)--[a-z0-9]+(?:-[a-z0-9]+)+")
 _word = re.compile(r"[^\W_]+(?:_[^\W_]+)*", re.UNICODE)
 # addresses of links, anchors and roles are no words
@@ -138,11 +141,13 @@ def index(docs):
     found = {}
     for path in sorted([*docs.rglob("*.md"), *docs.rglob("*.ipynb")]):
         place = path.relative_to(docs).with_suffix("").as_posix()
-        if (not place.startswith(("_build", "src/", "_static", "made/menu"))
+        if (not place.startswith(("_build", "src/", "_static", *INCLUDED))
                 and ".ipynb_checkpoints" not in place):
             found[place] = Counter(words(source(path)))
     if "index" in found:
         found["index"] += Counter(words((docs.parent/"README.md").read_text(encoding="utf-8")))
+    if (made := docs/"made"/"models.md").exists():
+        found["guides/which-models"] += Counter(words(source(made)))
     known = {}
     for i, (place, counts) in enumerate(found.items()):
         for o, n in counts.items(): known.setdefault(o, []).extend((i, n))

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['Question', 'benchmarks', 'examples', 'serve', 'batch', 'question', 'generate', 'settings_of', 'serving', 'bench',
-           'doctor', 'config', 'quantize', 'completion', 'complete', 'make_parser', 'main']
+           'doctor', 'models', 'config', 'quantize', 'completion', 'complete', 'make_parser', 'main']
 
 # %% ../nbs/cli.ipynb #a7348d20
 import json
 import os
 import signal
 import sys
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict, make_dataclass, replace
@@ -24,7 +24,7 @@ import minisgl_lit
 from .cli_arguments import (
     Parser, add_sampling_arguments, add_settings, engine_settings, interruptible,
     read_sampling_params, sampling_fields)
-from .config import EngineConfig
+from .config import EngineConfig, import_plugins
 from .core.config import EngineConfig as CoreConfig, check_names, setting
 from .server.config import ServerConfig
 from .config_sources import PREFIX, from_args, sourced_settings
@@ -276,12 +276,37 @@ def bench(
 
 # %% ../nbs/cli.ipynb #5322c518
 def doctor(
-    args: Namespace,  # With `json` and `model`
+    args: Namespace,  # With `json`, `model` and `plugins`
 ) -> int:
-    "Say what this machine has, what will compute, and how to mend what is missing."
-    from minisgl_lit.tools.doctor import examine, table, what_fits
-    findings = examine() + (what_fits(args.model) if args.model else [])
+    """Say what this machine has, what will compute, and how to mend what is missing.
+
+    Of a model it says whether it is served, how large it is, what fits beside
+    it, and which flags would make it fit. Of one on the hub only small files
+    are fetched, its config among them. The exit code is 0 if it is served, 1 if
+    it would be refused, and 2 if it is not found or cannot be fetched.
+    """
+    from minisgl_lit.tools.doctor import Finding, NotServed, examine, table, what_fits
+    import_plugins(args.plugins)
+    findings, code = examine(), 0
+    try: findings += what_fits(args.model) if args.model else []
+    except NotServed as e: findings, code = [*findings, Finding('served', f'no: {e}')], 1
     print(json.dumps([asdict(o) for o in findings]) if args.json else table(findings))
+    return code
+
+def models(
+    args: Namespace,  # With `json` and `plugins`
+) -> int:
+    """List the models that are served: architectures, formats, and what computes them.
+
+    --json prints an object: of each of families, what differs from a Llama, by
+    the fields of `Family`, and the edits of its tensors; edits: what each does;
+    weights: what is read; settings: on which devices each value is taken;
+    positions: kinds of RoPE; computed_by: the operations of each device, by
+    what computes them. Later versions only add keys.
+    """
+    from minisgl_lit.tools.models import listing, served
+    import_plugins(args.plugins)
+    print(json.dumps(served()) if args.json else listing(served()))
     return 0
 
 # %% ../nbs/cli.ipynb #da198246
@@ -350,8 +375,10 @@ examples = dict(
            'serving --rate 4 --first-limit 200',
            'start --json'],
     doctor=['',
-            '--model Qwen/Qwen3-0.6B',
-            '--model path/to/file.gguf'],
+            'Qwen/Qwen3-0.6B',
+            'path/to/file.gguf --json'],
+    models=['',
+            '--plugins mine --json'],
     config=['--config serve.toml --port 8000',
             '--all'],
     quantize=['Qwen/Qwen3-0.6B small --bits 4',
@@ -373,6 +400,8 @@ def _add_command(
     return parser
 
 # %% ../nbs/cli.ipynb #6e7c56e9
+_PLUGINS = f'{PREFIX}PLUGINS'
+
 def make_parser() -> Parser:
     "The whole command line"
     parser = Parser(
@@ -416,9 +445,13 @@ def make_parser() -> Parser:
     add('--calibrate', metavar='FILE', help='examples of text, a JSON string or an object with a '
         '"text" in each line: weights are rounded by GPTQ, so that outputs for these stay close')
     looking = _add_command(parser, doctor, None)
-    looking.add_argument('--json', action='store_true', help='print JSON, in one line')
-    looking.add_argument('--model', metavar='NAME', help='say, too, what of this model fits: a '
-                         'folder, a .gguf file, or a name on the hub (its config is read)')
+    looking.add_argument('model', nargs='?', metavar='MODEL', default=SUPPRESS, help='a folder, a '
+                         '.gguf file, or a name on the hub (of which the config is read)')
+    looking.add_argument('--model', metavar='MODEL', help='the same')
+    for command in (looking, _add_command(parser, models, None)):
+        command.add_argument('--json', action='store_true', help='print JSON, in one line')
+        command.add_argument('--plugins', metavar='MODULES', default=os.environ.get(_PLUGINS),
+                             help='modules of your own, imported first: their families count')
     asking = _add_command(parser, config, ServerConfig)
     asking.add_argument('--all', action='store_true', help='show defaults, too')
     asking.add_argument('--json', action='store_true', help='print JSON, in one line')

@@ -80,7 +80,8 @@ class Parser(ArgumentParser):
             elif action.option_strings and action.required:
                 parts.append(f'{action.option_strings[0]} {name}')
             elif not action.option_strings:
-                parts.append(f'[{name} ...]' if action.nargs else str(name))
+                many = f'[{name}]' if action.nargs == '?' else f'[{name} ...]'
+                parts.append(many if action.nargs else str(name))
         self.usage = ' '.join([self.prog, *parts])
         return super().format_help()
 

@@ -249,8 +249,8 @@ def test_doctor_lists_what_a_file_is(run):
         assert [o for o in found if o.startswith('weights ')] == ['weights as stored'], path
         kind = path.stem.split('-')[1] if path.suffix else path.name.split('-')[0]
         assert kind.split('_')[0] in found['stored as'] or kind == 'fp8', (kind, found['stored as'])
-    found = [o['name'] for o in json.loads(run('doctor', '--json', '--model', str(embedded_path()))[1])]
-    assert found[-3:] == ['weights 16 bits', 'weights int8', 'weights int4']
+    found = [o['name'] for o in json.loads(run('doctor', '--json', str(embedded_path()))[1])]
+    assert found[-5:] == ['weights 16 bits', 'weights int8', 'weights int4', 'weights fp8', 'served']
 
 # bench
 
@@ -297,7 +297,7 @@ def test_the_nearest_command_is_named(run, typed, meant):
 def test_nothing_is_near(run):
     code, out, err = run('nonsense')
     assert ((code, out, err.count('\n')) == (2, '', 1)
-            and 'nonsense is none of serve, chat, generate, batch, bench, quantize, doctor, config, '
+            and 'nonsense is none of serve, chat, generate, batch, bench, quantize, doctor, models, config, '
                 'completion; see' in err)
 
 def test_a_failed_request_is_code_1(run, monkeypatch, llm):

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Finding', 'table', 'said', 'processor', 'vector_units', 'shipped_level', 'host', 'extras', 'gpus', 'find_nvcc',
-           'find_header', 'flashinfer', 'verdict', 'examine', 'formats', 'fits', 'kinds', 'what_fits']
+           'find_header', 'flashinfer', 'verdict', 'examine', 'formats', 'token_bytes', 'fits', 'how_served',
+           'NotServed', 'kinds', 'has_weights', 'download_bytes', 'what_fits']
 
 # %% ../../nbs/tools/doctor.ipynb #97688629
 import fnmatch
@@ -23,20 +24,25 @@ from pathlib import Path
 import torch
 
 from ..config import EngineConfig
+from ..core.config import compressions
+from ..core.device import resolve_device
 from ..core.engine.memory import (
     MemoryRatio, available_cores, available_memory, free_memory, gib)
-from ..assembly import ResolvedConfig
+from ..assembly import ResolvedConfig, choose_dtype
 from ..kernels.compiler import (
     find_compiler, levels_here, run_compiler, shipped_folder)
 from ..core.attention.library import set_environment
 from ..kernels.trials import compiled_modules
 from ..core.kv_cache.pool import page_bytes
-from ..core.models.checkpoint import read_config
+from ..core.models.checkpoint import families, read_config, read_optional
+from ..kernels.kv_formats import FP8
 from ..formats.gguf_text import has_index
 from ..formats.hub import HUB, resolve_config
 from ..core.models.decoder import ModelConfig
-from ..formats.quantization import Quantization, weight_bytes
-from ..core.models.weights import open_checkpoint, read_json
+from ..formats.quantization import weight_bytes
+from ..core.models.weights import (
+    check_tensors, open_checkpoint, read_json, shard_names, tensor_placements)
+from .models import differences, edits_of, words
 
 # %% ../../nbs/tools/doctor.ipynb #5f8e21f5
 @dataclass(frozen=True)
@@ -211,54 +217,127 @@ def examine() -> list[Finding]:
 # %% ../../nbs/tools/doctor.ipynb #f48e4066
 def formats(
     config: ModelConfig,   # Of the model
+    dtype: torch.dtype = torch.bfloat16,   # What it computes in
+    device: str = 'cpu',   # Where
 ) -> dict[str, int]:
-    "Bytes of its weights in 16, 8 and 4 bits"
-    hows = {'16 bits': None, 'int8': Quantization(8), 'int4': Quantization(4)}
-    return {name: weight_bytes(config, torch.bfloat16, how) for name, how in hows.items()}
+    "Bytes of its weights as they are, in 16 bits, and as each `quantization` would have them"
+    sizes = {f'{o.itemsize * 8} bits': weight_bytes(config, o, None)
+             for o in (dtype, torch.bfloat16)}
+    makers = {name: compressions.find(name)(64, True) for name in compressions.names}
+    return sizes | {name: weight_bytes(config, dtype, o) for name, o in makers.items()
+                    if device == 'cpu' or not o.only_cpu}
+
+def token_bytes(
+    config: ModelConfig,  # Of the model
+    dtype: torch.dtype,   # Of its keys and values
+) -> int:
+    "What one token takes in the KV cache"
+    return page_bytes(config.num_layers, 1, config.num_kv_heads, config.head_dim, dtype)
 
 def fits(
     config: ModelConfig,   # Of the model
     free: int,             # Bytes that may be filled
     sizes: Mapping[str, int],   # Bytes of its weights, by format
+    dtype: torch.dtype = torch.bfloat16,   # What it computes in
+    device: str = 'cpu',   # Where
 ) -> list[Finding]:
     "Weights in each format, and the context that fits beside them"
+    flag, eight = ('int8', torch.int8) if device == 'cpu' else ('fp8', FP8)
     def context(weights: int, dtype: torch.dtype) -> str:
-        token = page_bytes(config.num_layers, 1, config.num_kv_heads, config.head_dim, dtype)
-        return f'{max(free - weights, 0) // token:,}'
+        return f'{max(free - weights, 0) // token_bytes(config, dtype):,}'
     found = [Finding('may be filled', gib(free))]
     for name, weights in sizes.items():
-        beside = f'{context(weights, torch.bfloat16)} tokens of context beside them'
-        if config.head_dim % 4 == 0: beside += f', {context(weights, torch.int8)} in 8 bits'
+        own = torch.bfloat16 if name == '16 bits' else dtype
+        beside = f'{context(weights, own)} tokens of context beside them'
+        if config.head_dim % 4 == 0: beside += f', {context(weights, eight)} with --kv-dtype {flag}'
         found.append(Finding(f'weights {name}', f'{gib(weights)}; ' + (
             beside if weights < free else 'they do not fit')))
     return found
+
+def how_served(
+    sizes: Mapping[str, int],   # From `formats`, or of one format
+    free: int,                  # Bytes that may be filled
+    hint: str = '',             # What else would help
+) -> Finding:
+    "With which flags of `serve` the weights fit"
+    flags = {name: f'--quantization {name}' if name in compressions.names else '--dtype bfloat16'
+             for name in sizes} | dict.fromkeys([*sizes][:1], '')
+    fit = [flags[name] for name, n in sizes.items() if n < free]
+    if '' in fit: return Finding('served', 'yes, as it is')
+    if fit: return Finding('served', f'yes, with {" or ".join(fit)}')
+    least = f'at least {gib(min(sizes.values()))} of weights' if sizes else 'its weights'
+    return Finding('served', f'yes, but {least} do not fit into {gib(free)} here{hint}')
+
+# %% ../../nbs/tools/doctor.ipynb #95882d3d
+class NotServed(ValueError):
+    "A model that was looked at, and would be refused."
 
 def kinds(
     path: Path,   # Folder of a checkpoint
     config: ModelConfig,  # Of the model
 ) -> str:         # Such as 'Q4_K 80.1 MB, F32 0.2 MB'
-    "The formats that its tensors are stored in, the one with most bytes first"
-    sizes = Counter[str]()
-    for tensor in open_checkpoint(path, config).tensors.values():
-        sizes[tensor.dtype] += tensor.nbytes
+    "Formats of its tensors, that with most bytes first; `ValueError` if they are not the model's"
+    sizes, tensors = Counter[str](), open_checkpoint(path, config).tensors
+    check_tensors(tensors, tensor_placements(config))
+    for tensor in tensors.values(): sizes[tensor.dtype] += tensor.nbytes
     return ', '.join(f'{kind} {n / 1e6:,.1f} MB' for kind, n in sizes.most_common())
+
+_INDEX = 'model.safetensors.index.json'
+
+def has_weights(
+    model: str,  # As it is named
+    path: Path,  # The folder of that
+) -> bool:
+    "Whether they are here; of a download that was stopped, some are, and it goes on"
+    index, is_named = path/_INDEX, Path(model).expanduser().exists()
+    names = shard_names(index) if index.exists() else []
+    stopped = not is_named and not all((path/o).exists() for o in names)
+    return has_index(path) or not stopped and any(path.glob('*.safetensors'))
+
+def download_bytes(
+    path: Path,   # Folder of a checkpoint whose weights are not here
+) -> int | None:  # `None`: it has no index, or that does not say
+    "What its weights take on the hub"
+    index = path/_INDEX
+    about = read_optional(read_json(index), 'metadata', dict) if index.exists() else None
+    return read_optional(about or {}, 'total_size', int, 1, index.name)
+
+def _about(model: str, path: Path) -> list[Finding]:
+    "What the files in a folder say, and what of the model fits"
+    config, raw, device = read_config(path), read_json(path/'config.json'), resolve_device('auto')
+    name = next((o for o in raw['architectures'] if o in families), config.architecture)
+    dtype = choose_dtype(EngineConfig(model=model), config.dtype, device)
+    found = [Finding('model', f'{model}, {name}, {config.num_layers} layers'),
+             Finding('family', words(differences(families[name]), edits_of(name))),
+             Finding('computes in', str(dtype).removeprefix('torch.')),
+             Finding('trained for', f'{config.max_position_embeddings:,} tokens'),
+             Finding('KV cache', f'{token_bytes(config, dtype):,} bytes a token')]
+    sizes = formats(config, dtype, device.type)
+    if has_weights(model, path):
+        found.append(Finding('stored as', kinds(path, config)))
+        own = ResolvedConfig.of(EngineConfig(model=str(path))).stored_bytes()
+    else:
+        packed, own = raw.get('quantization_config'), download_bytes(path)
+        found.append(Finding('to download', gib(own) if own else 'its index does not say'))
+        if packed and not own: return [*found, Finding('served', f'yes; {_FETCH.format(model)}')]
+        if not packed: own = None
+    if own: sizes = {'as stored': own}
+    ratio = MemoryRatio.of('auto', device)
+    free = free_memory(device, ratio.value)
+    return [*found, *fits(config, free, sizes, dtype, device.type),
+            how_served(sizes, free, ratio.hint)]
+
+_FETCH = ('how large it is stands in its files alone; minisgl-lit serve --model {} fetches them, '
+          'and says what they take')
 
 def what_fits(
     model: str,   # A folder, a GGUF file, a name on the hub, or 'embedded'
-) -> list[Finding]:
-    "The same for a model that need not be downloaded; `ValueError` if it is not served"
-    fetch = (f'{model}: how large it is stands in its files alone; minisgl-lit serve '
-             f'--model {model} fetches them, and says what they take')
-    if model.startswith(HUB) and model.endswith('.gguf'): raise ValueError(fetch)
-    path = resolve_config(model)
-    config, raw = read_config(path), read_json(path/'config.json')
-    found = [Finding('model', f'{model}, {config.architecture}, {config.num_layers} layers')]
-    sizes, is_here = formats(config), has_index(path) or any(path.glob('*.safetensors'))
-    if is_here:
-        found.append(Finding('stored as', kinds(path, config)))
-        own = ResolvedConfig.of(EngineConfig(model=str(path))).stored_bytes()
-        if own: sizes = {'as stored': own}
-    elif 'quantization_config' in raw: raise ValueError(fetch)
-    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-    ratio = MemoryRatio.of('auto', device)
-    return found + fits(config, free_memory(device, ratio.value), sizes)
+) -> list[Finding]:   # The last one is 'served'
+    "What a model is, though not downloaded, and what of it fits; `NotServed` if it is refused"
+    if model.startswith(HUB) and model.endswith('.gguf'):
+        raise ValueError(f'{model}: {_FETCH.format(model)}')
+    is_here = Path(model).expanduser().is_file()   # a file that is refused was looked at
+    try: path = resolve_config(model)
+    except ValueError as e: raise (NotServed if is_here else ValueError)(str(e)) from None
+    try: return _about(model, path)
+    except ValueError as e: raise NotServed(str(e)) from None
