@@ -30,8 +30,9 @@ table = {**llamas.table, **dense.table, **experts.table}
 two = dict(full_attention=dict(rope_type='default', rope_theta=1e5),
            sliding_attention=dict(rope_type='default', rope_theta=1e3))
 mixed = dict(layer_types=['sliding_attention', 'full_attention', 'sliding_attention'], sliding_window=9)
-groups = tokens | dict(n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=24, n_group=4, topk_group=2,
-                       first_k_dense_replace=1, num_experts_per_tok=3, routed_scaling_factor=2.5, norm_topk_prob=True)
+groups = tokens | dict(
+    n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=24, n_group=4, topk_group=2,
+    first_k_dense_replace=1, num_experts_per_tok=3, routed_scaling_factor=2.5, norm_topk_prob=True)
 FAMILIES = {   # by the name of their classes
     'Phi3': tokens | half | dict(sliding_window=9, tie_word_embeddings=False),
     'Glm': tokens | half | dict(attention_bias=True),
@@ -53,7 +54,8 @@ FAMILIES = {   # by the name of their classes
     'Olmo3': tokens | mixed | dict(rope_parameters=two), 'Exaone4': tokens | mixed,
     'Cohere': tokens | dict(logit_scale=.5), 'Cohere2': tokens | mixed | dict(logit_scale=.5),
     'Glm4': tokens | half | dict(attention_bias=True), 'HunYuanDenseV1': tokens, 'Apertus': tokens,
-    'Starcoder2': tokens | dict(sliding_window=9), 'StableLm': tokens | half | dict(use_qkv_bias=True, hidden_size=64, head_dim=None),
+    'Starcoder2': tokens | dict(sliding_window=9),
+    'StableLm': tokens | half | dict(use_qkv_bias=True, hidden_size=64, head_dim=None),
     'Nemotron': tokens | half,
     'Olmoe': tokens | dict(hidden_size=64, head_dim=None, num_experts=5, num_experts_per_tok=2),
     'FlexOlmo': tokens | dict(num_experts=5, num_experts_per_tok=2),

@@ -22,7 +22,7 @@ from ..kernels.quantized import QuantizedWeight, quantize
 from ..core.models.checkpoint import read_config
 from ..formats.hub import resolve_model
 from ..core.models.decoder import Decoder, DenseMlp, ModelConfig
-from ..core.models.operations import RotaryAngles, find_operations
+from ..core.models.operations import Angles, find_operations
 from ..formats.quantization import Quantization
 from ..core.models.weights import QUIET_BYTES, Checkpoint, load_weights
 from ..core.models.weights import check_tensors, open_checkpoint, read_json, sources
@@ -114,7 +114,7 @@ def causal(
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return out.transpose(0, 1)
 
-State = tuple[torch.Tensor, torch.Tensor | None, RotaryAngles]   # Of a text, between two layers
+State = tuple[torch.Tensor, torch.Tensor | None, Angles]   # Of a text, between two layers
 
 @torch.inference_mode()
 def calibrate(
