@@ -73,7 +73,7 @@ class ArgumentsReader(Protocol):
 _WORD = regex.compile(r'NAME|ID|ARGUMENTS|<[^<>=]+>|\[[A-Z_]+\]|"(?!NAME|ID)\w+"|\w+|\S')
 MARKER = r'<[^<>=]+>|\[[A-Z_]+\]|```\w+|(?!NAME)[A-Za-z]+(?::|(?=\[))'   # begins a call
 _SPACE = r'\s{0,99}'
-_PLACES = dict(NAME=r'(?P<name>[\w.-]{1,64})', ID=r'\w{0,64}')
+_PLACES = dict(NAME=r'(?P<name>[\w.-]{1,64})', ID=r'(?P<id>\w{0,64})')
 
 def _pattern(form: str) -> str:
     "A pattern for a piece of a format, with whitespace between any two of its words"
@@ -94,6 +94,7 @@ class ToolFormat:
     reader: type[ArgumentsReader] = JsonReader   # Reads the arguments
     ignored: str = ''        # What may stand behind a call, too, and means nothing
     template: str = '(?!)'   # A pattern: what a chat template has in it that shows this format
+    call_id: str = ''        # The id of a call, where its template writes ids: with NAME and ID
 
     def _heads(self, begins: Callable[[str], str]) -> tuple[regex.Pattern, regex.Pattern]:
         "Patterns that find a call where text has come before, and where a call is expected"
@@ -185,6 +186,7 @@ class ToolParser:
         self._reader: ArgumentsReader = JsonReader({})   # of the arguments, or of the object
         self._format = formats[0]   # of the call
         self._object: list[str] = []   # pieces of an object, and what stands before it
+        self._ids: set[str] = set()    # that the model has given
 
     # %% ../../nbs/text/tool_calls.ipynb #aaddba14
     def push(self, text: str) -> list[ParsedPart]:
@@ -246,16 +248,19 @@ class ToolParser:
         self._format, others = form, [o for o in self._formats if o is not form]
         self._formats = form, *others   # the next call is most likely of the same format
         before, self._held = self._held[:start], self._held[start:]
-        if not loose: self._begin(out, match['name'])
+        if not loose: self._begin(out, match)
         else:
             self._reader, self._object = JsonReader({}, form.marks), [before]
             self._state = self._read_object
         return True
 
     # %% ../../nbs/text/tool_calls.ipynb #d0b9494a
-    def _begin(self, out: list[ParsedPart], name: str) -> None:
+    def _begin(self, out: list[ParsedPart], head: regex.Match) -> None:
         "A call has begun: its arguments follow"
-        self._emit(out, ToolCall(name, ''))
+        name, form = head['name'], self._format
+        call_id = form.call_id and form.call_id.replace('ID', head['id']).replace('NAME', name)
+        self._emit(out, ToolCall(name, '', _new_id() if call_id in {'', *self._ids} else call_id))
+        self._ids.add(call_id)
         self._reader = self._format.reader(self._schemas[name], self._format.marks)
         self._state = self._read_arguments
 

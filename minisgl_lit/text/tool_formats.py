@@ -371,7 +371,8 @@ _FRAMED = (
     ToolFormat('kimi_k2', tuple(f'<|tool_call_begin|>{o}NAME:ID<|tool_call_argument_begin|>'
                                 'ARGUMENTS<|tool_call_end|>' for o in ('functions.', '')),
                before='<|tool_calls_section_begin|>', after='<|tool_calls_section_end|>',
-               template=r'<\|tool_calls_section_begin\|>|tool_declare<\|im_middle\|>'),
+               template=r'<\|tool_calls_section_begin\|>|tool_declare<\|im_middle\|>',
+               call_id='functions.NAME:ID'),
     # by the templates of Command R7B and Command A, and of the Command R before them
     ToolFormat('cohere', ('{"tool_call_id": "ID", ' + _ACTION, '{' + _ACTION),
                before='<|START_ACTION|>[\n    ', between=',\n    ', after='\n]<|END_ACTION|>',
