@@ -157,8 +157,8 @@ _FAMILIES = {   # by the chat templates of these families
 
 # %% ../../nbs/text/reasoning.ipynb #2b407004
 reasoning_formats = Registry('reasoning_parser', {
-    'gpt-oss': _CHANNELS, **_FAMILIES, 'qwen3': _TAGS,
-    'deepseek-r1': replace(_TAGS, unmarked='thinking', template='(?!)')})
+    'deepseek-r1': replace(_TAGS, unmarked='thinking', template='(?!)'), 'gpt-oss': _CHANNELS,
+    **_FAMILIES, 'qwen3': _TAGS})   # the first that a template shows
 
 def find_format(
     name: str,      # 'auto', 'none' or one of `reasoning_formats`
