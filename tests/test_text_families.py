@@ -12,7 +12,8 @@ from minisgl_lit.core.request import PendingReq
 from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.text.chat_template import ChatTemplate
 from minisgl_lit.text.grammar import GrammarCompiler
-from minisgl_lit.text.reasoning import ReasoningDelta, ReasoningParser, find_format, place_of, reasoning_formats
+from minisgl_lit.text.reasoning import (
+    ReasoningDelta, ReasoningParser, find_format, place_of, reasoning_formats)
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.text.tokenizer import Tokenizer
 from minisgl_lit.text.tool_calls import ToolCall, ToolParser, join_calls
@@ -35,8 +36,8 @@ def tagged(opens, argument, closes):
 FAMILIES = {   # what the template says elsewhere; around and of its calls; formats of calls and thinking
     "GLM 4.6": (THINKS, tagged("\n<tool_call>{{ c.name }}\n", "<arg_key>KEY</arg_key>\n<arg_value>VALUE"
                                "</arg_value>\n", "</tool_call>"), "glm45", "qwen3"),
-    "GLM 4.7": (THINKS, tagged("<tool_call>{{ c.name }}", "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>",
-                               "</tool_call>"), "glm45", "qwen3"),
+    "GLM 4.7": (THINKS, tagged("<tool_call>{{ c.name }}", "<arg_key>KEY</arg_key><arg_value>VALUE"
+                               "</arg_value>", "</tool_call>"), "glm45", "qwen3"),
     "Kimi K2": ("<|im_system|>tool_declare<|im_middle|>", ("<|tool_calls_section_begin|>",
         "<|tool_call_begin|>functions.{{ c.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>"
         "{{ c.arguments | tojson }}<|tool_call_end|>", "<|tool_calls_section_end|>"), "kimi_k2", None),
@@ -66,7 +67,7 @@ FAMILIES = {   # what the template says elsewhere; around and of its calls; form
         "</tool_calls>"), "hunyuan_dense", "hunyuan"),
     "Phi-4-mini": ("<|tool|>[]<|/tool|>", listed("<|tool_call|>[", "]<|/tool_call|>"), "phi4_mini", None),
     "Phi-4-mini, vLLM": ("", listed("functools[", "]"), "phi4_mini", None),
-    "Command R7B": ("<|START_THINKING|>{{ '' }}<|END_THINKING|>", ("<|START_ACTION|>[\n", '    {"tool_call_id": '
+    "Command R7B": ("<|START_THINKING|>{{ '' }}<|END_THINKING|>", ("<|START_ACTION|>[\n", '{"tool_call_id": '
         '"{{ loop.index0 }}", "tool_name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}'
         "{{ ',\n' if not loop.last }}", "\n]<|END_ACTION|>"), "cohere", "cohere"),
     "Command R": ("", ("Action: ```json\n[\n", '{"tool_name": "{{ c.name }}", "parameters": '
@@ -76,7 +77,8 @@ FAMILIES = {   # what the template says elsewhere; around and of its calls; form
     "LFM2, JSON": ("", listed("<|tool_call_start|>[", "]<|tool_call_end|>"), "lfm2", None),
     "Olmo 3": ("", ("<function_calls>\n", PYTHON + "\n", "</function_calls>"), "olmo3", None),
     "Gemma 3": ("<start_of_turn>[func_name1(params)]", ("[", PYTHON + COMMA, "]"), "gemma3", None),
-    "Gemma 3, fenced": ("<start_of_turn>```tool_code", ("```tool_code\n", PYTHON + "\n", "```"), "gemma3", None),
+    "Gemma 3, fenced": ("<start_of_turn>```tool_code", ("```tool_code\n", PYTHON + "\n", "```"),
+                        "gemma3", None),
     "Gemma 3, JSON": ('<start_of_turn>"parameters": dictionary', ("```json\n[", JSON + COMMA, "]\n```"),
                       "gemma3", None),
     "Llama 4": ("<|python_start|>", ("[", PYTHON + COMMA, "]"), "pythonic", None),
@@ -93,7 +95,8 @@ def source(name):
     said, (before, call, after), _, _ = FAMILIES[name]
     calls = f"{before}{{% for t in m.tool_calls %}}{{% set c = t.function %}}{call}{{% endfor %}}{after}"
     turn = f"{{{{ m.content or '' }}}}{{% if m.tool_calls %}}{calls}{{% endif %}}"
-    return f"{{{{ tools | tojson if tools }}}}{said}{{% for m in messages %}}<|{{{{ m.role }}}}|>{turn}{{% endfor %}}"
+    talk = f"{{% for m in messages %}}<|{{{{ m.role }}}}|>{turn}{{% endfor %}}"
+    return f"{{{{ tools | tojson if tools }}}}{said}{talk}"
 
 MADE = [("weather", {"city": "Rome", "days": [1, 2], "hot": True}), ("time", {})]
 TYPES = {"city": {"type": "string"}, "days": {"type": "array"}, "hot": {"type": "boolean"}}
@@ -113,8 +116,8 @@ def test_calls_of_a_template_are_found_by_its_format(name):
     assert (thinks and reasoning_formats[thinking]) == thinks, thinking
     calls = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in MADE]
     offered = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in SCHEMAS.items()]
-    written = ChatTemplate(source(name), {}).render(
-        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}], offered)
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    written = ChatTemplate(source(name), {}).render(talk, offered)
     text = written.rpartition("<|assistant|>")[2]
     marked = not text.startswith("[") or text.startswith("[TOOL")
     for said in ["", "Well. "] if marked else [""]:
@@ -245,4 +248,5 @@ def test_thinking_is_the_same_in_any_pieces(said, place, sizes):
     whole = split(form, place, [text])
     assert split(form, place, cut(text, sizes)) == split(form, place, text) == whole
     marks = [o for o in (form.opens, form.closes, form.answers.strip(), form.ends) if o]
-    if place != "thinking" and not any(o in text for o in marks): assert "".join(whole).strip() == text.strip()
+    if place == "thinking" or any(o in text for o in marks): return
+    assert "".join(whole).strip() == text.strip()
