@@ -117,9 +117,10 @@ class ReasoningParser:
     def _enter(self, thinking: bool, strips: bool) -> None:
         "Begin the text of a part"
         self.thinking, self._strips, self._gap = thinking, strips, ''
-        form = self.form
-        answer_ends = [f'\n{form.ends}', form.ends] if form.ends else [form.closes] * form.repeats
-        self._finder = StopChecker([form.closes] if thinking else answer_ends)
+        form, ends = self.form, list[str]()
+        if thinking or form.repeats: ends = [form.closes]
+        if form.ends and not thinking: ends = ['\n' + form.ends, form.ends]
+        self._finder = StopChecker(ends)
 
     def _emit(self, text: str) -> list[str | ReasoningDelta]:
         "Text of this part, as it is returned: without whitespace beside its markers"

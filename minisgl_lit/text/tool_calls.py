@@ -259,7 +259,8 @@ class ToolParser:
         "A call has begun: its arguments follow"
         name, form = head['name'], self._format
         call_id = form.call_id and form.call_id.replace('ID', head['id']).replace('NAME', name)
-        self._emit(out, ToolCall(name, '', _new_id() if call_id in {'', *self._ids} else call_id))
+        is_new = call_id and call_id not in self._ids
+        self._emit(out, ToolCall(name, '', call_id if is_new else _new_id()))
         self._ids.add(call_id)
         self._reader = self._format.reader(self._schemas[name], self._format.marks)
         self._state = self._read_arguments

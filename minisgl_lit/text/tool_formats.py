@@ -235,13 +235,21 @@ def value_types(
     return types
 
 # %% ../../nbs/text/tool_formats.ipynb #4259af4d
+def _from_python(text: str, types: set[str]) -> object:
+    "A value as Python writes it; the text, if it is none of these"
+    found, rest = PythonReader({}).read(f'value={text})')
+    try: value = parse_json(found) if rest == '' and types & {'array', 'object'} else None
+    except ValueError: value = None   # it is nested too deeply
+    if isinstance(value, dict) and [*value] == ['value']: return value['value']
+    return {'True': True, 'False': False, 'None': None}.get(text.strip(), text)
+
 def typed_value(
     text: str,        # A value, as the model wrote it
     types: set[str],  # That it may have
 ) -> object:
     "A text as one of these types; a text, if it is none of the others"
     try: value = parse_json(text)
-    except ValueError: value = {'True': True, 'False': False, 'None': None}.get(text.strip(), text)
+    except ValueError: value = _from_python(text, types)
     kind = _TYPES[type(value)]
     fits = kind in types or kind == 'integer' and 'number' in types
     return value if kind != 'string' and (fits or 'string' not in types) else text
@@ -256,7 +264,7 @@ def _tags(argument: str, begin: str, end: str, outer: str) -> tuple[regex.Patter
     opens = _SPACE.join(map(regex.escape, before.split())).replace('KEY', _KEY)
     first = opens.replace(_KEY, f'(?P<key>{_KEY})')
     feed = r'(?:\n|(?=[^\n]))' if before.endswith('\n') else ''
-    closes = r'\n?' * behind.startswith('\n') + regex.escape(behind.strip())
+    closes = (r'\n?' if behind.startswith('\n') else '') + regex.escape(behind.strip())
     inner = rf'|\n?(?={end}{_SPACE}(?:{outer}|{begin}))' if end else ''
     return (regex.compile(_SPACE + first + feed),
             regex.compile(rf'{closes}|\n(?={opens}|{outer}){inner}'))
@@ -266,7 +274,7 @@ class XmlReader:
     "Arguments between tags, up to the end of the function."
     begins = '<'
     argument = '<parameter=KEY>\nVALUE\n</parameter>\n'   # one of them
-    around = '<tool_call>|<function=', '</function>', '</tool_call>'   # what begins, what ends a call
+    around = '<tool_call>|<function=', '</function>', '</tool_call>'   # it begins; it ends
 
     def __init__(self, schema: Schema, marks: str = ''):
         self._opens, self._closes = _tags(self.argument, *self.around)
