@@ -47,7 +47,7 @@ class EngineSettings(TypedDict, total=False):
     kv_disk_gib: float
     kv_host_gib: float | None
     kv_handoff_path: str | None
-    reasoning_parser: Literal['auto', 'none', 'qwen3', 'deepseek-r1', 'gpt-oss'] | str
+    reasoning_parser: Literal['auto', 'none', 'deepseek-r1', 'gpt-oss', 'cohere', 'mistral', 'seed_oss', 'granite', 'granite33', 'ernie45', 'hunyuan', 'qwen3'] | str
     control_tokens_in_messages: bool
     additional_properties: bool
     tp: int

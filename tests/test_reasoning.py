@@ -1,4 +1,4 @@
-"""Thinking models over HTTP and in Python: three families of marks, streams and whole answers, budgets, and
+"""Thinking models over HTTP and in Python: four families of marks, streams and whole answers, budgets, and
 rules that begin behind the thinking."""
 import asyncio, itertools, json, re
 
@@ -24,15 +24,19 @@ FAMILIES = dict(   # template; whether the marks are special tokens
                         "%}<think>\n\n</think>\n\n{% endif %}{% endif %}", False),
     deepseek=(CUT + TURNS + "<|assistant|><think>\n{% endif %}", False),
     gpt=("{# <|channel|>analysis<|message|> #}" + TURNS
-         + "<|start|>assistant{% endif %}{{ reasoning_effort }}", True))
+         + "<|start|>assistant{% endif %}{{ reasoning_effort }}", True),
+    cohere=("{# <|START_THINKING|> #}" + TURNS + "<|assistant|>{% if enable_thinking is defined and not "
+            "enable_thinking %}<|START_THINKING|><|END_THINKING|>{% endif %}{% endif %}", True))
 SAID = dict(
     qwen="<think>\nTwo and two. 🤔\n</think>\n\nFour 👋.", deepseek="Two and two. 🤔\n</think>\n\nFour 👋.",
     gpt="<|channel|>analysis<|message|>Two and two. "
-        "🤔<|end|><|start|>assistant<|channel|>final<|message|>Four 👋.")
+        "🤔<|end|><|start|>assistant<|channel|>final<|message|>Four 👋.",
+    cohere="<|START_THINKING|>Two and two. 🤔<|END_THINKING|><|START_RESPONSE|>Four 👋.<|END_RESPONSE|>")
 MARKS = ["<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|user|>",
-         "<|assistant|>", "<|return|>"]
+         "<|assistant|>", "<|return|>", "<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>",
+         "<|END_RESPONSE|>"]
 # line feeds beside the marks; that of deepseek's prompt is not its own
-N_THOUGHT = dict(qwen=2, deepseek=1, gpt=0)
+N_THOUGHT = dict(qwen=2, deepseek=1, gpt=0, cohere=0)
 
 
 class Says:
@@ -109,7 +113,7 @@ def test_not_separated(family):
     message = chat(url, separate_reasoning=False)["choices"][0]["message"]
     assert ("reasoning_content" not in message and message["content"].endswith("Four 👋.")
             and "Two and two" in message["content"])
-    if name != "gpt": assert message["content"] == SAID[name]
+    if name in ("qwen", "deepseek"): assert message["content"] == SAID[name]   # no special tokens
 
 def test_generate_tells_thinking_only_if_asked(family):
     "The prompt is plain text, so DeepSeek's must have opened the thinking, as its template does"
@@ -127,14 +131,24 @@ def test_what_reaches_the_template(family):
     name, engine, url = family
     chat(url, chat_template_kwargs={"enable_thinking": False})
     assert engine.prompts[0].endswith({"qwen": "</think>\n\n", "deepseek": "<think>\n",
-                                       "gpt": "assistant"}[name])
+                                       "gpt": "assistant", "cohere": "<|END_THINKING|>"}[name])
     assert engine.params[0].separate_reasoning is True
     wrong = post(url, "/v1/chat/completions", **ASK, chat_template_kwargs={"enable_thinkin": True})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "chat_template_kwargs"
     effort = post(url, "/v1/chat/completions", **ASK, reasoning_effort="high")
     if name == "deepseek":
         assert effort.status_code == 400 and "has no switch" in effort.json()["error"]["message"]
-    else: assert engine.prompts[0].endswith({"qwen": "<|assistant|>", "gpt": "assistanthigh"}[name])
+    else: assert engine.prompts[0].endswith("assistanthigh" if name == "gpt" else "<|assistant|>")
+
+def test_an_answer_has_marks_of_its_own_even_if_thinking_is_off(family):
+    name, engine, url = family
+    if name != "cohere": return
+    engine.say = SAID[name].partition("<|END_THINKING|>")[2]
+    try:
+        for off in ({"enable_thinking": False}, {}):
+            message = chat(url, chat_template_kwargs=off)["choices"][0]["message"]
+            assert message["content"] == "Four 👋." and "reasoning_content" not in message
+    finally: engine.say = SAID[name]
 
 def test_continued_messages(family):
     name, engine, url = family

@@ -5,7 +5,6 @@ import ast, json
 import pytest
 from hypothesis import given, settings, strategies as st
 
-import minisgl_lit.text.tool_formats as formats_module
 from minisgl_lit.text.json_object import JsonReader, as_json, parse_json
 from minisgl_lit.text.tool_calls import ToolCall, ToolParser, join_calls
 from minisgl_lit.text.tool_formats import tool_formats, PYTHONIC, PythonReader, XmlReader
@@ -185,15 +184,15 @@ def test_a_model_that_writes_line_feeds_for_ever_costs_nothing(monkeypatch):
     for _ in range(300): parser.push(" ")
     assert len(parser._held) <= 99 + 1
 
-def test_a_long_value_in_xml_is_searched_once(monkeypatch):
-    searched, close = 0, formats_module._CLOSE
+def test_a_long_value_in_xml_is_searched_once():
+    reader, searched = XmlReader({"properties": {"a": {"type": "array"}}}), 0
+    closes = reader._closes
     class Counted:
         def search(self, text, begin=0, **how):
             nonlocal searched
             searched += len(text) - begin
-            return close.search(text, begin, **how)
-    monkeypatch.setattr(formats_module, "_CLOSE", Counted())
-    reader = XmlReader({"properties": {"a": {"type": "array"}}})
+            return closes.search(text, begin, **how)
+    reader._closes = Counted()
     pieces = ["<parameter=a>", "[1", *[", 2, 3"] * 2000, "]", *"</parameter>", "</function>"]
     assert "".join(reader.read(o)[0] for o in pieces) == '{"a": ' + as_json([1] + [2, 3] * 2000) + "}"
     assert searched < 20 * 2000 + 2000

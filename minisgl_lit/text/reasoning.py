@@ -35,15 +35,17 @@ class ReasoningFormat:
     header: str = r'(?!)'          # A pattern: an answer begins; the same
     repeats: bool = False          # Whether several parts, each with its marker, may follow
     unmarked: str = 'start'        # Where an answer is if its prompt says nothing: see below
+    ends: str = ''                 # With `repeats`: what closes an answer; '': the same mark
+    template: str = r'(?!)'        # A pattern: what a chat template has that shows this format
 
-_TAGS = ReasoningFormat('<think>', '</think>')
+_TAGS = ReasoningFormat('<think>', '</think>', template='</think>')
 _HEADER = r'(<\|start\|>assistant)?<\|channel\|>'
 _CHANNELS = ReasoningFormat(
     opens='<|channel|>analysis<|message|>', closes='<|end|>',
     answers='<|start|>assistant<|channel|>final<|message|>',
     opening=_HEADER + r'analysis[^<]{0,100}<\|message\|>',
     header=_HEADER + r'(final[^<]{0,100}(<\|constrain\|>[^<]{0,100})?|commentary)<\|message\|>',
-    repeats=True)
+    repeats=True, template=r'<\|channel\|>.*<\|message\|>|<\|message\|>.*<\|channel\|>')
 
 # %% ../../nbs/text/reasoning.ipynb #621fcc56
 class ReasoningParser:
@@ -115,8 +117,10 @@ class ReasoningParser:
     def _enter(self, thinking: bool, strips: bool) -> None:
         "Begin the text of a part"
         self.thinking, self._strips, self._gap = thinking, strips, ''
-        closes = thinking or self.form.repeats
-        self._finder = StopChecker([self.form.closes] if closes else [])
+        form, ends = self.form, list[str]()
+        if thinking or form.repeats: ends = [form.closes]
+        if form.ends and not thinking: ends = ['\n' + form.ends, form.ends]
+        self._finder = StopChecker(ends)
 
     def _emit(self, text: str) -> list[str | ReasoningDelta]:
         "Text of this part, as it is returned: without whitespace beside its markers"
@@ -132,8 +136,30 @@ class ReasoningParser:
         return [ReasoningDelta(shown)] if shown else []
 
 # %% ../../nbs/text/reasoning.ipynb #7c02d049
+def _marked(template: str, opens: str, closes: str, answer: str = '', ends: str = '',
+            gap: str = '\n') -> ReasoningFormat:
+    "Thinking between two marks, and perhaps the answer between two others"
+    opening, header = (r'\s*' + regex.escape(o) for o in (opens, answer))
+    if not answer: return ReasoningFormat(opens, closes, opening=opening, template=template)
+    return ReasoningFormat(opens, closes, gap + answer + gap, opening, header, True,
+                           ends=ends, template=template)
+
+_THINK = '<think>', '</think>'
+_FAMILIES = {   # by the chat templates of these families
+    'cohere': _marked(r'<\|START_THINKING\|>', '<|START_THINKING|>', '<|END_THINKING|>',
+                      '<|START_RESPONSE|>', '<|END_RESPONSE|>', gap=''),
+    'mistral': _marked(r'\[/THINK\]', '[THINK]', '[/THINK]'),
+    'seed_oss': _marked('</?seed:think>', '<seed:think>', '</seed:think>'),
+    'granite': _marked('Here is my thought process:', 'Here is my thought process:',
+                       'Here is my response:'),
+    'granite33': _marked('<response></response>', *_THINK, '<response>', '</response>'),
+    'ernie45': _marked('think_mode=.*<response>', *_THINK, '<response>', '</response>'),
+    'hunyuan': _marked('<answer>.*</think>|</think>.*<answer>', *_THINK, '<answer>', '</answer>')}
+
+# %% ../../nbs/text/reasoning.ipynb #2b407004
 reasoning_formats = Registry('reasoning_parser', {
-    'qwen3': _TAGS, 'deepseek-r1': replace(_TAGS, unmarked='thinking'), 'gpt-oss': _CHANNELS})
+    'deepseek-r1': replace(_TAGS, unmarked='thinking', template='(?!)'), 'gpt-oss': _CHANNELS,
+    **_FAMILIES, 'qwen3': _TAGS})   # the first that a template shows
 
 def find_format(
     name: str,      # 'auto', 'none' or one of `reasoning_formats`
@@ -143,9 +169,10 @@ def find_format(
     "The format of a model's thinking"
     if name == 'none': return None
     if name != 'auto': return reasoning_formats.find(name)
-    if '<|channel|>' in source and '<|message|>' in source: return _CHANNELS
-    if _TAGS.closes not in source: return None
-    return replace(_TAGS, unmarked='answer') if asked.rstrip().endswith(_TAGS.opens) else _TAGS
+    said = asked.rstrip()
+    shown = (o for o in reasoning_formats.values() if regex.search(o.template, source, regex.S))
+    form = next(shown, _TAGS if said.endswith(_TAGS.opens) else None)
+    return replace(form, unmarked='answer') if form and said.endswith(form.opens) else form
 
 # %% ../../nbs/text/reasoning.ipynb #6f59401b
 def place_of(
@@ -154,8 +181,10 @@ def place_of(
 ) -> str:
     "Where an answer begins, as `ReasoningParser` takes it"
     opened, closed = turn.rfind(form.opens), turn.rfind(form.closes)
-    if form.repeats or opened == closed: return form.unmarked   # the latter: there is neither
-    return 'thinking' if opened > closed else 'answer'
+    channels = form.repeats and not form.ends
+    if channels or opened == closed: return form.unmarked   # the latter: there is neither
+    if opened > closed: return 'thinking'
+    return 'start' if form.ends else 'answer'   # an answer's mark may come
 
 # %% ../../nbs/text/reasoning.ipynb #2c2af3ed
 class ThinkingTracker:

@@ -7,12 +7,12 @@ __all__ = ['GrammarText', 'call_grammar']
 
 # %% ../../nbs/text/tool_grammar.ipynb #5ee4594f
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import regex
 
 from ..core.sampling_params import RequestError
-from .tool_calls import ArgumentsReader, JsonReader, Schema, ToolFormat
+from .tool_calls import MARKER, ArgumentsReader, Schema, ToolFormat
 from .tool_formats import PythonReader, XmlReader, markers, value_types
 
 # %% ../../nbs/text/tool_grammar.ipynb #4ba4c181
@@ -89,18 +89,27 @@ def _json_arguments(g: GrammarText, schema: Schema) -> str:
     return g.json({'type': 'object', **schema})
 
 # %% ../../nbs/text/tool_grammar.ipynb #87f14352
-def _xml_arguments(g: GrammarText, schema: Schema) -> str:
-    text = g.rule('until', r'/(.|\n)*\n<\/parameter>\n/')
-    if 'properties' not in schema: return rf'( "<parameter=" /[\w-]{{1,64}}/ ">\n" {text} )*'
+_TEXT = r'/(.|\n)*/'
+
+def _text_until(g: GrammarText, end: str) -> str:
+    "Any text, and this behind it"
+    if any(token in end for token in g.token_ids): return f'{_TEXT} {g.literal(end)}'
+    spelled = regex.escape(end).replace('\\\n', r'\n').replace('/', r'\/')
+    return g.rule('until', rf'/(.|\n)*{spelled}/')
+
+def _xml_arguments(g: GrammarText, schema: Schema, reader: type[XmlReader] = XmlReader) -> str:
+    begin, end = reader.argument.split('VALUE')
+    text, (before, behind) = _text_until(g, end), map(g.literal, begin.split('KEY'))
+    if 'properties' not in schema: return rf'( {before} /[\w-]{{1,64}}/ {behind} {text} )*'
     parts = []
     for key, value, required in _properties(schema):
         types = value_types(value, schema)
         is_text = not types or 'string' in types
         choices = value.get('enum', []) if isinstance(value, Mapping) else []
         if is_text and choices:
-            body = '( ' + ' | '.join(g.quote(f'{o}\n</parameter>\n') for o in choices) + ' )'
-        else: body = text if is_text else rf'{g.json(value)} "\n</parameter>\n"'
-        head = g.quote(f'<parameter={key}>\n')
+            body = '( ' + ' | '.join(g.literal(f'{o}{end}') for o in choices) + ' )'
+        else: body = text if is_text else f'{g.json(value)} {g.literal(end)}'
+        head = g.literal(begin.replace('KEY', key))
         parts.append(f'{head} {body}' if required else f'( {head} {body} )?')
     return ' '.join(parts)
 
@@ -126,8 +135,10 @@ def _python_arguments(g: GrammarText, schema: Schema) -> str:
     return first
 
 # %% ../../nbs/text/tool_grammar.ipynb #9196a807
-_WRITERS: dict[type[ArgumentsReader], Callable[[GrammarText, Schema], str]] = {
-    JsonReader: _json_arguments, PythonReader: _python_arguments, XmlReader: _xml_arguments}
+def _arguments(g: GrammarText, schema: Schema, reader: type[ArgumentsReader]) -> str:
+    "Arguments as this reader takes them"
+    if issubclass(reader, XmlReader): return _xml_arguments(g, schema, reader)
+    return (_python_arguments if issubclass(reader, PythonReader) else _json_arguments)(g, schema)
 
 # %% ../../nbs/text/tool_grammar.ipynb #46b5ab99
 def _spaced(*words: str) -> str: return ' '.join(filter(None, words))
@@ -136,8 +147,9 @@ def _call(g: GrammarText, form: ToolFormat, tools: Mapping[str, Schema], opened:
     "A rule for a call of one of the functions, of which `opened` has been written"
     (head, tail), before = form.calls[0].split('ARGUMENTS'), form.before if opened else ''
     def one(name: str, schema: Schema) -> str:
-        begin = (before + head.replace('NAME', name))[len(opened):]
-        return _spaced(g.literal(begin), _WRITERS[form.reader](g, schema), g.literal(tail))
+        words = regex.split(r'\bID\b', (before + head)[len(opened):])
+        begin = ' /[0-9]{1,3}/ '.join(g.literal(o.replace('NAME', name)) for o in words)
+        return _spaced(begin, _arguments(g, schema, form.reader), g.literal(tail))
     return g.rule('call', ' | '.join(one(k, v) for k, v in tools.items()))
 
 def _calls(g: GrammarText, form: ToolFormat, tools: Mapping[str, Schema], many: bool,
@@ -149,15 +161,13 @@ def _calls(g: GrammarText, form: ToolFormat, tools: Mapping[str, Schema], many: 
     return g.rule('calls', _spaced(first, another if many else '', g.literal(form.after)))
 
 # %% ../../nbs/text/tool_grammar.ipynb #bd911503
-_TEXT = r'/(.|\n)*/'
-
 def _text_or_calls(g: GrammarText, form: ToolFormat, tools: Mapping[str, Schema],
                    many: bool) -> str:
     "Any text; or calls, with text before them if a marker begins them"
-    marker = regex.match(r'<[^<>=]+>|\[[A-Z_]+\]', form.before + form.calls[0])
+    marker = regex.match(MARKER, form.before + form.calls[0])
     if not marker: return rf'( /[^{{\[](.|\n)*/ )? | {_calls(g, form, tools, many)}'
     if marker[0] in g.token_ids: return f'{_TEXT} | {_TEXT} {_calls(g, form, tools, many)}'
-    until = g.rule('until', f'/(.|\\n)*{regex.escape(marker[0])}/')
+    until = _text_until(g, marker[0])
     return f'{_TEXT} | {until} {_calls(g, form, tools, many, marker[0])}'
 
 # %% ../../nbs/text/tool_grammar.ipynb #38abb359
