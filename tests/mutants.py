@@ -691,9 +691,16 @@ def wrong(path: Path, folder: Path) -> set[str]:
     return {'it raises'} if error else {*stale}
 
 @cache
+def as_it_is() -> tempfile.TemporaryDirectory:
+    "A copy without a mutant: what only the project's own folder has, a mutant lacks as well"
+    made = tempfile.TemporaryDirectory()
+    make(Path(made.name))
+    return made
+
+@cache
 def wrong_anyway(path: Path) -> set[str]:
-    "The same on the package as it is: some chapters only hold with functions of their own cells"
-    return wrong(path, root)
+    "The same on such a copy: some chapters only hold with functions of their own cells"
+    return wrong(path, Path(as_it_is().name))
 
 def failing_chapter(folder: Path, names: list[str]) -> str | None:
     "The first of these chapters that fails on a copy: each a name, or a part of one"
@@ -734,10 +741,8 @@ def main() -> int:
     parser.add_argument('-j', type=int, default=2, help='how many at once')
     args = parser.parse_args()
     chosen = [o for o in mutants if args.k in o[0]]
-    with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder))
-        if test := failing_test(Path(folder), [*KERNELS, *ROUTED, *LIVES]):
-            raise SystemExit(f'{test} fails without a mutant')
+    if test := failing_test(Path(as_it_is().name), [*KERNELS, *ROUTED, *LIVES]):
+        raise SystemExit(f'{test} fails without a mutant')
     with ThreadPoolExecutor(args.j) as pool:
         found = []
         for mutant, test in zip(chosen, pool.map(caught_by, chosen)):
