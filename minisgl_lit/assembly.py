@@ -182,7 +182,8 @@ class ResolvedConfig(EngineSpec):
         "What attends to the heads of this rank"
         shard = self.shard
         return choose_attention(self.config.attention, pool, page_table, shard.windows,
-                                num_heads=shard.num_heads, dtype=self.dtype)
+                                num_heads=shard.num_heads, dtype=self.dtype,
+                                score_cap=shard.score_cap)
 
     # %% ../nbs/assembly.ipynb #7da453c7
     def weights(

@@ -30,6 +30,7 @@ table = {**llamas.table, **dense.table, **experts.table}
 two = dict(full_attention=dict(rope_type='default', rope_theta=1e5),
            sliding_attention=dict(rope_type='default', rope_theta=1e3))
 mixed = dict(layer_types=['sliding_attention', 'full_attention', 'sliding_attention'], sliding_window=9)
+capped = mixed | dict(query_pre_attn_scalar=20, attn_logit_softcapping=2., final_logit_softcapping=4.)
 groups = tokens | dict(
     n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=24, n_group=4, topk_group=2,
     first_k_dense_replace=1, num_experts_per_tok=3, routed_scaling_factor=2.5, norm_topk_prob=True)
@@ -51,6 +52,7 @@ FAMILIES = {   # by the name of their classes
                                                                   position_embedding_type='nope'),
     'Gemma': tokens, 'Olmo2': tokens, 'Arcee': tokens, 'SmolLM3': tokens | dict(sliding_window=None),
     'Gemma3': tokens | mixed | dict(query_pre_attn_scalar=20, rope_parameters=two),
+    'Gemma2': tokens | capped, 'VaultGemma': tokens | capped,
     'Olmo3': tokens | mixed | dict(rope_parameters=two), 'Exaone4': tokens | mixed,
     'Cohere': tokens | dict(logit_scale=.5), 'Cohere2': tokens | mixed | dict(logit_scale=.5),
     'Glm4': tokens | half | dict(attention_bias=True), 'HunYuanDenseV1': tokens, 'Apertus': tokens,

@@ -104,6 +104,12 @@ def _gemma_3(raw: Raw) -> Raw:
                  rope_parameters=both)
     return windowed(_gemma(usual | raw), 'sliding_window_pattern', 6)
 
+def _gemma_2(raw: Raw) -> Raw:
+    "Windows in every other layer, capped scores and logits"
+    usual = dict(sliding_window=4096, query_pre_attn_scalar=256, final_logit_softcapping=30.0,
+                 attn_logit_softcapping=50.0)
+    return windowed(_gemma(usual | raw), 'sliding_window_pattern', 2)
+
 _olmo = usual(rms_norm_eps=1e-5)
 def _olmo_3(raw: Raw) -> Raw:
     "Only layers that see all tokens are stretched for a longer context, in either spelling"
@@ -200,6 +206,7 @@ def _cohere_logits(model: Model) -> float:
 _glm_4_names = renamed({'post_attention_layernorm': 'pre_feedforward_layernorm',
                         'post_self_attn_layernorm': 'post_attention_layernorm',
                         'post_mlp_layernorm': 'post_feedforward_layernorm'})
+_vault_names = renamed({'pre_feedforward_layernorm': 'post_attention_layernorm'})
 _hunyuan_names = renamed({'query_layernorm': 'q_norm', 'key_layernorm': 'k_norm'})
 _starcoder_names = renamed({'mlp.c_fc.': 'mlp.up_proj.', 'mlp.c_proj.': 'mlp.down_proj.'})
 _apertus_names = renamed({'attention_layernorm': 'input_layernorm',
@@ -213,6 +220,12 @@ def none(layer: int, layers: int) -> bool:
 table: Mapping[str, Row] = dict(
     GemmaForCausalLM=(
         Family(mlps=mlps(DenseMlp, 'gelu_pytorch_tanh'), as_llama=_gemma), (plus_one,)),
+    Gemma2ForCausalLM=(
+        Family(layer=Sandwich(), mlps=mlps(DenseMlp, 'gelu_pytorch_tanh'), has_window=none,
+               window_switch=False, as_llama=_gemma_2), (plus_one, scaled(q_proj=_gemma_scores))),
+    VaultGemmaForCausalLM=(
+        Family(mlps=mlps(DenseMlp, 'gelu_pytorch_tanh'), has_window=none, window_switch=False,
+               as_llama=_gemma_2), (_vault_names, plus_one, scaled(q_proj=_gemma_scores))),
     Gemma3ForCausalLM=(
         Family(qk_norm=True, layer=Sandwich(), mlps=mlps(DenseMlp, 'gelu_pytorch_tanh'),
                ropes=by_kind, has_window=none, window_switch=False, as_llama=_gemma_3),

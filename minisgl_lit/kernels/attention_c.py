@@ -124,12 +124,21 @@ INLINE vf mask_scores(vf v, i64 from, i64 to) {      // keeps `from` to `to - 1`
 
 # %% ../../nbs/kernels/attention_c.ipynb #aa04dda3
 _softmax_c = _mask_c + exp_c + r"""
-INLINE void online_softmax(float *s, i64 from, i64 to, float scale, float *state, i64 dim) {
+INLINE vf capped(vf x, float cap) {      // cap * tanh(x / cap)
+    vf twice = x * (2 / cap), most = (vf){0} + 80.f;
+    vu over = (vu)(twice > most), under = (vu)(twice < -most);
+    twice = (vf)(over & (vu)most | under & (vu)-most | ~(over | under) & (vu)twice);
+    return cap - 2 * cap / (1 + exp_vector(twice));
+}
+INLINE void online_softmax(float *s, i64 from, i64 to, float scale, float cap,
+                           float *state, i64 dim) {
     float *row_max = state + dim, *row_sum = row_max + 1, top = *row_max;
     vf all = (vf){0} + top, total = {0}, v[BLOCK / W];
     UNROLL for (int b = 0; b < BLOCK / W; b++) {
         memcpy(&v[b], s + b * W, sizeof all);
-        v[b] = mask_scores(v[b] * scale, from - b * W, to - b * W);
+        v[b] *= scale;
+        if (cap) v[b] = capped(v[b], cap);
+        v[b] = mask_scores(v[b], from - b * W, to - b * W);
         all = vmax(v[b], all);
     }
     if (exceeds(all, top)) {
@@ -223,6 +232,7 @@ typedef struct {
     const void *q, *keys, *values;
     const int32_t *table;
     int bf16, kv;
+    float cap;      // of scores; 0: none
 } attention_args;
 INLINE void look_up_pages(const task *t, const attention_args *args, i64 p,
                           const char **k, const char **v, const char *none, int kv) {
@@ -249,7 +259,7 @@ INLINE void decode_block(const attention_args *args, const char **q, i64 n,
     for (; b < n; b++)
         scores(1, q, group, shared, keys + b, values + b, dim, s + b, kv);
     for (i64 h = 0; h < heads; h++)
-        online_softmax(s + h * BLOCK, 0, n, 1 / sqrtf(dim), state + h * (dim + 2), dim);
+        online_softmax(s + h * BLOCK, 0, n, 1 / sqrtf(dim), args->cap, state + h * (dim + 2), dim);
     for (b = 0; b + 4 <= n; b += 4)
         weighted_sum(4, values + b, later + b, group, shared, s + b, dim, state, kv);
     for (; b < n; b++)
@@ -387,7 +397,7 @@ INLINE void extend_block(const attention_args *args, const workspace *ws, i64 a,
     for (i64 r = a; r < e; r++) {
         float *s = ws->s + r * BLOCK, *state = ws->state + r * ws->ld;
         i64 end = pos + r / group + 1 - p;      // first position after its own
-        online_softmax(s, end - args->window, end, scale, state, ws->wide);
+        online_softmax(s, end - args->window, end, scale, args->cap, state, ws->wide);
         if (bf16 && PAIRS)
             for (i64 b = 0; b < BLOCK; b++) put(ws->p + r * ws->p_row, b, s[b], 1);
     }
@@ -462,10 +472,10 @@ static void store_row(void *cache, i64 slot, const char *from, const attention_a
 void attend(void *out, const void *q, const void *k, const void *v, void *keys,
             void *values, const i64 *out_loc, const int32_t *table, i64 max_pages, i64 page_size,
             i64 rows, i64 heads, i64 kv_heads, i64 dim, i64 q_stride, i64 k_stride, i64 v_stride,
-            i64 window, const task *tasks, float *parts, const i64 *merges, const i64 *counts,
+            i64 window, float cap, const task *tasks, float *parts, const i64 *merges, const i64 *counts,
             i64 bf16, i64 kv, team *t) {
     attention_args args = { heads, kv_heads, dim, page_size, max_pages, q_stride, k_stride,
-                            v_stride, window, q, keys, values, table, bf16, kv };
+                            v_stride, window, q, keys, values, table, bf16, kv, cap };
     i64 part_size = heads * (dim + 2);
     i64 n_tasks = counts[0], n_merges = counts[1], most = counts[2];      // of tokens in a task
     for (EACH(r, rows)) {

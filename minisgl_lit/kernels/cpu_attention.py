@@ -129,8 +129,9 @@ class CpuAttention(AttentionBackend):
         pool: KVPool,              # Where keys and values lie
         page_table: torch.Tensor,  # On the CPU, int32, [n_rows, max_pages]
         windows: Sequence[int | None] = (),  # Of each layer, in tokens; `None` or none: all
+        score_cap: float | None = None,      # See `ModelConfig`
     ):
-        self.pool, self.page_table = pool, page_table
+        self.pool, self.page_table, self.score_cap = pool, page_table, score_cap or 0.0
         lib = load_kernels(tasks_c)
         if lib is None: raise RuntimeError('CpuAttention needs a C compiler')
         self.windows, self.lib = dict(enumerate(windows)), lib
@@ -213,7 +214,7 @@ class CpuAttention(AttentionBackend):
         self.lib.attend(
             out, q, k, v, *self.layers[layer], m.out_loc, self.page_table, self.page_table.stride(0),
             pool.page_size, n, heads, k.shape[1], dim, q.stride(0), k.stride(0), v.stride(0),
-            self.windows.get(layer) or NO_WINDOW, m.tasks, parts, m.merges, m.counts,
+            self.windows.get(layer) or NO_WINDOW, self.score_cap, m.tasks, parts, m.merges, m.counts,
             q.dtype == torch.bfloat16, stored_as.index(pool.buffer.dtype), threads=m.threads)
         return out
 
@@ -226,11 +227,13 @@ def cpu_attention(
     pool: KVPool,              # On the CPU
     page_table: torch.Tensor,  # The same, int32, [n_rows, max_pages]
     windows: Sequence[int | None] = (),  # Of each layer, in tokens; `None` or none: all
+    score_cap: float | None = None,      # See `ModelConfig`
 ) -> AttentionBackend:
     "The backend with the kernel if it supports this pool, else the reference"
     supported = pool.buffer.dtype in stored_as
     on_cpu = pool.buffer.device.type == 'cpu'
     native = supported and on_cpu and load_kernels(tasks_c) is not None
-    return (CpuAttention if native else TorchAttention)(pool, page_table, windows)
+    make = CpuAttention if native else TorchAttention
+    return make(pool, page_table, windows, score_cap=score_cap)
 
 backends.register('native', cpu_attention)

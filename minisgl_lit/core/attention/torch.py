@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['GPU_MAX_SLOTS', 'CPU_MAX_SLOTS', 'AttentionBackend', 'group_requests', 'PaddedGroup', 'TorchMetadata', 'attend',
-           'TorchAttention']
+           'attend_capped', 'TorchAttention']
 
 # %% ../../../nbs/core/25_attention.torch.ipynb #58041072
+import math
 from collections.abc import Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -163,6 +164,21 @@ def attend(
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
     return out.transpose(1, 2)
 
+def attend_capped(
+    q: torch.Tensor,   # As for `attend`, and so the next three
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    cap: float,        # Scores stay between minus and plus this. Gemma 2, 2024
+) -> torch.Tensor:     # [n, extend_len, num_heads, head_dim]
+    "Attention whose scores are capped before their softmax, which no call of torch's does"
+    (_, extend_len, num_heads, head_dim), longest = q.shape, k.shape[1]
+    k, v = (o.transpose(1, 2).repeat_interleave(num_heads // k.shape[2], dim=1) for o in (k, v))
+    scores = cap * torch.tanh(q.transpose(1, 2) @ k.mT / (cap * math.sqrt(head_dim)))
+    if mask is None: mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+    return (weights.to(v.dtype) @ v).transpose(1, 2)
+
 # %% ../../../nbs/core/25_attention.torch.ipynb #ca7600ec
 # On a GPU each small kernel costs a launch, on a CPU a large copy costs more than small ones.
 GPU_MAX_SLOTS, CPU_MAX_SLOTS = 1 << 18, 1 << 12
@@ -181,8 +197,10 @@ class TorchAttention(AttentionBackend):
         page_table: torch.Tensor,  # On the pool's device, int32, [n_rows, max_pages]
         windows: Sequence[int | None] = (),   # Of each layer, in tokens; `None` or none given: all
         max_slots: int | None = None,  # That one group reads; `None`: as suits the device
+        score_cap: float | None = None,    # See `ModelConfig`
     ):
         self.pool, self.page_table, self.device = pool, page_table, page_table.device
+        self.score_cap = score_cap
         self.windows = dict(enumerate(windows))
         on_gpu = self.device.type == 'cuda'
         self.max_slots = max_slots or (GPU_MAX_SLOTS if on_gpu else CPU_MAX_SLOTS)
@@ -214,7 +232,9 @@ class TorchAttention(AttentionBackend):
         window = self.windows.get(layer)
         for g in metadata.groups:
             k, v = (self.pool.format.read(o[g.slots], q.dtype) for o in (keys, values))
-            out[g.tokens] = attend(q[g.tokens], k, v, g.masks[window])
+            mask, cap = g.masks[window], self.score_cap
+            out[g.tokens] = (attend(q[g.tokens], k, v, mask) if cap is None
+                             else attend_capped(q[g.tokens], k, v, mask, cap))
         return out
 
 # %% ../../../nbs/core/25_attention.torch.ipynb #3683e4bc

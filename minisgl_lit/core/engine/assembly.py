@@ -99,10 +99,13 @@ class EngineSpec:
     ) -> AttentionBackend:
         "What attends; `ValueError` if it was named and cannot be had"
         asked, shard = self.config.attention, self.shard
-        if backends.knows(asked): return backends.find(asked)(pool, page_table, shard.windows)
-        plain = TorchAttention(pool, page_table, shard.windows)
+        capped = {} if shard.score_cap is None else dict(score_cap=shard.score_cap)
+        if backends.knows(asked):
+            return backends.find(asked)(pool, page_table, shard.windows, **capped)
+        plain = TorchAttention(pool, page_table, shard.windows, **capped)
         if asked == 'auto' and self.device.type == 'cpu': return plain
         why = unfit_reason(self.device, self.dtype, self.kv_dtype, shard.head_dim)
+        if capped: why = 'its scores are capped'
         if why and asked != 'auto': raise ValueError(f'attention cannot be {asked!r} here: {why}')
         if why:
             warn_once(f'Attention in plain torch: {why}')

@@ -111,7 +111,7 @@ def _with_head(name: str) -> str:
     return f'{name.removesuffix("Model")}ForCausalLM' if name.endswith('Model') else name
 
 _ONLY = dict(hidden_act='silu', residual_multiplier=1, logits_scaling=1,
-             attn_logit_softcapping=None, clip_qkv=None,
+             clip_qkv=None,
              attention_multiplier=None, no_rope_layers=None)
 
 def find_family(
@@ -242,6 +242,7 @@ def read_shape(
         mlp_bias=read_field(raw, 'mlp_bias', bool, False), mlps=read_mlps(raw), layer=family.layer,
         embed_scale=read_field(raw, 'embedding_multiplier', float, 1.0),
         logits_cap=read_optional(raw, 'final_logit_softcapping', float, low=.01),
+        score_cap=read_optional(raw, 'attn_logit_softcapping', float, low=.01),
         rms_norm_eps=read_field(raw, 'rms_norm_eps', float, 1e-6, low=0))
 
 # %% ../../../nbs/core/34_models.checkpoint.ipynb #b220ee3a

@@ -245,6 +245,7 @@ class ModelConfig:
     mlps: tuple[Mlp, ...] = () # Of each layer; none given: dense ones
     embed_scale: float = 1.0   # Embeddings are multiplied by it
     logits_cap: float | None = None    # Logits stay between minus and plus this; `None`: any
+    score_cap: float | None = None     # and so do the scores of attention
     tie_word_embeddings: bool = False  # Whether the embedding is also the `lm_head`
     headless: bool = False     # Whether there is no `lm_head`: hidden states, and no text
     qkv_bias: bool = False     # A bias in the query, key and value projections
