@@ -164,6 +164,13 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server):
         process.wait()
         os.close(here)
 
+def test_a_closed_pipe_is_no_error():
+    "As after `| head -1`: code 0, and no message"
+    with subprocess.Popen([sys.executable, '-m', 'minisgl_lit', '--help'], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == ('', 0)
+
 def test_a_conversation_here(run, llm):
     "The second question is answered with the first in mind, and what stands before all survives a reset"
     first = llm.chat(HI, FEW).text

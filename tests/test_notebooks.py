@@ -14,12 +14,16 @@ SHOW_KERNELS = ["kernels/compiler", "kernels/plan", "kernels/linear", "kernels/v
                 "core/27_attention.flashinfer", "core/36_engine.sampler", "kernels/recorded_steps",
                 "tools/bench"]
 
-# five seconds and more each, and nothing else leans on them
+# five seconds and more each, and nothing else leans on them; what those of the last two lines build is also
+# tested elsewhere: the program by test_cli, test_faults and test_guides, plans by test_recorded_steps, and
+# each tool by the tests that are named after it
 FOR_A_WHILE = ["experiments/fewer_bits", "experiments/prefill_apart", "experiments/hostile",
                "experiments/page_size", "experiments/policies", "experiments/batching",
                "experiments/evictions", "experiments/replicas", "experiments/prefix_chat",
                "experiments/chunk_size", "experiments/fairness", "experiments/overlap",
-               "experiments/admission", "experiments/second_tier", "tools/scheduler_cost", "tools/embedded"]
+               "experiments/admission", "experiments/second_tier", "tools/scheduler_cost", "tools/embedded",
+               "main", "kernels/plan", "tools/simulator", "tools/bench", "tools/batch", "tools/quantize",
+               "tools/routing"]
 
 @pytest.mark.parametrize("path", [pytest.param(o, marks=[pytest.mark.long] * (chapter(o) in FOR_A_WHILE))
                                   for o in notebooks()], ids=chapter)
