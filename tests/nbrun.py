@@ -216,15 +216,15 @@ def store(nb, path):
     write_nb(js, path)
 
 def run(path, flags=(), save=False, timeout=900, package=False, fresh=False, env={},
-        before_saving=lambda: None):
-    """Run one notebook; return (error message or '', ids of cells with stale outputs, seconds).
-    `before_saving` may raise, and nothing is saved."""
+        before_saving=lambda: None, skip=()):
+    """Run one notebook, but for the cells with the ids `skip`; return (error message or '', ids of cells with
+    stale outputs, seconds). `before_saving` may raise, and nothing is saved."""
     t0, path, stale = time.time(), Path(path).resolve(), []
     old, nb = (nbformat.read(path, as_version=4) for _ in range(2))
     marks = set(cfg["tst_flags"].split())
     for c in nb.cells:
         d = directives(c)
-        if d.get("eval", "").lower() == "false" or (marks - set(flags)) & d.keys():
+        if d.get("eval", "").lower() == "false" or (marks - set(flags)) & d.keys() or c.id in skip:
             c.metadata.tags = ["skip-execution"]
     if package: use_package(nb)
     err = execute(nb, path, timeout, env=env)

@@ -3,7 +3,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 
 import nbformat, pytest
-from nbrun import ForkingManager, _key, chapter, execute, notebooks, run
+from nbrun import ForkingManager, _key, chapter, directives, execute, notebooks, run
 from test_products import no_compiler
 
 flags, package = os.environ.get("TST_FLAGS", "").split(), bool(os.environ.get("TST_PACKAGE"))
@@ -25,10 +25,22 @@ FOR_A_WHILE = ["experiments/fewer_bits", "experiments/prefill_apart", "experimen
                "main", "kernels/plan", "tools/simulator", "tools/bench", "tools/batch", "tools/quantize",
                "tools/routing"]
 
+# of the others, `volatile` cells that only measure, half a second and more each, and of which no later cell
+# needs a name: by chapter, their ids
+MEASURES = {
+    "00_one_evening": ["f37bc766"], "async_llm": ["17055993"], "llm": ["84ab2425"],
+    "core/09_kv_cache.pool": ["b6da4c30"], "core/10_kv_cache.table": ["236d4cb8"],
+    "core/13_kv_cache.namespaces": ["e937674a"], "core/22_scheduler.scheduler": ["707d84df"],
+    "core/25_attention.torch": ["c2012896"], "core/31_models.moe": ["8cf65537"],
+    "core/36_engine.sampler": ["024f1f22"], "core/41_tokenizer": ["0163ef9a"],
+    "kernels/cpu_attention": ["c8cef341", "a769cc73"], "kernels/quantized": ["0f1b7035"],
+    "kernels/recorded_steps": ["3c5c27f9"], "tools/roofline": ["e2f096a4", "416a8c6d"],
+    "weekend/01_model": ["99ea1209"]}
+
 @pytest.mark.parametrize("path", [pytest.param(o, marks=[pytest.mark.long] * (chapter(o) in FOR_A_WHILE))
                                   for o in notebooks()], ids=chapter)
-def test_notebook(path):
-    err, stale, _ = run(path, flags, package=package)
+def test_notebook(path, long):
+    err, stale, _ = run(path, flags, package=package, skip=() if long else MEASURES.get(chapter(path), ()))
     if err: pytest.fail(err, pytrace=False)
     if package: return   # which need not print what the cells' own functions do
     if stale and no_compiler and path.stem in SHOW_KERNELS:
@@ -36,6 +48,13 @@ def test_notebook(path):
     if stale:
         pytest.fail(f"stored outputs are not those of this code, in cells {stale}: run `make nbs`",
                     pytrace=False)
+
+def test_what_is_not_measured_is_a_measurement():
+    "Of whose output only the words would be compared"
+    cells = {chapter(path): {c.id: directives(c) for c in nbformat.read(path, as_version=4).cells}
+             for path in notebooks() if chapter(path) in MEASURES}
+    for name, ids in MEASURES.items():
+        for id in ids: assert "volatile" in cells[name].get(id, ()), (name, id)
 
 def test_a_volatile_output_is_compared_without_its_numbers():
     "A difference of two times may be below zero"
