@@ -28,7 +28,7 @@ FOR_A_WHILE = ["experiments/fewer_bits", "experiments/prefill_apart", "experimen
 # of the others, `volatile` cells that only measure, half a second and more each, and of which no later cell
 # needs a name: by chapter, their ids
 MEASURES = {
-    "00_one_evening": ["f37bc766"], "async_llm": ["17055993"], "llm": ["84ab2425"],
+    "async_llm": ["17055993"], "llm": ["84ab2425"],
     "core/09_kv_cache.pool": ["b6da4c30"], "core/10_kv_cache.table": ["236d4cb8"],
     "core/13_kv_cache.namespaces": ["e937674a"], "core/22_scheduler.scheduler": ["707d84df"],
     "core/25_attention.torch": ["c2012896"], "core/31_models.moe": ["8cf65537"],
