@@ -60,7 +60,7 @@ anything = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(al
                         | st.dictionaries(st.text(max_size=3), o, max_size=3), max_leaves=4)
 names = st.sampled_from(['prompt', 'messages', 'input_ids', 'id', *SamplingParams.__dataclass_fields__])
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.dictionaries(names, anything, max_size=4) | anything)
 def test_any_json_is_understood_or_refused_in_one_sentence(told):
     try: asked, params = cli.question(json.dumps(told), FEW)
