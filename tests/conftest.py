@@ -13,7 +13,7 @@ os.environ.setdefault("TRITON_EMULATOR", "minisgl_lit.testing.triton_emulator")
 import pytest
 from hypothesis import settings
 
-settings.register_profile("default", deadline=None, derandomize=True)
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("long", deadline=None, max_examples=1000)
 
 def is_long(config): return config.getoption("--long") or os.environ.get("TST_LONG", "0") not in ("", "0")
@@ -25,6 +25,12 @@ def pytest_addoption(parser):
 def long(pytestconfig):
     "Whether there is time"
     return is_long(pytestconfig)
+
+@pytest.fixture(scope="session")
+def small_server():
+    "Of the embedded model, for tests of what it answers: one for all of them, for it starts in seconds"
+    from minisgl_lit import serve
+    with serve(port=0, num_pages=512, max_running_req=16, max_seq_len=256, log_interval=0) as s: yield s
 
 def pytest_configure(config): settings.load_profile("long" if is_long(config) else "default")
 

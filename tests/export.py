@@ -9,45 +9,36 @@ import json, os, re, subprocess, sys
 from pathlib import Path
 from tangle import TangleError, tangle_file
 
-# the cells of several chapters go into one module, one chapter after the other; it begins as that begins
-# which has its name
-JOIN = ("""
-import sys
+# what nbdev-clean and nbdev-export do, with one start and one index of names for all. The cells of several
+# chapters go into one module, one chapter after the other; it begins as that begins which has its name
+NBDEV = """
+import json, sys
 from pathlib import Path
 from textwrap import fill
-from nbdev.doclinks import _build_modidx
-from nbdev.export import nb_export
-from nbdev.maker import ModuleMaker
-module, named, first, *others = sys.argv[1:]
-module = Path(module)
-def parts(): return module.read_text(encoding="utf-8").partition("\\n\\n# %% auto")
-nb_export(named)
-head = parts()[0]
-nb_export(first)
-for o in others: nb_export(o, mod_maker=lambda **how: ModuleMaker(**how | dict(is_new=False)))
-text = head + "".join(parts()[1:])
-names = next(o for o in text.splitlines() if o.startswith("__all__"))
-module.write_text(text.replace(names, fill(names, 120, subsequent_indent=" " * 11, break_long_words=False)), encoding="utf-8")
-_build_modidx()
-""")   # noqa: E501
-
-# some chapters: what nbdev-clean and nbdev-export do, with one start and one index for all
-SOME = """
-import sys
 from nbdev.clean import nbdev_clean
 from nbdev.config import add_init, get_config
-from nbdev.doclinks import _build_modidx
+from nbdev.doclinks import _build_modidx, nbglob
 from nbdev.export import nb_export
-for o in sys.argv[1:]:
-    nbdev_clean(o)
-    nb_export(o)
+from nbdev.maker import ModuleMaker
+
+def join(module, named, first, *others):
+    def parts(): return module.read_text(encoding="utf-8").partition("\\n\\n# %% auto")
+    nb_export(named)
+    head = parts()[0]
+    nb_export(first)
+    for o in others: nb_export(o, mod_maker=lambda **how: ModuleMaker(**how | dict(is_new=False)))
+    text = head + "".join(parts()[1:])
+    names = next(o for o in text.splitlines() if o.startswith("__all__"))
+    filled = fill(names, 120, subsequent_indent=" " * 11, break_long_words=False)
+    module.write_text(text.replace(names, filled), encoding="utf-8")
+
+chosen, joined = json.load(sys.stdin)
+for o in chosen or [None]: nbdev_clean(o)
+for o in chosen or nbglob(as_path=True).sorted("name"): nb_export(o)
+for module, *chapters in joined: join(Path(module), *chapters)
 add_init(get_config().lib_path)
 _build_modidx()
 """
-
-def run(program, cwd):
-    "A program of the environment that runs this"
-    subprocess.run([Path(sys.executable).parent/program], cwd=cwd, check=True)
 
 def families(root):
     "{module: the notebooks that export into it, in order}, of those with several"
@@ -61,14 +52,12 @@ def families(root):
 def export(root, notebooks=()):
     "Write the modules of these notebooks, or of all"
     joined = {module: o for module, o in families(root).items() if not notebooks or {*o} & {*notebooks}}
-    if notebooks: subprocess.run([sys.executable, "-c", SOME, *map(str, notebooks)], cwd=root, check=True)
-    else:
-        for program in ("nbdev-clean", "nbdev-export"): run(program, cwd=root)
-    for module, chapters in joined.items():
-        named = next(o for o in chapters if module.endswith(o.stem.lstrip("0123456789_")))
-        file = root/"minisgl_lit"/(module.replace(".", "/") + ".py")
-        subprocess.run([sys.executable, "-c", JOIN, *map(str, (file, named, *chapters))], cwd=root,
-                       check=True)
+    def named(module, chapters):
+        return next(o for o in chapters if module.endswith(o.stem.lstrip("0123456789_")))
+    parts = [(root/"minisgl_lit"/(module.replace(".", "/") + ".py"), named(module, chapters), *chapters)
+             for module, chapters in joined.items()]
+    orders = json.dumps([[*notebooks], parts], default=str)
+    subprocess.run([sys.executable, "-c", NBDEV], cwd=root, check=True, input=orders, text=True)
     failed = []
     for path in sorted((root/"minisgl_lit").rglob("*.py")):
         try: tangle_file(path)

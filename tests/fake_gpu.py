@@ -446,8 +446,9 @@ CASES = dict(
                     says=['Attention in plain torch: its kernels for prefill fail:']))
 
 @contextlib.contextmanager
-def engine(case: Case):
-    "A runtime on the fake device, with what it has said; FlashInfer's modules are built anew"
+def engine(case: Case, known: dict | None = None):
+    """A runtime on the fake device, with what it has said; FlashInfer's modules are built anew. Kernels are
+    tried, but for those that are `known`, which grow by them"""
     from minisgl_lit.config import EngineConfig
     from minisgl_lit.core import host
     from minisgl_lit.kernels import library as kernels, trials
@@ -461,7 +462,7 @@ def engine(case: Case):
               store_kernel):
         o.cache_clear()
     found = trials.findings(GPU)
-    found.known, found.file, found.run = {}, None, try_uncounted
+    found.known, found.file, found.run = {} if known is None else known, None, try_uncounted
     for o in (flashinfer.norm.get_norm_module, flashinfer.rope.get_rope_module,
               flashinfer.prefill.get_batch_prefill_module,
               flashinfer.decode.get_batch_decode_module, flashinfer.activation.get_act_and_mul_module):
@@ -505,6 +506,7 @@ def run(case: Case) -> dict:
                     **device.counts, **device.kernels)
 
 TEMPERATURES = dict(greedy=0., random=.6)
+TRIED: dict = {}   # by engines whose launches are counted: the same kernels need no second trial
 LAYERS = dict(layer=Case(), kv_fp8_layer=Case(settings=dict(kv_dtype='fp8')), experts_layer=Case(EXPERTS),
               fp8_layer=Case(settings=dict(quantization='fp8')),
               experts_fp8_layer=Case(EXPERTS, settings=dict(quantization='fp8')))
@@ -513,7 +515,7 @@ def step_counts(temperature: float, steps: int = 16) -> dict:
     """What one decode step of four requests launches outside its graph, on average; how many they are does
     not matter"""
     from minisgl_lit.text.sampling_params import SamplingParams
-    with engine(Case()) as (runtime, _):
+    with engine(Case(), TRIED) as (runtime, _):
         s = runtime.scheduler
         for i in range(4):
             s.add(str(i), list(range(1, 30)),
@@ -530,7 +532,7 @@ def step_counts(temperature: float, steps: int = 16) -> dict:
 def layer_counts(case: Case) -> dict:
     "What one layer launches in a decode step"
     from minisgl_lit.core.engine.cuda_graph import padded
-    with engine(case) as (runtime, _):
+    with engine(case, TRIED) as (runtime, _):
         model, step = runtime.engine.model, runtime.engine.steps.captured[4]
         attention = runtime.engine.steps.attention
         attention.update(step.metadata, padded(runtime.engine.steps.dummy, runtime.engine.steps.dummy, 4))

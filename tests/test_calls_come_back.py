@@ -5,7 +5,6 @@ import json
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from minisgl_lit import serve
 from minisgl_lit.core.request import FinishReason
 from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.server.messages_protocol import MessagesRequest, MessagesWriter
@@ -15,7 +14,7 @@ from minisgl_lit.server.responses_protocol import ResponsesRequest, ResponsesWri
 from minisgl_lit.text.json_object import parse_json
 from minisgl_lit.text.tokenizer import RequestOutput, Tokenizer
 from minisgl_lit.text.tool_formats import tool_formats, markers
-from test_serve import SMALL, web
+from test_serve import web
 
 TEMPLATE = Tokenizer(embedded_path()).tool_template
 HI = [dict(role="user", content="Hi")]
@@ -122,8 +121,7 @@ def bodies(given, leave_out):
                               options=dict(num_predict=1), stream=False)}
 
 @pytest.fixture(scope="module")
-def server():
-    with serve(**SMALL, max_seq_len=256, log_interval=0) as s: yield s
+def server(small_server): return small_server
 
 @pytest.mark.parametrize("path", bodies({}, False))
 def test_arguments_as_others_leave_them(server, path):

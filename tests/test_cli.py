@@ -60,7 +60,7 @@ anything = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(al
                         | st.dictionaries(st.text(max_size=3), o, max_size=3), max_leaves=4)
 names = st.sampled_from(['prompt', 'messages', 'input_ids', 'id', *SamplingParams.__dataclass_fields__])
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.dictionaries(names, anything, max_size=4) | anything)
 def test_any_json_is_understood_or_refused_in_one_sentence(told):
     try: asked, params = cli.question(json.dumps(told), FEW)
@@ -163,6 +163,13 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server):
         process.kill()
         process.wait()
         os.close(here)
+
+def test_a_closed_pipe_is_no_error():
+    "As after `| head -1`: code 0, and no message"
+    with subprocess.Popen([sys.executable, '-m', 'minisgl_lit', '--help'], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == ('', 0)
 
 def test_a_conversation_here(run, llm):
     "The second question is answered with the first in mind, and what stands before all survives a reset"

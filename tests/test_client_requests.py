@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
-from minisgl_lit import serve
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.text.grammar import GrammarCompiler
 from minisgl_lit.text.json_schema import _CHECKED
@@ -24,7 +23,7 @@ from minisgl_lit.server.openai_protocol import ChatRequest
 from minisgl_lit.server.protocol import SamplingRequest
 from minisgl_lit.text.tool_calling import ToolCalling
 from minisgl_lit.text.tokenizer import Tokenizer, too_long
-from test_serve import SMALL, web
+from test_serve import web
 
 HI = [dict(role="user", content="Hi")]
 PARAMETERS = dict(type="object", properties=dict(city=dict(type="string")), required=["city"])
@@ -39,8 +38,7 @@ ROUTES = {   # a body, a function, a tool that only its maker runs
                   dict(type="browser_search"))}
 
 @pytest.fixture(scope="module")
-def server():
-    with serve(**SMALL, max_seq_len=256, log_interval=0) as s: yield s
+def server(small_server): return small_server
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,13 +8,12 @@ import openai
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from minisgl_lit import LLM, SamplingParams, serve
-from test_serve import SMALL, idle, post, until, web
+from minisgl_lit import LLM, SamplingParams
+from test_serve import idle, post, until, web
 
 
 @pytest.fixture(scope="module")
-def server():
-    with serve(**SMALL, max_seq_len=256, log_interval=0) as s: yield s
+def server(small_server): return small_server
 
 # they change what comes after them
 ELSEWHERE = {"/pause_generation", "/release_memory_occupation", "/start_profile", "/stop_profile"}

@@ -4,6 +4,7 @@
 a folder where `./my-model` is a copy of the embedded checkpoint; `http://127.0.0.1:1919` becomes a server of
 ours. A block whose first line is `# name.py` or the like is a file of that folder. What a page registers is
 gone after it. Commands that cannot run here (`why_not`) are read instead: by the parser that would read them.
+If there is no time, those of ours that end by themselves are called in this process, not by a shell.
 """
 import contextlib, io, json, os, re, shlex, shutil, signal, subprocess, sys
 from configparser import ConfigParser
@@ -74,7 +75,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def registries():
     "All as they were, whatever a page adds"
-    import minisgl_lit.assembly   # noqa: F401 (registers ours before a page does)
+    import minisgl_lit.runtime   # noqa: F401 (registers ours before a page does)
     known = {id(o): o for m in [*sys.modules.values()] if m.__name__.startswith("minisgl_lit")
              for o in vars(m).values() if isinstance(o, Registry)}
     for o in known.values(): o.knows("")   # imports what is announced, which registers only once
@@ -84,10 +85,25 @@ def registries():
         o.clear()
         o.update(things)
 
+def run_by_shell(command):
+    "The exit code of a command, and what it prints"
+    done = subprocess.run(command, shell=True, text=True, capture_output=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+def run_here(command):
+    "The same, without the seconds that a program of ours takes to start"
+    program, *words = shlex.split(command)
+    if program != "minisgl-lit" or {"|", ">", "&&", "&"} & {*words}: return run_by_shell(command)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try: code = cli.main(words)
+        except SystemExit as e: code = e.code
+    return code, out.getvalue() + err.getvalue()
+
 class Page:
     "A guide while it is followed: its names, and the server that it has started, if any."
-    def __init__(self, shared):
+    def __init__(self, shared, by_shell):
         self.shared, self.url, self.server, self.names = shared, shared.url, None, {}
+        self.run = run_by_shell if by_shell else run_here
 
     def python(self, source):
         "What it prints"
@@ -98,17 +114,11 @@ class Page:
     def console(self, command, expected):
         if command == "minisgl-lit serve": said = f"{self.shared.model} is served on {URL}"
         elif "minisgl-lit serve" in command and " is served on " in expected: said = self.start(command)
-        elif re.match("minisgl-lit (doctor|models)", command):   # they start nothing: in this process
-            with contextlib.redirect_stdout(io.StringIO()) as told:
-                assert cli.main(shlex.split(command)[1:]) == 0, command
-            said = told.getvalue()
         else:
             # one that is refused, whoever has the usual port
             own = " --port 0" * ("minisgl-lit serve" in command)
-            done = subprocess.run(command.replace(URL, self.url) + own, shell=True, text=True,
-                                  capture_output=True, timeout=120)
-            said, refused = done.stdout + done.stderr, expected.startswith("minisgl-lit ")
-            assert done.returncode == 2*refused, f"{command}\n{said}"
+            code, said = self.run(command.replace(URL, self.url) + own)
+            assert code == 2 * expected.startswith("minisgl-lit "), f"{command}\n{said}"
         check(expected, said.replace(self.url, URL), command)
 
     def start(self, command):
@@ -139,11 +149,11 @@ def follow(page, it):
                 if not why_not(command): it.console(command, expected)
 
 @pytest.mark.parametrize("page", guides, ids=lambda o: o.stem)
-def test_guide(page, folder, shared, registries):
+def test_guide(page, folder, shared, registries, long):
     if "$ curl" in page.read_text() and not shutil.which("curl"): pytest.skip("there is no curl here")
     if page.stem == "notebooks": pytest.importorskip("ipywidgets", reason="the extra viz is not installed")
     if page.stem == "many-machines": pytest.importorskip("ray", reason="the extra ray is not installed")
-    it = Page(shared)
+    it = Page(shared, by_shell=long)
     try: follow(page, it)
     finally: it.end()
 
@@ -329,8 +339,9 @@ def test_make_serve():
     "The first command, as people type it: it serves, and Ctrl-C ends all of it"
     # as if no other make had started us
     env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
-    p = subprocess.Popen(["make", "serve", "PORT=0"], cwd=root, env=env, stdout=subprocess.PIPE,
-                         stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+    # what runs the tests is installed
+    p = subprocess.Popen(["make", "-o", ".venv/.core", "serve", "PORT=0"], cwd=root, env=env,
+                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
     with p:
         url = p.stdout.readline().split()[-1]
         assert (json.load(urlopen(url + "/v1/models"))["data"][0]["id"] == "embedded"

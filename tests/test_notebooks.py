@@ -3,7 +3,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 
 import nbformat, pytest
-from nbrun import ForkingManager, _key, chapter, execute, notebooks, run
+from nbrun import ForkingManager, _key, chapter, directives, execute, notebooks, run
 from test_products import no_compiler
 
 flags, package = os.environ.get("TST_FLAGS", "").split(), bool(os.environ.get("TST_PACKAGE"))
@@ -14,17 +14,45 @@ SHOW_KERNELS = ["kernels/compiler", "kernels/plan", "kernels/linear", "kernels/v
                 "core/27_attention.flashinfer", "core/36_engine.sampler", "kernels/recorded_steps",
                 "tools/bench"]
 
-# five seconds and more each, and nothing else leans on them
+# five seconds and more each, and nothing else leans on them; what those of the last three lines build is also
+# tested elsewhere: the program by test_cli, test_faults and test_guides, engines in processes by test_serve
+# and test_faults, plans by test_recorded_steps, and each tool by the tests that are named after it
 FOR_A_WHILE = ["experiments/fewer_bits", "experiments/prefill_apart", "experiments/hostile",
                "experiments/page_size", "experiments/policies", "experiments/batching",
                "experiments/evictions", "experiments/replicas", "experiments/prefix_chat",
                "experiments/chunk_size", "experiments/fairness", "experiments/overlap",
-               "experiments/admission", "experiments/second_tier", "tools/scheduler_cost", "tools/embedded"]
+               "experiments/admission", "experiments/second_tier", "tools/scheduler_cost", "tools/embedded",
+               "main", "cli", "server/engine_process", "server/engine_client", "kernels/plan",
+               "tools/simulator", "tools/bench", "tools/batch", "tools/quantize", "tools/routing"]
+
+# of the others, cells of half a second and more of which no later cell needs a name: by chapter, their ids.
+# These only measure,
+MEASURES = {
+    "async_llm": ["17055993"], "llm": ["84ab2425"],
+    "core/09_kv_cache.pool": ["b6da4c30"], "core/10_kv_cache.table": ["236d4cb8"],
+    "core/13_kv_cache.namespaces": ["e937674a"], "core/22_scheduler.scheduler": ["707d84df"],
+    "core/25_attention.torch": ["c2012896"], "core/31_models.moe": ["8cf65537"],
+    "core/36_engine.sampler": ["024f1f22"], "core/41_tokenizer": ["0163ef9a"],
+    "kernels/cpu_attention": ["c8cef341", "a769cc73"], "kernels/quantized": ["0f1b7035"],
+    "kernels/recorded_steps": ["3c5c27f9"], "tools/roofline": ["e2f096a4", "416a8c6d"],
+    "weekend/01_model": ["99ea1209"]}
+# and these check what the tests behind them check, too
+CHECKED = {
+    "weekend/08_overlap": ["f6fbbaa2"], "weekend/09_cuda": ["c82e8ee8"],     # test_weekend
+    "weekend/10_server": ["727a6ce3"],
+    "core/22_scheduler.scheduler": ["01672bab"],                             # test_scheduler, test_toy
+    "core/23_scheduler.control": ["2a76c263"],
+    "text/tool_calls": ["f2f77ebc"], "text/tool_formats": ["7fcb5f66"],      # test_tool_formats
+    "text/reasoning": ["666bbfc6"],                                          # test_reasoning
+    "kernels/sampling": ["7784fc0c"],                                        # test_triton
+    "second_tier": ["3862a027"], "tools/chat": ["169cd146"], "formats/hub": ["d762a063"]}   # their own
 
 @pytest.mark.parametrize("path", [pytest.param(o, marks=[pytest.mark.long] * (chapter(o) in FOR_A_WHILE))
                                   for o in notebooks()], ids=chapter)
-def test_notebook(path):
-    err, stale, _ = run(path, flags, package=package)
+def test_notebook(path, long):
+    name = chapter(path)
+    skip = [] if long else MEASURES.get(name, []) + CHECKED.get(name, [])
+    err, stale, _ = run(path, flags, package=package, skip=skip)
     if err: pytest.fail(err, pytrace=False)
     if package: return   # which need not print what the cells' own functions do
     if stale and no_compiler and path.stem in SHOW_KERNELS:
@@ -32,6 +60,14 @@ def test_notebook(path):
     if stale:
         pytest.fail(f"stored outputs are not those of this code, in cells {stale}: run `make nbs`",
                     pytrace=False)
+
+@pytest.mark.parametrize("ids, mark", [(MEASURES, "volatile"), (CHECKED, "checks")],
+                         ids=["volatile", "checks"])
+def test_what_is_left_out_is_there_and_marked(ids, mark):
+    "Of a measurement only the words would be compared"
+    for path in notebooks():
+        cells = {c.id: directives(c) for c in nbformat.read(path, as_version=4).cells}
+        for id in ids.get(chapter(path), ()): assert mark in cells.get(id, ()), (path, id)
 
 def test_a_volatile_output_is_compared_without_its_numbers():
     "A difference of two times may be below zero"

@@ -262,22 +262,33 @@ def test_sizes_that_cannot_be(tmp_path):
     assert (read_config(tmp_path).num_heads == 4
             and json.loads((tmp_path/'config.json').read_text())['num_attention_heads'] == 4)
 
-def other_rank_that(computes: str) -> subprocess.Popen:
-    "A process of another rank whose work is this, and whose rank 0 has gone at once"
-    code = ('import os, threading\nfrom minisgl_lit import assembly as worker\ndef run(messages, '
-            f'reply):\n    {computes}\n')
-    pipe, env = subprocess.PIPE, {**os.environ, 'PYTHONPATH': str(Path(__file__).parents[1])}
-    return subprocess.Popen([sys.executable, '-c', f'{code}worker._run_rank = run\nworker.worker_main()'],
-                            stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=env)
+OTHER_RANKS = """
+import os, sys, threading
+from minisgl_lit import assembly as worker
+folder, *works = sys.argv[1:]
+children = []
+for i, work in enumerate(works):
+    children.append(os.fork())
+    if children[-1]: continue
+    for number, name in enumerate(("in", "out", "err")):
+        os.dup2(os.open(f"{folder}/{i}.{name}", os.O_RDWR | os.O_CREAT), number)
+    exec("def run(messages, reply): " + work)
+    worker._run_rank = run
+    worker.worker_main()
+    os._exit(99)
+print(*(os.waitstatus_to_exitcode(os.waitpid(o, 0)[1]) for o in children))
+"""
 
-def test_what_another_rank_says_at_its_end():
+def test_what_another_rank_says_at_its_end(tmp_path):
     """What libraries print is no reply, threads that wait for ever do not keep the process, and a rank that
-    only lost the others shows no traceback"""
+    only lost the others shows no traceback; the rank 0 of each has gone at once"""
     noisy = 'os.write(1, b"noise\\n"); threading.Thread(target=threading.Event().wait).start(); reply("said")'
-    told = {o: other_rank_that(o) for o in (noisy, 'next(messages)',
-                                            'raise ConnectionError("rank 1 has lost the others")', '1 / 0')}
-    (a, b, c, d), codes = ([p.communicate(timeout=60) for p in told.values()],
-                           [p.returncode for p in told.values()])
-    assert (codes == [0, 1, 1, 1] and a == ('"said"\n', 'noise\n') and b == ('', '')
-            and c == ('', 'rank 1 has lost the others\n'))
+    works = [noisy, 'next(messages)', 'raise ConnectionError("rank 1 has lost the others")', '1 / 0']
+    env = os.environ | dict(PYTHONPATH=str(Path(__file__).parents[1]))
+    done = subprocess.run([sys.executable, '-c', OTHER_RANKS, str(tmp_path), *works], capture_output=True,
+                          text=True, env=env, timeout=60)
+    codes = [*map(int, done.stdout.split())]
+    a, b, c, d = ([(tmp_path/f'{i}.{name}').read_text() for name in ('out', 'err')] for i in range(4))
+    assert (codes == [0, 1, 1, 1] and a == ['"said"\n', 'noise\n'] and b == ['', '']
+            and c == ['', 'rank 1 has lost the others\n'])
     assert d[0] == '' and 'Traceback' in d[1] and 'ZeroDivisionError' in d[1]

@@ -108,7 +108,8 @@ def serve(runtime, vocab_size=190, params=lambda i: dict(temperature=0)):
 def vocab(name: str) -> int: return min(190, MODELS[name][1].get('vocab_size', 190))
 
 @needs_compiler
-@pytest.mark.parametrize('name', DENSE)
+@pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.long] * o.endswith('old spelling'))
+                                  for o in DENSE])
 def test_replayed_steps_are_those_computed_layer_by_layer(name, tmp_path, monkeypatch):
     """Every bit of logits, keys and values, for every model that can be recorded, and for batches up to and
     beyond the recording's size"""

@@ -383,7 +383,7 @@ class TalkingToy(ToyEngine):
         launched.done = output.copy_done = self.stream.record()
         return output
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.data())
 def test_nothing_is_told_twice(data):
     """Random prompts that share beginnings, random settings, aborts, lost numbers and a lagging engine;

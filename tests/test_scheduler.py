@@ -489,7 +489,7 @@ def run(examples: int, shard: int, tell, steps: int = 40, drawn=SETTINGS, wanted
 # the second for those who break the code
 @pytest.mark.parametrize('shard', range(2 if 'TST_LIVES' in os.environ else 1))
 def test_nothing_is_lost(shard, record_property):
-    run(int(os.environ.get('TST_LIVES', 100)), shard, record_property)
+    run(int(os.environ.get('TST_LIVES', 60)), shard, record_property)
 
 def test_nothing_is_lost_below(record_property):
     run(int(os.environ.get('TST_LIVES', 60)), 0, record_property, drawn=BELOW, wanted=SEEN_BELOW)

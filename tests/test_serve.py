@@ -233,8 +233,9 @@ def test_stop_ends_everything():
     with pytest.raises(httpx.ConnectError): web.get(s.url + '/health')
 
 
-def test_two_servers():
-    with serve(**SMALL) as a, serve(**SMALL) as b:
+def test_two_servers(server):
+    b = server
+    with serve(**SMALL) as a:
         assert a.url != b.url
         ask = dict(text='The page', sampling_params=dict(temperature=0, max_tokens=9))
         assert (post(a, '/generate', **ask).json()['output_ids']
