@@ -49,7 +49,7 @@ FAMILIES = {   # by the name of their classes
         layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80,
                                                                   position_embedding_type='nope'),
     'Gemma': tokens, 'Olmo2': tokens, 'Arcee': tokens, 'SmolLM3': tokens | dict(sliding_window=None),
-    'Gemma3': tokens | mixed | dict(query_pre_attn_scalar=20, rope_parameters=two),
+    'Gemma3': tokens | mixed | dict(query_pre_attn_scalar=20, rope_parameters=two, final_logit_softcapping=4.),
     'Olmo3': tokens | mixed | dict(rope_parameters=two), 'Exaone4': tokens | mixed,
     'Cohere': tokens | dict(logit_scale=.5), 'Cohere2': tokens | mixed | dict(logit_scale=.5),
     'Glm4': tokens | half | dict(attention_bias=True), 'HunYuanDenseV1': tokens, 'Apertus': tokens,
