@@ -84,7 +84,7 @@ def make_checkpoint(family: str, path: Path, dtype: str = 'float32', old_spellin
     model = make(make.config_class(**given))
     biases = [(name, o) for name, o in model.named_buffers() if name.endswith('_bias')]   # of routers
     for name, o in [*model.named_parameters(), *biases]:   # what does nothing would hide mistakes
-        if o.dim() == 1 or name.endswith('_bias'):
+        if o.dim() == 1 or name.endswith('_bias') or not o.any():
             (torch.nn.init.uniform_(o.data, .5, 1.5) if 'norm' in name
              else torch.nn.init.normal_(o.data, std=.2))
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size='40KB')

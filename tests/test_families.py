@@ -132,9 +132,9 @@ def test_no_edit_is_for_nothing(tmp_path, name, monkeypatch):
         except ValueError: continue
         assert moved > 1e-3, left_out
 
-LAYERS = [o for o in vars(layers).values() if isinstance(o, type) and issubclass(o, Layer)]
+LAYERS = [getattr(layers, o) for o in layers.__all__ if o != 'Stream']
 
-def other_mlps(mlp) -> Iterator:
+def other_mlps(mlp, layer: Layer) -> Iterator:
     "An MLP with one of its fields as it would be by default; for what has no default, the other value"
     if isinstance(mlp, MoeMlp):
         usual = dict(shared_size=0) | (dict(score='softmax', bias=False, groups=1, scale=1.0)
@@ -143,8 +143,9 @@ def other_mlps(mlp) -> Iterator:
             # of equal groups as many as there are may be chosen
             if getattr(mlp, name) != value:
                 yield replace(mlp, **{name: value}, **(dict(top_groups=1) if name == 'groups' else {}))
-        # a softmax of the chosen sums to 1 already
-        if getattr(mlp, 'score', '') != 'chosen':
+        # a softmax of the chosen sums to 1 already; a norm behind all of the MLP undoes any factor
+        undone = 'post_feedforward_layernorm' in layer.norms and not mlp.shared_size
+        if getattr(mlp, 'score', '') != 'chosen' and not undone:
             yield replace(mlp, norm_topk_prob=not mlp.norm_topk_prob)
     elif type(mlp) is not DenseMlp:
         yield DenseMlp(mlp.intermediate_size, mlp.bias)
@@ -154,11 +155,12 @@ def other_mlps(mlp) -> Iterator:
 
 def reset(config: ModelConfig) -> Iterator[ModelConfig]:
     "A config with one thing reset that it has from its family, for each such thing"
-    yield from (replace(config, layer=o()) for o in [Layer, *LAYERS]
-                if o is not type(config.layer) and o is not layers.OwnHeads)
+    others = {Layer, *LAYERS} - {type(config.layer), layers.OwnHeads}   # the latter is no layer yet
+    if not config.qk_norm: others -= {layers.NormAfterRope}   # which has norms
+    yield from (replace(config, layer=o()) for o in sorted(others, key=lambda o: o.__name__))
     mlps = [config.mlp(i) for i in range(config.num_layers)]
     for i, mlp in enumerate(mlps):
-        for other in other_mlps(mlp): yield replace(config, mlps=(*mlps[:i], other, *mlps[i + 1:]))
+        for other in other_mlps(mlp, config.layer): yield replace(config, mlps=(*mlps[:i], other, *mlps[i + 1:]))
     if len({*config.ropes}) > 1:
         yield replace(config, ropes=())
         yield replace(config, ropes=(config.ropes[1],) * config.num_layers)
@@ -167,7 +169,7 @@ def reset(config: ModelConfig) -> Iterator[ModelConfig]:
     if config.qk_norm: yield replace(config, qk_norm=False)
     if any(config.windows): yield replace(config, windows=())
 
-@those(())
+@those(KNOBS)
 def test_no_knob_is_for_nothing(tmp_path, name):
     """With any one thing reset that a config has from its family, or with another family's layer, the
     checkpoint cannot be read, or a logit moves"""
@@ -181,7 +183,7 @@ def test_no_knob_is_for_nothing(tmp_path, name):
         differs = {o.name: getattr(other, o.name) for o in fields(other)
                    if getattr(other, o.name) != getattr(config, o.name)}
         assert moved[-1] > 1e-3, differs
-    assert len(others) >= len(LAYERS) - 1
+    assert len(others) >= len(LAYERS) - 2   # the abstract one, and its own or one that needs other norms
 
 def used(config: ModelConfig) -> set[str]:
     "Everything in which a model differs from a Llama and which has code of its own, in words"
@@ -233,9 +235,8 @@ def test_the_quick_ones_use_everything_once(tmp_path):
         others = set().union(*(by_name[o] for o in QUICK if o != name))
         assert by_name[name] - others, f'{name} uses nothing that no other of them uses'
 
-# those in which torch computes something: experts, activations, LayerNorm, logits with a cap, heads made step by
-# step where torch turns them
-TORCH = ()
+# what torch computes
+TORCH = {'MoeMlp', 'RoutedMlp', 'GatedMlp', 'PlainMlp', 'XieluMlp', 'LayerNorms', 'GatedSandwich', 'capped logits'}
 
 @recorded.needs_compiler
 @those(('Olmo3',))
@@ -252,7 +253,7 @@ def test_a_recorded_step_has_the_bits_of_layers(tmp_path, monkeypatch, name):
         else:
             with pytest.raises(recorded.NotRecordable, match='is computed by torch'):
                 recorded.RecordedSteps(engine.model, engine.attention, engine.token_pool, 3).capture_all()
-        assert (type(engine) is recorded.GraphEngine) == (name not in TORCH)
+        assert (type(engine) is recorded.GraphEngine) == (not used(engine.model.config) & TORCH)
     finally: runtime.close()
 
 LONG = dict(rope_type='longrope', rope_theta=1e4, partial_rotary_factor=.75,
