@@ -82,8 +82,9 @@ def make_checkpoint(family: str, path: Path, dtype: str = 'float32', old_spellin
     make = getattr(transformers, f'{family}ForCausalLM')
     given = {o: v for o, v in (usual | fields).items() if (o, v) != ('head_dim', None)}
     model = make(make.config_class(**given))
-    for name, o in model.named_parameters():   # norms and constants that do nothing would hide mistakes
-        if o.dim() == 1:
+    biases = [(name, o) for name, o in model.named_buffers() if name.endswith('_bias')]   # of routers
+    for name, o in [*model.named_parameters(), *biases]:   # what does nothing would hide mistakes
+        if o.dim() == 1 or name.endswith('_bias') or not o.any():
             (torch.nn.init.uniform_(o.data, .5, 1.5) if 'norm' in name
              else torch.nn.init.normal_(o.data, std=.2))
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size='40KB')

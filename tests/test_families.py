@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -11,16 +13,20 @@ from safetensors.torch import load_file, save_file
 
 from minisgl_lit.core.models import weights
 from minisgl_lit.core.models.checkpoint import Family, families, read_config
-from minisgl_lit.core.models.decoder import Decoder
+from minisgl_lit.core.models.decoder import DenseMlp, Layer, ModelConfig
+from minisgl_lit.core.models.moe import MoeMlp
 from minisgl_lit.core.models.weights import load_weights, sources
 from minisgl_lit.families.edits import edited, renamed
-from minisgl_lit.families import dense, experts, llamas
+from minisgl_lit.families import dense, experts, layers, llamas
 from minisgl_lit.families.llamas import usual
+from minisgl_lit.families.mlps import PlainMlp, RoutedMlp, XieluMlp
 from minisgl_lit.llm import LLM
 from minisgl_lit.text.sampling_params import SamplingParams
+from minisgl_lit.testing.random_family import logits_of
 from minisgl_lit.tools.doctor import what_fits
 from minisgl_lit.tools.quantize import packed_tensors, quantize_checkpoint, stated
 from minisgl_lit.kernels.quantized import quantize
+import test_recorded_steps as recorded
 from reference import MAX_NEW, Comparison, generate, load, make_checkpoint, prompts, rope
 
 factors = dict(embedding_multiplier=12., residual_multiplier=.22, attention_multiplier=.1, logits_scaling=8.)
@@ -30,7 +36,7 @@ table = {**llamas.table, **dense.table, **experts.table}
 two = dict(full_attention=dict(rope_type='default', rope_theta=1e5),
            sliding_attention=dict(rope_type='default', rope_theta=1e3))
 mixed = dict(layer_types=['sliding_attention', 'full_attention', 'sliding_attention'], sliding_window=9)
-capped = mixed | dict(query_pre_attn_scalar=20, attn_logit_softcapping=2., final_logit_softcapping=4.)
+capped = mixed | dict(query_pre_attn_scalar=20, attn_logit_softcapping=2., final_logit_softcapping=30.)
 groups = tokens | dict(
     n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=24, n_group=4, topk_group=2,
     first_k_dense_replace=1, num_experts_per_tok=3, routed_scaling_factor=2.5, norm_topk_prob=True)
@@ -51,13 +57,14 @@ FAMILIES = {   # by the name of their classes
         layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80,
                                                                   position_embedding_type='nope'),
     'Gemma': tokens, 'Olmo2': tokens, 'Arcee': tokens, 'SmolLM3': tokens | dict(sliding_window=None),
-    'Gemma3': tokens | mixed | dict(query_pre_attn_scalar=20, rope_parameters=two),
+    'Gemma3': tokens | mixed | dict(query_pre_attn_scalar=20, rope_parameters=two, final_logit_softcapping=4.),
     'Gemma2': tokens | capped, 'VaultGemma': tokens | capped,
     'Olmo3': tokens | mixed | dict(rope_parameters=two), 'Exaone4': tokens | mixed,
     'Cohere': tokens | dict(logit_scale=.5), 'Cohere2': tokens | mixed | dict(logit_scale=.5),
     'Glm4': tokens | half | dict(attention_bias=True), 'HunYuanDenseV1': tokens, 'Apertus': tokens,
     'Starcoder2': tokens | dict(sliding_window=9),
-    'StableLm': tokens | half | dict(use_qkv_bias=True, hidden_size=64, head_dim=None),
+    'StableLm': tokens | half | dict(use_qkv_bias=True, hidden_size=64, head_dim=None,
+                                     tie_word_embeddings=False),
     'Nemotron': tokens | half,
     'Olmoe': tokens | dict(hidden_size=64, head_dim=None, num_experts=5, num_experts_per_tok=2),
     'FlexOlmo': tokens | dict(num_experts=5, num_experts_per_tok=2),
@@ -69,9 +76,13 @@ FAMILIES = {   # by the name of their classes
     'HunYuanMoEV1': tokens | dict(num_experts=5, moe_topk=2),
     'GraniteMoe': tokens | factors | dict(num_local_experts=5, num_experts_per_tok=2),
 }
-QUICK = 'Phi3', 'Glm', 'Granite', 'Mixtral'   # each edit once
-every = pytest.mark.parametrize('name',
-    [pytest.param(o, marks=[pytest.mark.long] * (o not in QUICK)) for o in FAMILIES])
+EDITS = 'Phi3', 'Glm', 'Granite', 'Mixtral'   # each edit once
+KNOBS = ('Gemma2', 'Gemma3', 'Cohere2', 'FlexOlmo', 'Nemotron', 'Apertus', 'Glm4Moe', 'Afmoe', 'HunYuanMoEV1',
+         'GraniteMoe')   # and all else that a config can say
+QUICK = *EDITS, *KNOBS
+def those(quick): return pytest.mark.parametrize('name',
+    [pytest.param(o, marks=[pytest.mark.long] * (o not in quick)) for o in FAMILIES])
+every = those(EDITS)
 
 def make(name, path, **more): make_checkpoint(name.partition(' ')[0], path, **FAMILIES[name] | more)
 
@@ -84,36 +95,33 @@ def compare(path, asked, right, **settings):
             outs = llm.generate(asked, SamplingParams(max_tokens=MAX_NEW, temperature=0))
             for prompt, out, answer in zip(asked, outs, right):
                 comparison.check(path, prompt, out.token_ids, answer, settings)
-    assert sum(o.cached_tokens for o in outs) > 200
+    assert sum(o.cached_tokens for o in outs) > (200 if len(asked) == 8 else 60)
     comparison.done()
 
-@every
-def test_tokens_are_those_of_the_reference(tmp_path, name):
+@those(QUICK)
+def test_tokens_are_those_of_the_reference(tmp_path, name, long):
+    "In pages, in chunks, from the cache, and with windows shorter than the text"
+    make(name, tmp_path)
+    # without time: a text that is longer than any window, two that share a beginning
+    asked = prompts() if long or name in EDITS else [prompts()[i] for i in (4, 1, 7)]
+    right = [generate(tmp_path, o) for o in asked]
+    assert len({tuple(o) for o in right}) > (4 if len(asked) == 8 else 1)
+    compare(tmp_path, asked, right)
+
+WAYS = [dict(page_size=1, attention='torch'), dict(page_size=16, overlap=False),
+        dict(mixed_chunk=True, max_prefill_tokens=4096)]
+
+@pytest.mark.long
+@pytest.mark.parametrize('name', FAMILIES)
+def test_settings_that_must_not_matter(tmp_path, name):
     make(name, tmp_path)
     asked = prompts()
     right = [generate(tmp_path, o) for o in asked]
-    assert len({tuple(o) for o in right}) > 4
-    compare(tmp_path, asked, right)
-
-@pytest.mark.long
-@pytest.mark.parametrize('settings', [dict(page_size=1, attention='torch'), dict(page_size=16, overlap=False),
-                                      dict(mixed_chunk=True, max_prefill_tokens=4096), dict(tp=2)],
-                         ids=lambda o: ' '.join(map(str, o)))
-@pytest.mark.parametrize('name', QUICK)
-def test_settings_that_must_not_matter(tmp_path, name, settings):
-    make(name, tmp_path)
-    asked = prompts()
-    compare(tmp_path, asked, [generate(tmp_path, o) for o in asked], **settings)
+    for settings in [*WAYS, *[dict(tp=2)] * (name in QUICK)]: compare(tmp_path, asked, right, **settings)
 
 def logits(path, config):
     "Of a text that is computed at once, by the decoder alone"
-    ids, rows = torch.tensor(prompts()[4]), torch.arange(50)
-    def attend(q, k, v, layer):
-        k, v = (o.repeat_interleave(q.shape[1] // o.shape[1], 1).transpose(0, 1) for o in (k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), k, v,
-            is_causal=True).transpose(0, 1)
-    return Decoder(config,
-                   load_weights(path, config, torch.float32, progress=False)).forward(ids, rows, attend, rows)
+    return logits_of(path, config, torch.tensor(prompts()[4]))
 
 @every
 def test_no_edit_is_for_nothing(tmp_path, name, monkeypatch):
@@ -127,6 +135,133 @@ def test_no_edit_is_for_nothing(tmp_path, name, monkeypatch):
         try: moved = float((logits(tmp_path, config) - right).abs().max())
         except ValueError: continue
         assert moved > 1e-3, left_out
+
+LAYERS = [getattr(layers, o) for o in layers.__all__ if o != 'Stream']
+
+def other_mlps(mlp, layer: Layer) -> Iterator:
+    "An MLP with one of its fields as it would be by default; for what has no default, the other value"
+    if isinstance(mlp, MoeMlp):
+        usual = dict(shared_size=0) | (dict(score='softmax', bias=False, groups=1, scale=1.0)
+                                       if isinstance(mlp, RoutedMlp) else {})
+        for name, value in usual.items():
+            # of equal groups as many as there are may be chosen
+            if getattr(mlp, name) != value:
+                yield replace(mlp, **{name: value}, **(dict(top_groups=1) if name == 'groups' else {}))
+        # a softmax of the chosen sums to 1 already; a norm behind all of the MLP undoes any factor
+        undone = 'post_feedforward_layernorm' in layer.norms and not mlp.shared_size
+        if getattr(mlp, 'score', '') != 'chosen' and not undone:
+            yield replace(mlp, norm_topk_prob=not mlp.norm_topk_prob)
+    elif mlp != DenseMlp(mlp.intermediate_size, mlp.bias):
+        yield DenseMlp(mlp.intermediate_size, mlp.bias)
+        if type(mlp) in (DenseMlp, PlainMlp):
+            yield from (replace(mlp, act=o) for o in ('silu', 'relu2') if o != mlp.act)
+        if isinstance(mlp, XieluMlp): yield PlainMlp(mlp.intermediate_size, mlp.bias, 'relu2')
+
+def reset(config: ModelConfig) -> Iterator[ModelConfig]:
+    "A config with one thing reset that it has from its family, for each such thing"
+    others = {Layer, *LAYERS} - {type(config.layer), layers.OwnHeads}   # the latter is no layer yet
+    if not config.qk_norm: others -= {layers.NormAfterRope}   # which has norms
+    yield from (replace(config, layer=o()) for o in sorted(others, key=lambda o: o.__name__))
+    mlps = [config.mlp(i) for i in range(config.num_layers)]
+    for i, mlp in enumerate(mlps):
+        for other in other_mlps(mlp, config.layer): yield replace(config, mlps=(*mlps[:i], other, *mlps[i + 1:]))
+    if len({*config.ropes}) > 1:
+        yield replace(config, ropes=())
+        yield replace(config, ropes=(config.ropes[1],) * config.num_layers)
+    if config.embed_scale != 1: yield replace(config, embed_scale=1.0)
+    if config.logits_cap: yield replace(config, logits_cap=None)
+    if config.score_cap: yield replace(config, score_cap=None)
+    if config.qk_norm: yield replace(config, qk_norm=False)
+    if any(config.windows): yield replace(config, windows=())
+
+@those(KNOBS)
+def test_no_knob_is_for_nothing(tmp_path, name):
+    """With any one thing reset that a config has from its family, or with another family's layer, the
+    checkpoint cannot be read, or a logit moves"""
+    make(name, tmp_path)
+    config = read_config(tmp_path)
+    right, others, moved = logits(tmp_path, config), [*reset(config)], []
+    for other in others:
+        try: ours = logits(tmp_path, other)
+        except ValueError: continue
+        moved.append(float((ours - right).abs().max()))
+        differs = {o.name: getattr(other, o.name) for o in fields(other)
+                   if getattr(other, o.name) != getattr(config, o.name)}
+        assert moved[-1] > 1e-3, differs
+    assert len(others) >= len(LAYERS) - 2   # the abstract one, and its own or one that needs other norms
+
+def used(config: ModelConfig) -> set[str]:
+    "Everything in which a model differs from a Llama and which has code of its own, in words"
+    found = {o.__name__ for o in type(config.layer).__mro__
+             if o.__module__ == layers.__name__ and {*vars(o)} & {'forward', 'attention', 'add_norm', 'turn'}}
+    found |= {f'{part} of a norm' for part in config.layer.norm_parts}
+    for mlp in {config.mlp(i) for i in range(config.num_layers)}:
+        found.add(type(mlp).__name__)
+        if getattr(mlp, 'act', 'silu') != 'silu' and type(mlp) is DenseMlp: found.add(f'gate: {mlp.act}')
+        if isinstance(mlp, RoutedMlp):
+            found |= {f'scores: {mlp.score}', *(name for name, there in dict(
+                bias=mlp.bias, groups=mlp.groups > 1, factor=mlp.scale != 1,
+                shared=mlp.shared_size).items() if there)}
+    parts = {getattr(o, 'partial_rotary_factor', None) for o in config.ropes}
+    if 0 in parts: found.add('no positions')
+    if len({o for o in config.ropes if getattr(o, 'partial_rotary_factor', None) != 0}) > 1:
+        found.add('positions of two kinds')
+    if config.embed_scale != 1: found.add('scaled embeddings')
+    if config.logits_cap: found.add('capped logits')
+    if config.score_cap: found.add('capped scores')
+    return found
+
+def class_of(name: str):
+    "Its config class"
+    import transformers
+    return getattr(transformers, f'{name}TextConfig', None) or getattr(transformers, f'{name}Config')
+
+def wide(raw: dict, path) -> ModelConfig:
+    "What we read of a config that is stored"
+    (path/'config.json').write_text(json.dumps(raw))
+    return read_config(path)
+
+def stored(name: str, path, said: dict) -> tuple[ModelConfig, ModelConfig]:
+    "What we read of a file that has these fields only, and of one that has all those of its class"
+    family = name.partition(' ')[0]
+    every = json.loads(class_of(family)(**said).to_json_string(use_diff=False))
+    named = dict(architectures=[f'{family}ForCausalLM'])
+    return wide(said | named, path), wide(every | named, path)
+
+BASE = dict(hidden_size=64, intermediate_size=80, num_hidden_layers=8, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=99)
+
+def test_the_quick_ones_use_everything_once(tmp_path):
+    "None of them could be left out"
+    def told(name):
+        said = BASE | dict(num_hidden_layers=3, head_dim=16) | FAMILIES[name]
+        return used(stored(name, tmp_path, {o: v for o, v in said.items() if v is not None})[1])
+    by_name = {name: told(name) for name in FAMILIES}
+    assert set().union(*by_name.values()) == set().union(*(by_name[o] for o in QUICK))
+    for name in KNOBS:
+        others = set().union(*(by_name[o] for o in QUICK if o != name))
+        assert by_name[name] - others, f'{name} uses nothing that no other of them uses'
+
+# what torch computes
+TORCH = {'MoeMlp', 'RoutedMlp', 'PlainMlp', 'XieluMlp', 'LayerNorms', 'GatedSandwich', 'capped logits'}
+
+@recorded.needs_compiler
+@those(('Olmo3',))
+def test_a_recorded_step_has_the_bits_of_layers(tmp_path, monkeypatch, name):
+    "Or torch computes a part of it, and that is the reason why there is none"
+    make(name, tmp_path)
+    runtime = recorded.start(tmp_path, monkeypatch)
+    engine = runtime.engine
+    try:
+        if type(engine) is recorded.GraphEngine:
+            seen = recorded.watch(runtime)
+            recorded.serve(runtime)
+            assert not seen.apart and {*seen.replayed} == {*range(1, 7)}, seen
+        else:
+            with pytest.raises(recorded.NotRecordable, match='is computed by torch'):
+                recorded.RecordedSteps(engine.model, engine.attention, engine.token_pool, 3).capture_all()
+        assert (type(engine) is recorded.GraphEngine) == (not used(engine.model.config) & TORCH)
+    finally: runtime.close()
 
 LONG = dict(rope_type='longrope', rope_theta=1e4, partial_rotary_factor=.75,
             original_max_position_embeddings=32,
@@ -323,28 +458,17 @@ def test_longrope_of_no_sense(tmp_path, wrong, words):
     stored = Stored('Phi3', tmp_path)
     stored.refused(words, dict(rope_parameters=LONG | wrong))
 
-def test_fields_that_a_file_leaves_out(tmp_path):
+# without them a file of these says nothing
+MORE = {'Dots1': dict(n_routed_experts=8, num_experts_per_tok=3), 'GraniteMoeHybrid': dict(
+    layer_types=['attention'] * 8, num_local_experts=0, shared_intermediate_size=80),
+        'SmolLM3': dict(pad_token_id=1)}
+
+@pytest.mark.parametrize('name', [o for o in FAMILIES if ' ' not in o])
+def test_fields_that_a_file_leaves_out(tmp_path, name):
     "They are those of the family's config class"
-    import transformers
-    for name in ('Phi3', 'Glm', 'Ernie4_5', 'Helium', 'Mixtral', 'Cwm', 'SeedOss', 'Ministral'):
-        said = dict(hidden_size=64, intermediate_size=80, num_hidden_layers=8, num_attention_heads=4,
-                    num_key_value_heads=2, num_local_experts=4, vocab_size=99, max_position_embeddings=9999)
-        if name == 'Cwm': said |= dict(rope_parameters=dict(rope_type='default'))
-        config = getattr(transformers, f'{name}Config')(**said)
-        (tmp_path/'config.json').write_text(json.dumps(said | dict(architectures=[f'{name}ForCausalLM'])))
-        ours, layers = read_config(tmp_path), getattr(config, 'layer_types', None) or []
-        head_dim = getattr(config, 'head_dim', None) or 16
-        window = getattr(config, 'sliding_window', None)
-        windows = (tuple(window if o == 'sliding_attention' else None for o in layers)
-                   if any('sliding' in o for o in layers) else ())
-        assert (ours.head_dim, ours.rms_norm_eps, ours.tie_word_embeddings, ours.windows) == (head_dim,
-            config.rms_norm_eps, config.tie_word_embeddings, windows), name
-        assert ours.qkv_bias == bool(getattr(config, 'attention_bias',
-                                             getattr(config, 'use_bias', False))), name
-        part = config.rope_parameters.get('partial_rotary_factor', 1.)
-        if name != 'Cwm':
-            assert ((ours.rope.rope_theta, getattr(ours.rope, 'partial_rotary_factor', 1.))
-                    == (config.rope_parameters['rope_theta'], part)), name
+    few, every = stored(name, tmp_path, BASE | MORE.get(name, {}))
+    assert replace(few, eos_token_ids=(), dtype=torch.float32) == replace(every, eos_token_ids=(),
+                                                                          dtype=torch.float32)
 
 @pytest.mark.parametrize('name',
     ['Phi3', pytest.param('Glm', marks=pytest.mark.long), pytest.param('Granite', marks=pytest.mark.long)])

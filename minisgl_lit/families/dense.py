@@ -17,7 +17,8 @@ from .edits import (
     Model, Row, dropped, fused_gate_up, plus_one, planes, renamed, scaled, serve)
 from .layers import (
     LayerNorms, NormAfterRope, Olmo, ParallelLayerNorms, PostNorm, Sandwich)
-from .llamas import NOWHERE, Raw, in_every, on_logits, usual
+from .llamas import (
+    LONG, NOWHERE, Raw, in_every, on_logits, usual, usual_rope)
 from .mlps import PlainMlp, XieluMlp
 
 # %% ../../nbs/families/dense.ipynb #9bb0cd05
@@ -148,7 +149,7 @@ def _cohere(raw: Raw) -> Raw:
 
 def _cohere_2(raw: Raw) -> Raw:
     "Windows and positions in three layers of four"
-    raw = usual(rope_theta=1e4, sliding_window=4096, head_dim=128)(raw)
+    raw = usual(rope_theta=1e4, sliding_window=4096)(raw)
     return windowed(_cohere(raw), 'sliding_window_pattern', 4)
 
 _smol_usual = usual(rope_theta=2e6, tie_word_embeddings=True, max_position_embeddings=32768)
@@ -170,7 +171,8 @@ def hunyuan(raw: Raw) -> Raw:
     stretched = dict(rope_theta=theta * alpha**(d / (d - 2)))
     return raw | dict(rope_scaling=None, rope_parameters=stretched)
 
-_starcoder_usual = usual(tie_word_embeddings=True, use_bias=True, sliding_window=None)
+_starcoder_usual = usual(tie_word_embeddings=True, use_bias=True, sliding_window=None,
+                         max_position_embeddings=4096)
 def _starcoder(raw: Raw) -> Raw:
     "One switch for all biases"
     raw = norm_eps('norm_epsilon')(_starcoder_usual(_acts(raw)))
@@ -180,17 +182,22 @@ def _starcoder(raw: Raw) -> Raw:
 def _stablelm(raw: Raw) -> Raw:
     "Partial RoPE; some of its kinds are not served"
     raw = unless(raw, 'qk_layernorm', 'use_parallel_residual')
-    return norm_eps('layer_norm_eps')(usual(partial_rotary_factor=.25)(raw))
+    return norm_eps('layer_norm_eps')(usual(
+        partial_rotary_factor=.25, max_position_embeddings=4096)(raw))
 
 def _nemotron(raw: Raw) -> Raw:
     "Partial RoPE, no gate"
-    return norm_eps('norm_eps')(usual(partial_rotary_factor=.5)(_acts(raw)))
+    return norm_eps('norm_eps')(usual(
+        partial_rotary_factor=.5, max_position_embeddings=4096)(_acts(raw)))
 
+_apertus_rope = usual_rope(rope_type='llama3', rope_theta=12e6, factor=8.0, low_freq_factor=1.0,
+                           high_freq_factor=4.0, original_max_position_embeddings=8192)
 def _apertus(raw: Raw) -> Raw:
     "Its own activation"
     if (act := raw.get('hidden_act', 'xielu')) != 'xielu':
         raise ValueError(f'hidden_act={act!r:.80} of config.json is not served; only xielu is')
     raw = usual(rms_norm_eps=1e-5, rope_theta=12e6, max_position_embeddings=65536)(raw)
+    raw = _apertus_rope(raw)
     return {name: o for name, o in raw.items() if name != 'hidden_act'}
 
 # %% ../../nbs/families/dense.ipynb #7e84d600
@@ -247,13 +254,15 @@ table: Mapping[str, Row] = dict(
                                as_llama=_smol), ()),
     Glm4ForCausalLM=(
         Family(o_bias=False, layer=Sandwich(), partial_rope=True, as_llama=usual(
-            head_dim=128, rms_norm_eps=1.5625e-7, attention_bias=True, partial_rotary_factor=.5)),
+            head_dim=128, rms_norm_eps=1.5625e-7, attention_bias=True, partial_rotary_factor=.5,
+            max_position_embeddings=LONG)),
         (_glm_4_names, fused_gate_up, planes(True))),
     HunYuanDenseV1ForCausalLM=(Family(qk_norm=True, layer=NormAfterRope(), as_llama=hunyuan),
                                (_hunyuan_names,)),
     ArceeForCausalLM=(
         Family(mlps=mlps(PlainMlp, 'relu2'),
-               as_llama=lambda raw: usual(rms_norm_eps=1e-5)(_acts(raw))), ()),
+               as_llama=lambda raw: usual(rms_norm_eps=1e-5, max_position_embeddings=4096)(
+                   _acts(raw))), ()),
     ApertusForCausalLM=(
         Family(qk_norm=True, mlps=mlps(XieluMlp, 'relu2'), as_llama=_apertus),
         (_apertus_names, dropped('act_fn.beta', 'act_fn.eps'))),

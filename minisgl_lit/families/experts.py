@@ -14,7 +14,7 @@ from ..core.models.decoder import DenseMlp, Mlp
 from .dense import hunyuan, none, only_in_windows, windowed
 from .edits import Model, Row, TensorPart, planes, renamed, serve
 from .layers import GatedSandwich, NormAfterRope, Olmo, WholeNorm
-from .llamas import Raw, factors, granite, usual
+from .llamas import LONG, Raw, factors, granite, usual
 from .mlps import RoutedMlp
 
 # %% ../../nbs/families/experts.ipynb #5a28ea4e
@@ -64,12 +64,13 @@ def _glm(raw: Raw) -> Raw:
     "GLM 4.5 and later"
     return _deepseek_like(usual(
         rms_norm_eps=1e-5, partial_rotary_factor=.5, n_shared_experts=1, n_routed_experts=128,
-        num_experts_per_tok=8, moe_intermediate_size=1408, first_k_dense_replace=1)(raw))
+        num_experts_per_tok=8, moe_intermediate_size=1408, first_k_dense_replace=1,
+        max_position_embeddings=LONG)(raw))
 
 def _dots(raw: Raw) -> Raw:
     "Windows from some layer on"
-    return _deepseek_like(usual(norm_topk_prob=False, max_window_layers=62,
-                                sliding_window=4096)(raw))
+    return _deepseek_like(usual(norm_topk_prob=False, max_window_layers=62, sliding_window=4096,
+                                moe_intermediate_size=1408)(raw))
 
 def _all_experts(raw: Raw) -> Raw:
     "Every MLP is one of experts, as wide as others' MLPs"
@@ -79,7 +80,8 @@ def _all_experts(raw: Raw) -> Raw:
 def _minimax(raw: Raw) -> Raw:
     "Partial RoPE under another name"
     turned, dim = read_optional(raw, 'rotary_dim', int, low=1), read_count(raw, 'head_dim', 128)
-    raw = usual(head_dim=dim, rope_theta=5e6, num_experts_per_tok=8, num_local_experts=256)(raw)
+    raw = usual(head_dim=dim, rope_theta=5e6, num_experts_per_tok=8, num_local_experts=256,
+                max_position_embeddings=196608)(raw)
     part = {} if turned is None else dict(partial_rotary_factor=turned / dim)
     return _all_experts(part | raw) | dict(norm_topk_prob=True)
 
@@ -89,7 +91,9 @@ def _afmoe(raw: Raw) -> Raw:
         if raw.get(name, only) != only:
             raise ValueError(f'{name}={raw[name]!r:.80} of config.json is not served; '
                              f'only {only!r} is')
-    raw = usual(rms_norm_eps=1e-5, head_dim=128, sliding_window=1024, num_dense_layers=1)(raw)
+    raw = usual(rms_norm_eps=1e-5, head_dim=128, sliding_window=1024, num_dense_layers=1,
+                num_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408,
+                max_position_embeddings=16384)(raw)
     scaled = read_field(raw, 'mup_enabled', bool, False)
     return windowed(raw, 'global_attn_every_n_layers', 4) | dict(
         embedding_multiplier=math.sqrt(read_count(raw, 'hidden_size')) if scaled else 1.0,
@@ -100,7 +104,8 @@ def _afmoe(raw: Raw) -> Raw:
 def _ernie(raw: Raw) -> Raw:
     "Experts in every so many layers, from one to another"
     raw = usual(rope_theta=5e5, rms_norm_eps=1e-5, tie_word_embeddings=True, moe_layer_interval=1,
-                moe_layer_start_index=1, moe_num_shared_experts=2, moe_intermediate_size=1536)(raw)
+                max_position_embeddings=LONG, moe_layer_start_index=1, moe_num_shared_experts=2,
+                moe_intermediate_size=1536)(raw)
     bias, n = read_field(raw, 'use_bias', bool, False), read_count(raw, 'num_hidden_layers')
     last = read_field(raw, 'moe_layer_end_index', int, n - 1, low=-1)
     last, every = n - 1 if last == -1 else last, read_count(raw, 'moe_layer_interval')
@@ -173,10 +178,14 @@ def _from(layer: int, first: int) -> bool:
 table: Mapping[str, Row] = dict(
     OlmoeForCausalLM=(
         Family(moe=True, layer=WholeNorm(),
-               as_llama=lambda raw: _all_experts(usual(rms_norm_eps=1e-5)(raw))), ()),
+               as_llama=lambda raw: _all_experts(usual(
+                   rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8,
+                   max_position_embeddings=4096)(raw))), ()),
     FlexOlmoForCausalLM=(
         Family(moe=True, layer=Olmo(),
-               as_llama=lambda raw: _all_experts(usual(rope_theta=5e5)(raw))), ()),
+               as_llama=lambda raw: _all_experts(usual(
+                   rope_theta=5e5, num_experts=7, num_experts_per_tok=5,
+                   max_position_embeddings=4096)(raw))), ()),
     Glm4MoeForCausalLM=(
         Family(qk_norm='use_qk_norm', o_bias=False, partial_rope=True, mlps=routed('sigmoid', True),
                as_llama=_glm), (_shared_names, planes(False))),

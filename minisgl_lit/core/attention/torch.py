@@ -172,7 +172,7 @@ def attend_capped(
     cap: float,        # Scores stay between minus and plus this. Gemma 2, 2024
 ) -> torch.Tensor:     # [n, extend_len, num_heads, head_dim]
     "Attention whose scores are capped before their softmax, which no call of torch's does"
-    (_, extend_len, num_heads, head_dim), longest = q.shape, k.shape[1]
+    num_heads, head_dim = q.shape[2:]
     k, v = (o.transpose(1, 2).repeat_interleave(num_heads // k.shape[2], dim=1) for o in (k, v))
     scores = cap * torch.tanh(q.transpose(1, 2) @ k.mT / (cap * math.sqrt(head_dim)))
     if mask is None: mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()

@@ -192,7 +192,8 @@ class Layer:
         c, w, norms = model.shard, model.layers[i], None
         bias = plain_weight(w, 'self_attn.qkv_proj.bias') if c.qkv_bias else None
         if c.qk_norm:
-            norms = plain_weight(w, 'self_attn.q_norm.weight'), plain_weight(w, 'self_attn.k_norm.weight')
+            norms = (plain_weight(w, 'self_attn.q_norm.weight'),
+                     plain_weight(w, 'self_attn.k_norm.weight'))
         return model.operations.qkv_heads(
             x, w['self_attn.qkv_proj.weight'], bias, norms, c.rms_norm_eps, angles, c.num_kv_heads,
             slots(i) if slots else None)
