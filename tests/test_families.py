@@ -119,6 +119,16 @@ def test_settings_that_must_not_matter(tmp_path, name):
     right = [generate(tmp_path, o) for o in asked]
     for settings in [*WAYS, *[dict(tp=2)] * (name in QUICK)]: compare(tmp_path, asked, right, **settings)
 
+@pytest.mark.long
+@pytest.mark.parametrize('name', ['Olmo2', 'MiniMaxM2'])
+@pytest.mark.parametrize('heads', [dict(num_attention_heads=6, num_key_value_heads=3),
+                                   dict(num_attention_heads=4, num_key_value_heads=1)], ids=str)
+def test_ranks_whose_heads_share_keys(tmp_path, name, heads):
+    "A norm of all heads counts each of them once, though two ranks have the same keys"
+    make(name, tmp_path, **heads)
+    asked = prompts()[:4]
+    compare(tmp_path, asked, [generate(tmp_path, o) for o in asked], tp=2)
+
 def logits(path, config):
     "Of a text that is computed at once, by the decoder alone"
     return logits_of(path, config, torch.tensor(prompts()[4]))

@@ -51,9 +51,11 @@ def shard_slices(
         size = shard_size(n, group.size)
         return slice(group.rank * size, (group.rank + 1) * size)
     if group.size == 1: return ((everything,),)
-    if module in ('k_proj', 'v_proj'):
+    of_all = shape[0] > d   # QK norm of all heads together
+    if module in ('k_proj', 'v_proj') or module == 'k_norm' and of_all:
         return tuple((slice(i * d, (i + 1) * d),) for i in kv_heads(config, group))
-    if module in ('q_proj', 'gate_proj', 'up_proj', 'embed_tokens', 'lm_head'):
+    by_rows = 'q_proj', 'gate_proj', 'up_proj', 'embed_tokens', 'lm_head'
+    if module in by_rows or module == 'q_norm' and of_all:
         return ((shard(shape[0]),),)
     if module not in ('o_proj', 'down_proj'): return ((everything,),)   # norms, routers
     if len(shape) == 2: return ((everything, shard(shape[1])),)
