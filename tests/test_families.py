@@ -57,7 +57,8 @@ FAMILIES = {   # by the name of their classes
         layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80,
                                                                   position_embedding_type='nope'),
     'Gemma': tokens, 'Olmo2': tokens, 'Arcee': tokens, 'SmolLM3': tokens | dict(sliding_window=None),
-    'Gemma3': tokens | mixed | dict(query_pre_attn_scalar=20, rope_parameters=two, final_logit_softcapping=4.),
+    'Gemma3': tokens | mixed | dict(query_pre_attn_scalar=20, rope_parameters=two,
+                                    final_logit_softcapping=4.),
     'Gemma2': tokens | capped, 'VaultGemma': tokens | capped,
     'Olmo3': tokens | mixed | dict(rope_parameters=two), 'Exaone4': tokens | mixed,
     'Cohere': tokens | dict(logit_scale=.5), 'Cohere2': tokens | mixed | dict(logit_scale=.5),
@@ -174,7 +175,8 @@ def reset(config: ModelConfig) -> Iterator[ModelConfig]:
     yield from (replace(config, layer=o()) for o in sorted(others, key=lambda o: o.__name__))
     mlps = [config.mlp(i) for i in range(config.num_layers)]
     for i, mlp in enumerate(mlps):
-        for other in other_mlps(mlp, config.layer): yield replace(config, mlps=(*mlps[:i], other, *mlps[i + 1:]))
+        for other in other_mlps(mlp, config.layer):
+            yield replace(config, mlps=(*mlps[:i], other, *mlps[i + 1:]))
     if len({*config.ropes}) > 1:
         yield replace(config, ropes=())
         yield replace(config, ropes=(config.ropes[1],) * config.num_layers)

@@ -8,6 +8,7 @@ __all__ = ['table', 'windowed', 'only_in_windows', 'by_kind', 'mlps', 'norm_eps'
 # %% ../../nbs/families/dense.ipynb #4f073d6d
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ..core.models.checkpoint import (
     Family, read_count, read_field, read_optional, read_windows)
@@ -18,7 +19,7 @@ from .edits import (
 from .layers import (
     LayerNorms, NormAfterRope, Olmo, ParallelLayerNorms, PostNorm, Sandwich)
 from .llamas import (
-    LONG, NOWHERE, Raw, in_every, on_logits, usual, usual_rope)
+    LONG, NOWHERE, Raw, in_every, on_logits, sees, text_of, usual, usual_rope)
 from .mlps import PlainMlp, XieluMlp
 
 # %% ../../nbs/families/dense.ipynb #9bb0cd05
@@ -40,9 +41,9 @@ def windowed(
 def only_in_windows(
     raw: Mapping,    # A `config.json` in a Llama's words
 ) -> list[Mapping]:  # For `Family.ropes`
-    "Layers that see all tokens have no positions, if there are others"
-    windows = read_windows(raw) or (None,) * read_count(raw, 'num_hidden_layers')
-    if not any(windows): return [raw] * len(windows)
+    "Layers that see all tokens have no positions, in a model with windows"
+    windows = read_windows(raw)
+    if not windows: return [raw] * read_count(raw, 'num_hidden_layers')
     return [raw if o else {**raw, **NOWHERE} for o in windows]
 
 def by_kind(
@@ -56,14 +57,9 @@ def by_kind(
         return {**raw, 'rope_parameters': read_field(both, kind, dict, {})}
     return [of('sliding_attention' if o else 'full_attention') for o in windows]
 
-def _smol_positions(raw: Mapping) -> list[Mapping]:
-    "`no_rope_layers` has a 1 for a layer *with* positions"
-    n, every = read_count(raw, 'num_hidden_layers'), read_count(raw, 'no_rope_layer_interval', 4)
-    listed = read_field(raw, 'rope_layers', list, [int((i + 1) % every > 0) for i in range(n)])
-    if len(listed) != n or not all(type(o) is int and o in (0, 1) for o in listed):
-        raise ValueError(f'no_rope_layers={listed!r:.80} of config.json must be a list of {n}, '
-                         'each 0 or 1')
-    return [raw if o else {**raw, **NOWHERE} for o in listed]
+def _where_listed(raw: Mapping) -> list[Mapping]:
+    "Positions in those of `rope_layers` that are 1"
+    return [raw if o else {**raw, **NOWHERE} for o in read_field(raw, 'rope_layers', list, [])]
 
 # %% ../../nbs/families/dense.ipynb #842b5ec5
 def mlps(
@@ -90,19 +86,18 @@ def _acts(raw: Raw) -> Raw:
 _gemma_usual = usual(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192)
 
 def _gemma(raw: Raw) -> Raw:
-    "Embeddings are scaled"
-    return _gemma_usual(_acts(raw)) | dict(
-        embedding_multiplier=math.sqrt(read_count(raw, 'hidden_size')))
+    "Embeddings are scaled; what its first files call gelu was never that"
+    raw = _gemma_usual(_acts(unless(raw, 'use_bidirectional_attention')))
+    if raw['activation'] == 'gelu': raw = raw | dict(activation='gelu_pytorch_tanh')
+    return raw | dict(embedding_multiplier=math.sqrt(read_count(raw, 'hidden_size')))
 
 def _gemma_3(raw: Raw) -> Raw:
     "Two thetas, in either spelling"
-    if read_field(raw, 'use_bidirectional_attention', bool, False):
-        raise ValueError('use_bidirectional_attention=True of config.json is not served')
     far = read_field(raw, 'rope_scaling', dict, {}) | dict(rope_theta=raw.get('rope_theta', 1e6))
     near = dict(rope_theta=raw.get('rope_local_base_freq', 1e4))
     both = dict(sliding_attention=near, full_attention=far)
-    usual = dict(max_position_embeddings=131072, sliding_window=4096, query_pre_attn_scalar=256,
-                 rope_parameters=both)
+    usual = dict(max_position_embeddings=131072, sliding_window=4096, rope_parameters=both,
+                 vocab_size=262208, num_attention_heads=8, num_key_value_heads=4)
     return windowed(_gemma(usual | raw), 'sliding_window_pattern', 6)
 
 def _gemma_2(raw: Raw) -> Raw:
@@ -110,6 +105,10 @@ def _gemma_2(raw: Raw) -> Raw:
     usual = dict(sliding_window=4096, query_pre_attn_scalar=256, final_logit_softcapping=30.0,
                  attn_logit_softcapping=50.0)
     return windowed(_gemma(usual | raw), 'sliding_window_pattern', 2)
+
+def _seeing_gemma(raw: Raw) -> Raw:
+    "The language model of one that sees"
+    return _gemma_3(text_of(raw, dict(gemma3_text='Gemma3ForCausalLM')))
 
 _olmo = usual(rms_norm_eps=1e-5)
 def _olmo_3(raw: Raw) -> Raw:
@@ -123,8 +122,9 @@ def _olmo_3(raw: Raw) -> Raw:
 
 _exaone_usual = usual(rms_norm_eps=1e-5, sliding_window=4096)
 def _exaone(raw: Raw) -> Raw:
-    "Windows and positions in three layers of four"
-    return windowed(_exaone_usual(raw), 'sliding_window_pattern', 4)
+    "Windows and positions in three layers of four, or in none and all"
+    raw = _exaone_usual(raw)
+    return raw if raw['sliding_window'] is None else windowed(raw, 'sliding_window_pattern', 4)
 
 def norm_eps(
     name: str,     # Of the field that has it
@@ -154,15 +154,24 @@ def _cohere_2(raw: Raw) -> Raw:
 
 _smol_usual = usual(rope_theta=2e6, tie_word_embeddings=True, max_position_embeddings=32768)
 def _smol(raw: Raw) -> Raw:
-    "`no_rope_layers` under a name that says what it means"
+    "`no_rope_layers`, under a name that says what it means: a 1 is a layer *with* positions"
     said = {name: o for name, o in raw.items() if name != 'no_rope_layers'}
-    return _smol_usual(said) | dict(rope_layers=raw.get('no_rope_layers'))
+    n, every = read_count(raw, 'num_hidden_layers'), read_count(raw, 'no_rope_layer_interval', 4)
+    listed = read_field(raw, 'no_rope_layers', list, [int((i + 1) % every > 0) for i in range(n)])
+    if len(listed) != n or not all(type(o) is int and o in (0, 1) for o in listed):
+        raise ValueError(f'no_rope_layers={listed!r:.80} of config.json must be a list of {n}, '
+                         'each 0 or 1')
+    kinds = ['full_attention' if o else 'sliding_attention' for o in listed]   # if it has windows
+    return _smol_usual(said) | dict(
+        rope_layers=listed, layer_types=raw.get('layer_types') or kinds,
+        sliding_window=raw.get('sliding_window'))
 
 def hunyuan(raw: Raw) -> Raw:
     "A dynamic scaling with an `alpha` is another theta"
     new = read_optional(raw, 'rope_parameters', dict)
     scaling = new or read_field(raw, 'rope_scaling', dict, {})
-    raw, alpha = usual(rms_norm_eps=1e-5)(raw), read_optional(scaling, 'alpha', float, low=1)
+    raw = usual(rms_norm_eps=1e-5, head_dim=raw.get('attention_head_dim'))(unless(raw, 'use_cla'))
+    alpha = read_optional(scaling, 'alpha', float, low=1)
     kind = scaling.get('rope_type', scaling.get('type'))
     if kind != 'dynamic' or not alpha: return raw
     heads = read_count(raw, 'num_attention_heads')
@@ -203,7 +212,8 @@ def _apertus(raw: Raw) -> Raw:
 # %% ../../nbs/families/dense.ipynb #7e84d600
 def _gemma_scores(model: Model) -> float:
     "Under the root, another number than the size of a head"
-    asked = read_field(model.raw, 'query_pre_attn_scalar', float, 256.0, low=1e-6)
+    text = read_field(model.raw, 'text_config', dict, dict(model.raw))   # of a model that sees
+    asked = read_field(text, 'query_pre_attn_scalar', float, 256.0, low=1e-6)
     return math.sqrt(model.config.head_dim / asked)
 
 def _cohere_logits(model: Model) -> float:
@@ -224,6 +234,11 @@ def none(layer: int, layers: int) -> bool:
     "Windows only where `layer_types` has them"
     return False
 
+_of_gemma_3 = Family(
+    qk_norm=True, layer=Sandwich(), mlps=mlps(DenseMlp, 'gelu_pytorch_tanh'), ropes=by_kind,
+    has_window=none, window_switch=False, as_llama=_gemma_3)
+_gemma_edits = plus_one, scaled(q_norm=_gemma_scores)
+
 table: Mapping[str, Row] = dict(
     GemmaForCausalLM=(
         Family(mlps=mlps(DenseMlp, 'gelu_pytorch_tanh'), as_llama=_gemma), (plus_one,)),
@@ -233,10 +248,9 @@ table: Mapping[str, Row] = dict(
     VaultGemmaForCausalLM=(
         Family(mlps=mlps(DenseMlp, 'gelu_pytorch_tanh'), has_window=none, window_switch=False,
                as_llama=_gemma_2), (_vault_names, plus_one, scaled(q_proj=_gemma_scores))),
-    Gemma3ForCausalLM=(
-        Family(qk_norm=True, layer=Sandwich(), mlps=mlps(DenseMlp, 'gelu_pytorch_tanh'),
-               ropes=by_kind, has_window=none, window_switch=False, as_llama=_gemma_3),
-        (plus_one, scaled(q_norm=_gemma_scores))),
+    Gemma3ForCausalLM=(_of_gemma_3, _gemma_edits),
+    Gemma3ForConditionalGeneration=(
+        replace(_of_gemma_3, as_llama=_seeing_gemma), (sees, *_gemma_edits)),
     Olmo2ForCausalLM=(Family(layer=Olmo(), as_llama=_olmo), ()),
     Olmo3ForCausalLM=(Family(layer=Olmo(), has_window=none, window_switch=False, ropes=by_kind,
                              as_llama=_olmo_3), ()),
@@ -250,7 +264,7 @@ table: Mapping[str, Row] = dict(
         Family(layer=ParallelLayerNorms(), has_window=none, window_switch=False, partial_rope=True,
                ropes=only_in_windows, as_llama=_cohere_2),
         (planes(True), scaled(norm=on_logits(_cohere_logits)))),
-    SmolLM3ForCausalLM=(Family(partial_rope=True, ropes=_smol_positions, has_window=none,
+    SmolLM3ForCausalLM=(Family(partial_rope=True, ropes=_where_listed, has_window=none,
                                as_llama=_smol), ()),
     Glm4ForCausalLM=(
         Family(o_bias=False, layer=Sandwich(), partial_rope=True, as_llama=usual(

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['families', 'MAX_LAYERS', 'MAX_SIZE', 'MAX_HEAD', 'MAX_CONTEXT', 'DEFAULT_CONTEXT', 'DEFAULT_WINDOW',
-           'DEFAULT_WINDOW_LAYERS', 'Family', 'read_optional', 'read_field', 'read_count', 'find_family',
-           'check_supported', 'read_rope', 'read_windows', 'read_mlps', 'read_shape', 'tensor_names', 'read_config']
+           'DEFAULT_WINDOW_LAYERS', 'MAX_EXPERTS', 'Family', 'read_optional', 'read_field', 'read_count', 'find_family',
+           'check_supported', 'read_rope', 'read_windows', 'read_experts', 'read_mlps', 'read_shape', 'tensor_names',
+           'read_config']
 
 # %% ../../../nbs/core/34_models.checkpoint.ipynb #bfe2b435
 from collections.abc import Callable, Collection, Mapping
@@ -195,6 +196,18 @@ def read_windows(
     return tuple(kinds[o] for o in listed)
 
 # %% ../../../nbs/core/34_models.checkpoint.ipynb #01c065ef
+MAX_EXPERTS = 2**18   # in all layers
+
+def read_experts(
+    raw: Mapping[str, object],  # A `config.json`
+) -> int:                       # At least 1
+    "Experts of a layer"
+    n = read_count(raw, 'num_experts', read_optional(raw, 'num_local_experts', int))
+    layers = read_count(raw, 'num_hidden_layers')
+    if n * layers <= MAX_EXPERTS: return n
+    raise ValueError(f'num_experts={n} of config.json in {layers} layers are more than '
+                     f'{MAX_EXPERTS} experts')
+
 def read_mlps(
     raw: Mapping[str, object],  # A `config.json` that passed `check_supported`
 ) -> tuple[Mlp, ...]:           # `mlps` of `ModelConfig`
@@ -202,7 +215,7 @@ def read_mlps(
     family = families[_architecture(raw)]
     if family.mlps: return family.mlps(raw)
     if not family.moe: return ()
-    n = read_count(raw, 'num_experts', read_optional(raw, 'num_local_experts', int))
+    n = read_experts(raw)
     k = read_count(raw, 'num_experts_per_tok')
     if k > n:
         raise ValueError(f'num_experts_per_tok={k} of config.json must be at most '
