@@ -51,6 +51,8 @@ def shard_slices(
         size = shard_size(n, group.size)
         return slice(group.rank * size, (group.rank + 1) * size)
     if group.size == 1: return ((everything,),)
+    if module in ('q_norm', 'k_norm') and shape[0] > d:   # of all heads at once
+        module = module.replace('norm', 'proj')
     if module in ('k_proj', 'v_proj'):
         return tuple((slice(i * d, (i + 1) * d),) for i in kv_heads(config, group))
     if module in ('q_proj', 'gate_proj', 'up_proj', 'embed_tokens', 'lm_head'):
