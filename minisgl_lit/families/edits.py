@@ -27,6 +27,7 @@ class TensorPart(NamedTuple):
     n: int       # How many
     change: Change | None = None   # What becomes of them; `None`: they stay as they are
     shape: tuple[int, ...] | None = None   # and of their shape; `None`: that of these rows
+    asked: tuple[int, ...] | None = None   # What the stored tensor must be; `None`: any shape
 
     def then(
         self,
@@ -58,6 +59,9 @@ class EditedFiles:
         for stored in [o for o in files.tensors if not parts[o]]: del files.tensors[stored]
         for stored, info in files.tensors.items():
             for part in parts[stored]:
+                if part.asked not in (None, info.shape):
+                    raise ValueError(f'tensor {stored} of the checkpoint has shape '
+                                     f'{list(info.shape)}; config.json asks for {[*part.asked]}')
                 if part.name in self.tensors:
                     raise ValueError(f'the checkpoint has {part.name} twice: {stored} and '
                                      f'{self._stored[part.name][0]}')

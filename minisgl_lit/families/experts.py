@@ -152,25 +152,22 @@ def _stacked(part: TensorPart, model: Model) -> list[TensorPart]:
     before, found, _ = part.name.partition('block_sparse_moe.')
     if not found: return [part]
     hidden, width = model.config.hidden_size, read_count(model.raw, 'intermediate_size')
-    def cut(e: int, name: str, begin: int, n: int, columns: int) -> TensorPart:
+    def cut(e: int, name: str, begin: int, n: int, of: tuple[int, int]) -> TensorPart:
         return TensorPart(f'{before}mlp.experts.{e}.{name}.weight', e, 1,
-                          lambda rows: rows[0, begin:begin + n], (n, columns))
+                          lambda rows: rows[0, begin:begin + n], (n, of[1]), (part.n, *of))
     if part.name.endswith('.input_linear.weight'):
-        return [cut(e, name, width * i, width, hidden) for e in range(part.n)
+        return [cut(e, name, width * i, width, (2 * width, hidden)) for e in range(part.n)
                 for i, name in enumerate(('gate_proj', 'up_proj'))]
     if part.name.endswith('.output_linear.weight'):
-        return [cut(e, 'down_proj', 0, hidden, width) for e in range(part.n)]
+        return [cut(e, 'down_proj', 0, hidden, (hidden, width)) for e in range(part.n)]
     return [part._replace(name=part.name.replace('block_sparse_moe.router.layer', 'mlp.gate'))]
 
 def _exact_bias(part: TensorPart, model: Model) -> list[TensorPart]:
     "What a router chooses by, without rounding; some have a dimension too much"
     if not part.name.endswith(BIAS): return [part]
     n = max((o.num_experts for o in model.config.mlps if isinstance(o, RoutedMlp)), default=0)
-    def split(rows: torch.Tensor) -> torch.Tensor:
-        if rows.numel() == n: return apart(rows.flatten())
-        raise ValueError(f'tensor {part.name} of the checkpoint has {rows.numel()} numbers; '
-                         f'config.json asks for {n}')
-    return [part.then(split)._replace(shape=(3 * n,))]
+    stored = (1, n) if part.n == 1 < n else (n,)
+    return [part.then(lambda rows: apart(rows.flatten()))._replace(shape=(3 * n,), asked=stored)]
 
 _shared_names = renamed({'mlp.shared_experts.': 'mlp.shared_expert.'})
 _ernie_names = renamed({'mlp.moe_statics.': 'mlp.gate.'})
