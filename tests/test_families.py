@@ -54,7 +54,7 @@ FAMILIES = {   # by the name of their classes
     'GraniteMoeHybrid without positions': tokens | factors | dict(hidden_size=64,
         layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80,
                                                                   position_embedding_type='nope'),
-    'Gemma': tokens, 'Olmo2': tokens, 'Arcee': tokens, 'SmolLM3': tokens | dict(sliding_window=None),
+    'Gemma': tokens, 'Olmo2': tokens, 'Arcee': tokens, 'SmolLM3': tokens | dict(sliding_window=None, no_rope_layers=[1, 0, 1]),
     'Gemma3': tokens | mixed | dict(query_pre_attn_scalar=20, rope_parameters=two, final_logit_softcapping=4.),
     'Olmo3': tokens | mixed | dict(rope_parameters=two), 'Exaone4': tokens | mixed,
     'Cohere': tokens | dict(logit_scale=.5), 'Cohere2': tokens | mixed | dict(logit_scale=.5),
@@ -535,3 +535,14 @@ def test_a_family_of_ones_own(tmp_path, monkeypatch):
     ids = torch.tensor(prompts()[4])
     with torch.inference_mode(): right = model(ids[None]).logits[0]
     assert (logits(tmp_path, read_config(tmp_path)) - right).abs().max() < 1e-5 * right.abs().max()
+
+@pytest.mark.long
+def test_the_guide_says_how_close_each_family_is():
+    """`python tests/family_differences.py --write` makes the table; the differences are those of this processor,
+    so they are compared loosely"""
+    import family_differences as made
+    told = made.told()
+    assert [*told] == [*made.MODELS]
+    for name, apart in told.items():
+        now, _ = made.measure(name)
+        assert now < 1e-5 and apart < 1e-5 and now < 20 * apart, (name, now, apart)

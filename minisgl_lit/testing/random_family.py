@@ -106,7 +106,8 @@ def _positions(ropes: tuple[Rope, ...]) -> str:
     said = [f'none in {still} of {len(ropes)}'] if still else []
     if len(turning) > 1: said.append(f'{len(turning)} kinds')
     parts = sorted({share(o) for o in turning} - {1.0})
-    return ', '.join(said + [f'{o:.0%} of a head' for o in parts])
+    kinds = sorted({type(o).__name__ for o in turning} - {'Rope', 'PartialRope'})
+    return ', '.join(said + [f'{o:.0%} of a head' for o in parts] + kinds)
 
 def _mlp(config: ModelConfig) -> str:
     "Its class and activation, or its router, unless it is a Llama's"
@@ -133,7 +134,7 @@ def knobs(
     found = dict(
         layer='' if type(config.layer) is Layer else type(config.layer).__name__,
         qk_norm='yes' if config.qk_norm else '', biases=' '.join(has), mlp=_mlp(config),
-        positions=_positions(config.ropes or (config.rope,)),
+        positions=_positions(config.ropes or (config.rope,) * config.num_layers),
         windows=f'{sum(map(bool, config.windows))} of {config.num_layers}' if config.windows else '',
         factors=', '.join(changed))
     return {name: o for name, o in found.items() if o}
