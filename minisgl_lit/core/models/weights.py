@@ -51,11 +51,11 @@ def shard_slices(
         size = shard_size(n, group.size)
         return slice(group.rank * size, (group.rank + 1) * size)
     if group.size == 1: return ((everything,),)
-    of_all = shape[0] > d   # QK norm of all heads together
-    if module in ('k_proj', 'v_proj') or module == 'k_norm' and of_all:
+    if module in ('q_norm', 'k_norm') and shape[0] > d:   # of all heads at once
+        module = module.replace('norm', 'proj')
+    if module in ('k_proj', 'v_proj'):
         return tuple((slice(i * d, (i + 1) * d),) for i in kv_heads(config, group))
-    by_rows = 'q_proj', 'gate_proj', 'up_proj', 'embed_tokens', 'lm_head'
-    if module in by_rows or module == 'q_norm' and of_all:
+    if module in ('q_proj', 'gate_proj', 'up_proj', 'embed_tokens', 'lm_head'):
         return ((shard(shape[0]),),)
     if module not in ('o_proj', 'down_proj'): return ((everything,),)   # norms, routers
     if len(shape) == 2: return ((everything, shard(shape[1])),)
