@@ -345,4 +345,4 @@ def test_the_served_families_are_named():
                      for o in families.names if o.endswith("ForCausalLM")}
     assert ({o.removesuffix("ForConditionalGeneration")
              for o in families.names if not o.endswith("ForCausalLM")}
-            == {re.sub(r"\W", "", o) for o in re.search(r"models that see images \(([^)]*)\)", told)[1].split(", ")})
+            == {re.sub(r"\W", "", o) for o in re.search(r"that see images \(([^)]*)\)", told)[1].split(", ")})
