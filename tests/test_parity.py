@@ -144,8 +144,8 @@ def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(tmp_path):
     runtime, seen = (build(EngineConfig.of(tmp_path, dtype='bfloat16', page_size=1, num_pages=300,
                                            device='cpu')), [])
     model = runtime.engine.model
-    inner = model.forward
-    model.forward = lambda *args: seen.append(inner(*args)) or seen[-1]
+    inner = model.logits
+    model.logits = lambda *args: seen.append(inner(*args)) or seen[-1]
     for n in range(1, 201):
         runtime.scheduler.add(f'r{n}', ids[:n].tolist(), SamplingParams(max_tokens=1, temperature=0))
         while runtime.scheduler.has_work: runtime.scheduler.step()

@@ -145,8 +145,8 @@ ROPE_NAMES = ['rope_type', 'type', 'factor', 'rope_theta', 'original_max_positio
 ROPE = st.fixed_dictionaries({}, optional={o: ANYTHING for o in ROPE_NAMES})
 ADVICE = ['temperature', 'top_p', 'top_k', 'min_p', 'eos_token_id', 'do_sample']
 SOUND = (RAW | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
-                    shared_expert_intermediate_size=8, sliding_window=5, use_sliding_window=True,
-                   num_hidden_layers=3))
+                    shared_expert_intermediate_size=8, n_routed_experts=4, sliding_window=5,
+                    use_sliding_window=True, num_hidden_layers=3))
 
 @settings(max_examples=400)
 @given(family=st.sampled_from([*families]),

@@ -6,7 +6,7 @@
 __all__ = ['BLOCK', 'attention_c']
 
 # %% ../../nbs/kernels/attention_c.ipynb #142cf819
-from .compiler import exp_c
+from .compiler import cap_c
 from .linear import linear_c
 from .quantized import bytes_c
 
@@ -123,21 +123,14 @@ INLINE vf mask_scores(vf v, i64 from, i64 to) {      // keeps `from` to `to - 1`
 """
 
 # %% ../../nbs/kernels/attention_c.ipynb #aa04dda3
-_softmax_c = _mask_c + exp_c + r"""
-INLINE vf capped(vf x, float cap) {      // cap * tanh(x / cap)
-    vf twice = x * (2 / cap), most = (vf){0} + 80.f;
-    vu over = (vu)(twice > most), under = (vu)(twice < -most);
-    twice = (vf)(over & (vu)most | under & (vu)-most | ~(over | under) & (vu)twice);
-    return cap - 2 * cap / (1 + exp_vector(twice));
-}
+_softmax_c = _mask_c + cap_c + r"""
 INLINE void online_softmax(float *s, i64 from, i64 to, float scale, float cap,
                            float *state, i64 dim) {
     float *row_max = state + dim, *row_sum = row_max + 1, top = *row_max;
     vf all = (vf){0} + top, total = {0}, v[BLOCK / W];
     UNROLL for (int b = 0; b < BLOCK / W; b++) {
         memcpy(&v[b], s + b * W, sizeof all);
-        v[b] *= scale;
-        if (cap) v[b] = capped(v[b], cap);
+        v[b] = cap ? capped(v[b] * scale, cap) : v[b] * scale;
         v[b] = mask_scores(v[b], from - b * W, to - b * W);
         all = vmax(v[b], all);
     }
@@ -231,8 +224,7 @@ typedef struct {
     i64 heads, kv_heads, dim, page_size, max_pages, q_stride, k_stride, v_stride, window;
     const void *q, *keys, *values;
     const int32_t *table;
-    int bf16, kv;
-    float cap;      // of scores; 0: none
+    int bf16, kv; float cap;      // of scores; 0: none
 } attention_args;
 INLINE void look_up_pages(const task *t, const attention_args *args, i64 p,
                           const char **k, const char **v, const char *none, int kv) {
@@ -472,8 +464,8 @@ static void store_row(void *cache, i64 slot, const char *from, const attention_a
 void attend(void *out, const void *q, const void *k, const void *v, void *keys,
             void *values, const i64 *out_loc, const int32_t *table, i64 max_pages, i64 page_size,
             i64 rows, i64 heads, i64 kv_heads, i64 dim, i64 q_stride, i64 k_stride, i64 v_stride,
-            i64 window, float cap, const task *tasks, float *parts, const i64 *merges, const i64 *counts,
-            i64 bf16, i64 kv, team *t) {
+            i64 window, float cap, const task *tasks, float *parts, const i64 *merges,
+            const i64 *counts, i64 bf16, i64 kv, team *t) {
     attention_args args = { heads, kv_heads, dim, page_size, max_pages, q_stride, k_stride,
                             v_stride, window, q, keys, values, table, bf16, kv, cap };
     i64 part_size = heads * (dim + 2);

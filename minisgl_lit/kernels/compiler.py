@@ -6,7 +6,7 @@
 __all__ = ['LEVELS', 'vectors', 'find_compiler', 'flags', 'run_compiler', 'is_ours', 'cache_folder', 'library_folder',
            'find_library', 'build_library', 'compile_c', 'Level', 'processor_features', 'levels_here', 'target_here',
            'shipped_name', 'shipped_folder', 'shipped_library', 'Pointer', 'signatures', 'open_library', 'load',
-           'exp_c']
+           'exp_c', 'cap_c']
 
 # %% ../../nbs/kernels/compiler.ipynb #41eec962
 import ctypes
@@ -310,5 +310,14 @@ INLINE vf exp_vector(vf x) {      // e to the x, for x up to 87
     vf y = 1/24.f + f * (1/120.f + f * (1/720.f));
     y = 1 + f * (1 + f * (1/2.f + f * (1/6.f + f * y)));
     return (vf)(~zero & ((vu)y + ((vu)t << 23)));
+}
+"""
+
+# %% ../../nbs/kernels/vector_math.ipynb #e42a9223
+cap_c = exp_c + r"""
+INLINE vf capped(vf x, float cap) {      // cap * tanh(x / cap)
+    vf twice = x * (2 / cap), most = (vf){0} + 80.f;
+    vu over = (vu)(twice > most);
+    return cap - 2 * cap / (1 + exp_vector((vf)(over & (vu)most | ~over & (vu)twice)));
 }
 """

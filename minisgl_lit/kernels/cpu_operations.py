@@ -111,7 +111,8 @@ class CpuOperations(Operations):
         self.lib.gated_mlp(
             y, x, gate_up.data, gate_up.form, gate_up_bias, down.data, down.form, down_bias,
             wide, narrow, scratch(x, some, gate_up, down), tokens, hidden, n,
-            GATES.index(act), x.dtype == torch.bfloat16, threads=team_size(tokens * hidden * n, 500_000))
+            GATES.index(act), x.dtype == torch.bfloat16,
+            threads=team_size(tokens * hidden * n, 500_000))
         return y
 
     # %% ../../nbs/kernels/cpu_operations.ipynb #c85a1039
@@ -222,7 +223,9 @@ INLINE void act_mul(void *y, const void *x, i64 n, i64 i, i64 end, int gelu, int
     i64 S = chunk(bf16);      // numbers i to end - 1
     for (; i + S <= end; i += S) {
         vu g = raw(at(x, i, bf16)), u = raw(at(x, n + i, bf16)), v;
-        if (bf16) v = act_mul_bf16(even(g), even(u), gelu) >> 16 | act_mul_bf16(odd(g), odd(u), gelu);
+        if (bf16)
+            v = act_mul_bf16(even(g), even(u), gelu) >> 16
+                | act_mul_bf16(odd(g), odd(u), gelu);
         else v = (vu)(activate((vf)g, gelu) * (vf)u);
         memcpy((void *)at(y, i, bf16), &v, sizeof v);
     }

@@ -10,7 +10,7 @@ __all__ = ['SIZES', 'TEXT', 'COLUMNS', 'save_random', 'attend_all', 'logits_of',
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +34,8 @@ def save_random(
     "A random model, the same each time, and its checkpoint"
     import transformers   # a tool of those who develop
     torch.manual_seed(0)
-    make = getattr(transformers, f'{name}ForCausalLM')
-    model: torch.nn.Module = make(make.config_class(**{**SIZES, **fields})).eval()
+    make: Any = getattr(transformers, f'{name}ForCausalLM')
+    model = make(make.config_class(**{**SIZES, **fields})).eval()
     biases = [o for buffer, o in model.named_buffers() if buffer.endswith('correction_bias')]
     for weight in [*model.parameters(), *biases]:
         if weight.dim() > 1: weight.data.normal_(std=.3)
@@ -106,7 +106,8 @@ def _positions(ropes: tuple[Rope, ...]) -> str:
     said = [f'none in {still} of {len(ropes)}'] if still else []
     if len(turning) > 1: said.append(f'{len(turning)} kinds')
     parts = sorted({share(o) for o in turning} - {1.0})
-    return ', '.join(said + [f'{o:.0%} of a head' for o in parts])
+    kinds = sorted({type(o).__name__ for o in turning} - {'Rope', 'PartialRope'})
+    return ', '.join(said + [f'{o:.0%} of a head' for o in parts] + kinds)
 
 def _mlp(config: ModelConfig) -> str:
     "Its class and activation, or its router, unless it is a Llama's"
@@ -128,14 +129,16 @@ def knobs(
     "In what a model differs from a Llama"
     has = [name for name, there in dict(qkv=config.qkv_bias, o=config.o_bias,
                                         MLP=config.mlp_bias).items() if there]
-    numbers = dict(embeddings=config.embed_scale, logits=config.logits_cap, scores=config.score_cap)
+    narrow = sum(map(bool, config.windows))
+    numbers = dict(embeddings=config.embed_scale, logits=config.logits_cap,
+                   scores=config.score_cap)
     changed = [f'{name} × {o:.4g}' if name == 'embeddings' else f'{name} within {o:.4g}'
                for name, o in numbers.items() if o not in (1, None)]
     found = dict(
         layer='' if type(config.layer) is Layer else type(config.layer).__name__,
         qk_norm='yes' if config.qk_norm else '', biases=' '.join(has), mlp=_mlp(config),
-        positions=_positions(config.ropes or (config.rope,)),
-        windows=f'{sum(map(bool, config.windows))} of {config.num_layers}' if config.windows else '',
+        positions=_positions(config.ropes or (config.rope,) * config.num_layers),
+        windows=f'{narrow} of {config.num_layers}' if narrow else '',
         factors=', '.join(changed))
     return {name: o for name, o in found.items() if o}
 

@@ -102,7 +102,7 @@ class EngineSpec:
         capped = {} if shard.score_cap is None else dict(score_cap=shard.score_cap)
         if backends.knows(asked):
             return backends.find(asked)(pool, page_table, shard.windows, **capped)
-        plain = TorchAttention(pool, page_table, shard.windows, **capped)
+        plain = TorchAttention(pool, page_table, shard.windows, score_cap=shard.score_cap)
         if asked == 'auto' and self.device.type == 'cpu': return plain
         why = unfit_reason(self.device, self.dtype, self.kv_dtype, shard.head_dim)
         if capped: why = 'its scores are capped'
