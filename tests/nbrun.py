@@ -120,7 +120,9 @@ _preloaded = [   # what each kernel imports, and most chapters; before there is 
     "tqdm.auto",
     "torch", "fastcore.all", "matplotlib.pyplot", "transformers.models.llama.modeling_llama",
     "fastapi", "httpx", "uvicorn", "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger",
-    "jupyter_client", "nbclient", "nbformat"]
+    "IPython.core.completerlib", "IPython.core.debugger", "IPython.core.logger", "IPython.core.oinspect",
+    "IPython.extensions.storemagic", "sqlite3", "tornado.platform.asyncio",
+    "traitlets.config.argcomplete_config", "jupyter_client", "nbclient", "nbformat"]
 _context.set_forkserver_preload(_preloaded)
 
 def preload_little():
