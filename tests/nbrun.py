@@ -119,7 +119,8 @@ _context, _starting = get_context("forkserver"), Lock()
 _preloaded = [   # what each kernel imports, and most chapters; before there is a kernel, bars are plain
     "tqdm.auto",
     "torch", "fastcore.all", "matplotlib.pyplot", "transformers.models.llama.modeling_llama",
-    "fastapi", "httpx", "uvicorn", "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger",
+    "fastapi", "httpx", "uvicorn", "hypothesis", "openai",
+    "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger",
     "IPython.core.completerlib", "IPython.core.debugger", "IPython.core.logger", "IPython.core.oinspect",
     "IPython.extensions.storemagic", "sqlite3", "tornado.platform.asyncio",
     "traitlets.config.argcomplete_config", "jupyter_client", "nbclient", "nbformat"]
