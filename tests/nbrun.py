@@ -8,7 +8,7 @@
 gpu` cells run only if `--flags` names them. What a cell writes to stderr (progress bars, warnings) is not an
 output.
 """
-import argparse, ast, gc, json, os, re, sys, time
+import argparse, ast, atexit, gc, json, os, re, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from multiprocessing import forkserver, get_context, parent_process
@@ -187,6 +187,7 @@ class Client(NotebookClient):
             except Empty:
                 if not await self.km.is_alive(): break
         await self._async_cleanup_kernel()
+        atexit.unregister(self._cleanup_kernel)   # there is nothing left to clean up
         raise RuntimeError("Kernel died before replying to kernel_info")
 
 def execute(nb, path, timeout, allow_errors=False, env={}):
