@@ -8,7 +8,7 @@
 gpu` cells run only if `--flags` names them. What a cell writes to stderr (progress bars, warnings) is not an
 output.
 """
-import argparse, ast, gc, json, os, re, sys, time
+import argparse, ast, atexit, gc, json, os, re, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from multiprocessing import forkserver, get_context, parent_process
@@ -119,8 +119,11 @@ _context, _starting = get_context("forkserver"), Lock()
 _preloaded = [   # what each kernel imports, and most chapters; before there is a kernel, bars are plain
     "tqdm.auto",
     "torch", "fastcore.all", "matplotlib.pyplot", "transformers.models.llama.modeling_llama",
-    "fastapi", "httpx", "uvicorn", "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger",
-    "jupyter_client", "nbclient", "nbformat"]
+    "fastapi", "httpx", "uvicorn", "hypothesis", "openai",
+    "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger",
+    "IPython.core.completerlib", "IPython.core.debugger", "IPython.core.logger", "IPython.core.oinspect",
+    "IPython.extensions.storemagic", "sqlite3", "tornado.platform.asyncio",
+    "traitlets.config.argcomplete_config", "jupyter_client", "nbclient", "nbformat"]
 _context.set_forkserver_preload(_preloaded)
 
 def preload_little():
@@ -184,6 +187,7 @@ class Client(NotebookClient):
             except Empty:
                 if not await self.km.is_alive(): break
         await self._async_cleanup_kernel()
+        atexit.unregister(self._cleanup_kernel)   # there is nothing left to clean up
         raise RuntimeError("Kernel died before replying to kernel_info")
 
 def execute(nb, path, timeout, allow_errors=False, env={}):

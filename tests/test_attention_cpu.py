@@ -138,7 +138,7 @@ def test_without_a_compiler(tmp_path):
 @pytest.mark.skipif(hidden, reason='no compiler')
 def test_many_processes_compile_at_once(tmp_path):
     "They start with an empty cache together; all succeed, and one library is left"
-    code = ("""
+    code = """
 import os, torch
 from minisgl_lit.kernels.compiler import load
 for child in range(4):
@@ -148,7 +148,7 @@ for child in range(4):
     os.write(1, f"{x.tolist()}\\n".encode())
     os._exit(0)
 for child in range(4): os.wait()
-""")   # noqa: E501
+"""   # noqa: E501
     env = os.environ | dict(XDG_CACHE_HOME=str(tmp_path))
     done = subprocess.run([sys.executable, '-c', code], env=env, stdout=subprocess.PIPE, text=True,
                           timeout=120)

@@ -87,7 +87,7 @@ def run_alone(house, program, *args, beside=(), given=""):
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return run.stdout
 
-@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+@pytest.mark.parametrize("family", ["Qwen3", pytest.param("Llama", marks=pytest.mark.long)])
 def test_it_answers_alone(tmp_path, family):
     "Copied into an empty folder, beside nothing of the package"
     make_checkpoint(family, model := tmp_path/"model")

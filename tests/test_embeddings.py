@@ -2,16 +2,16 @@
 must not matter."""
 import json
 import shutil
-import subprocess
-import sys
 import threading
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.sampling_params import RequestError
+from minisgl_lit.text.embedding import _doubt
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.llm import LLM
 from minisgl_lit.formats.hub import embedded_path
@@ -207,14 +207,10 @@ def test_over_http():
                    and o['document']['text'] == asked[o['index']] for o in results)
 
 
-def test_a_model_that_was_not_trained_to_rank_says_so_once():
-    """In a process of its own, by a server and then by `LLM`; the chapter on embeddings has models that are
-    called rerankers"""
-    code = ("import json, urllib.request as u\nfrom minisgl_lit import LLM, serve\nask = "
-            "json.dumps(dict(query='a', documents=['b'])).encode()\n"
-            "with serve(device='cpu', port=0, num_pages=64) as s:\n"
-            "    for _ in range(2): u.urlopen(u.Request(s.url + '/v1/rerank', ask, {'content-type': "
-            "'application/json'}))\n"
-            "with LLM(device='cpu', num_pages=64) as llm: llm.rerank('a', ['b'])")
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr.count('was trained to rank')) == (0, 1), done.stderr
+def test_a_model_that_was_not_trained_to_rank_says_so_once(small_server, capfd):
+    "By a server and then by `LLM`; the chapter on embeddings has models that are called rerankers"
+    _doubt.cache_clear()
+    body = dict(query='a', documents=['b'])
+    for _ in range(2): assert httpx.post(small_server.url + '/v1/rerank', json=body).status_code == 200
+    with LLM(device='cpu', num_pages=64) as llm: llm.rerank('a', ['b'])
+    assert capfd.readouterr().err.count('was trained to rank') == 1

@@ -56,7 +56,7 @@ class Told(Radix):
                  for key, ids in self.model.found if not isinstance(key, int)}
         assert self.index.blocks == there
 
-def test_a_copy_is_the_tree(): lives(Told, int(os.environ.get('TST_EXAMPLES', 60)), steps=25)
+def test_a_copy_is_the_tree(): lives(Told, int(os.environ.get('TST_EXAMPLES', 40)), steps=25)
 
 @pytest.mark.long
 def test_a_copy_is_the_tree_in_thousands_of_lives(): lives(Told, 3000, steps=60)

@@ -288,7 +288,7 @@ def test_engine_dies_while_it_loads(monkeypatch):
     assert not folder.exists() and engines() == before
 
 
-@pytest.mark.parametrize('end', ['stop', 'drain'])
+@pytest.mark.parametrize('end', [pytest.param('stop', marks=pytest.mark.long), 'drain'])
 def test_end_in_the_middle_of_a_restart(monkeypatch, end):
     "The engine that is being started is ended, too"
     before = engines()

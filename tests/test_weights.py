@@ -75,7 +75,7 @@ def whole(tmp_path_factory):
     config = read_config(path)
     return path, config, load_weights(path, config, torch.float32)
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_any_cut_into_files_gives_the_same_weights(whole, data, tmp_path_factory):
     path, config, weights = whole
