@@ -244,8 +244,7 @@ _decode_block_c = _task_c + r"""
 INLINE void decode_block(const attention_args *args, const char **q, i64 n,
                          const char **keys, const char **values, const char **later,
                          float *s, float *state, int kv) {
-    i64 heads = args->heads, shared = args->kv_heads, group = heads / shared;
-    i64 dim = args->dim, b = 0;
+    i64 heads = args->heads, shared = args->kv_heads, group = heads / shared, dim = args->dim, b = 0;
     for (; b + COLS <= n; b += COLS)
         scores(COLS, q, group, shared, keys + b, values + b, dim, s + b, kv);
     for (; b < n; b++)
@@ -468,15 +467,14 @@ void attend(void *out, const void *q, const void *k, const void *v, void *keys,
             const i64 *counts, i64 bf16, i64 kv, team *t) {
     attention_args args = { heads, kv_heads, dim, page_size, max_pages, q_stride, k_stride,
                             v_stride, window, q, keys, values, table, bf16, kv, cap };
-    i64 part_size = heads * (dim + 2);
-    i64 n_tasks = counts[0], n_merges = counts[1], most = counts[2];      // of tokens in a task
+    i64 part_size = heads * (dim + 2), n_tasks = counts[0], n_merges = counts[1];
     for (EACH(r, rows)) {
         store_row(keys, out_loc[r], at(k, r * k_stride, bf16), &args);
         store_row(values, out_loc[r], at(v, r * v_stride, bf16), &args);
     }
     barrier(t);
     workspace ws = {0};
-    if (most) ws = make_workspace(most, &args, bf16);
+    if (counts[2]) ws = make_workspace(counts[2], &args, bf16);      // tokens of the largest task
     for (i64 i; (i = take(t)) < n_tasks;) run_task(tasks + i, &args, &ws, out, parts);
     free(ws.q), free(ws.s);
     barrier(t);
