@@ -42,7 +42,7 @@ SAID = {
                           "logit softcapping",
     "nbs/families/experts": "GLM 4.5, MiniMax, OLMoE, FlexOlmo, dots.llm1, AFMoE, Trinity, ERNIE, "
                             "Granite MoE",
-    "guides/how-close": "accuracy, numerical difference, logits compared, same answer as transformers",
+    "guides/serve-a-checkpoint": "supported models, which models, gpt-oss, Phi-4, Mistral, Qwen3",
     "nbs/core/models.weights": "safetensors, weight loading",
     "nbs/distributed/tensor_parallel": "tensor parallel, TP, NCCL, all-reduce, multi GPU, sharding",
     "guides/tensor-parallel": "tensor parallel, TP, tensor_parallel_size, multi GPU",
@@ -67,7 +67,7 @@ SAID = {
                         "schema, constrained decoding, bitmask, vocab mask, vocabulary mask, regex, EBNF, "
                         "llguidance, grammar backend, grammar_backend",
     "guides/structured-output": "structured output, json schema, json mode, guided decoding, response_format",
-    "guides/tools": "tool calling, function calling, tools, gpt-oss",
+    "guides/tools": "tool calling, function calling, tools",
     "nbs/text/tool_calling": "tool calling, function calling",
     "nbs/text/reasoning": "reasoning parser, reasoning_content, think tags",
     "nbs/text/stop": "stop string, stop sequence, stop word",

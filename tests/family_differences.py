@@ -1,4 +1,4 @@
-"""How far the logits of each family are from those of `transformers`: the table in docs/guides/how-close.md.
+"""How far the logits of each family are from those of `transformers`: the table in the guide on checkpoints.
 
     python tests/family_differences.py            measure and print
     python tests/family_differences.py --write    and put it into the guide
@@ -18,7 +18,7 @@ from minisgl_lit.testing.random_family import knobs
 from reference import VARIANTS, load, make_checkpoint, prompts
 from test_families import FAMILIES, logits
 
-guide = Path(__file__).resolve().parents[1]/'docs/guides/how-close.md'
+guide = Path(__file__).resolve().parents[1]/'docs/guides/serve-a-checkpoint.md'
 BEGIN, END = '<!-- by tests/family_differences.py -->\n', '<!-- end -->\n'
 CORE = {'Llama': ('Llama', {}), 'Mistral': VARIANTS['window everywhere'], 'Qwen2': ('Qwen2', {}),
         'Qwen3': ('Qwen3', {}), 'Qwen2Moe': VARIANTS['shared expert'], 'Qwen3Moe': VARIANTS['experts']}

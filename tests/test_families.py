@@ -36,8 +36,9 @@ table = {**llamas.table, **dense.table, **experts.table}
 two = dict(full_attention=dict(rope_type='default', rope_theta=1e5),
            sliding_attention=dict(rope_type='default', rope_theta=1e3))
 mixed = dict(layer_types=['sliding_attention', 'full_attention', 'sliding_attention'], sliding_window=9)
-groups = tokens | dict(n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=24, n_group=4, topk_group=2,
-                       first_k_dense_replace=1, num_experts_per_tok=3, routed_scaling_factor=2.5, norm_topk_prob=True)
+groups = tokens | dict(n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=24, n_group=4,
+                       topk_group=2, first_k_dense_replace=1, num_experts_per_tok=3,
+                       routed_scaling_factor=2.5, norm_topk_prob=True)
 FAMILIES = {   # by the name of their classes
     'Phi3': tokens | half | dict(sliding_window=9, tie_word_embeddings=False),
     'Glm': tokens | half | dict(attention_bias=True),
@@ -54,8 +55,10 @@ FAMILIES = {   # by the name of their classes
     'GraniteMoeHybrid without positions': tokens | factors | dict(hidden_size=64,
         layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80,
                                                                   position_embedding_type='nope'),
-    'Gemma': tokens, 'Olmo2': tokens, 'Arcee': tokens, 'SmolLM3': tokens | dict(sliding_window=None),
-    'Gemma3': tokens | mixed | dict(query_pre_attn_scalar=20, rope_parameters=two, final_logit_softcapping=4.),
+    'Gemma': tokens, 'Olmo2': tokens, 'Arcee': tokens,
+    'SmolLM3': tokens | dict(sliding_window=None, no_rope_layers=[1, 0, 1]),
+    'Gemma3': tokens | mixed | dict(query_pre_attn_scalar=20, rope_parameters=two,
+                                    final_logit_softcapping=4.),
     'Olmo3': tokens | mixed | dict(rope_parameters=two), 'Exaone4': tokens | mixed,
     'Cohere': tokens | dict(logit_scale=.5), 'Cohere2': tokens | mixed | dict(logit_scale=.5),
     'Glm4': tokens | half | dict(attention_bias=True), 'HunYuanDenseV1': tokens, 'Apertus': tokens,
@@ -63,7 +66,6 @@ FAMILIES = {   # by the name of their classes
     'StableLm': tokens | half | dict(use_qkv_bias=True, hidden_size=64, head_dim=None,
                                      tie_word_embeddings=False),
     'Nemotron': tokens | half,
-    'SmolLM3 with positions in two layers': tokens | dict(sliding_window=None, no_rope_layers=[1, 0, 1]),
     'Olmoe': tokens | dict(hidden_size=64, head_dim=None, num_experts=5, num_experts_per_tok=2),
     'FlexOlmo': tokens | dict(num_experts=5, num_experts_per_tok=2),
     'Glm4Moe': half | groups | dict(use_qk_norm=True), 'Dots1': groups | mixed,
@@ -247,7 +249,8 @@ def test_the_quick_ones_use_everything_once(tmp_path):
         assert by_name[name] - others, f'{name} uses nothing that no other of them uses'
 
 # what torch computes
-TORCH = {'MoeMlp', 'RoutedMlp', 'GatedMlp', 'PlainMlp', 'XieluMlp', 'LayerNorms', 'GatedSandwich', 'capped logits'}
+TORCH = {'MoeMlp', 'RoutedMlp', 'GatedMlp', 'PlainMlp', 'XieluMlp', 'LayerNorms', 'GatedSandwich',
+         'capped logits'}
 
 @recorded.needs_compiler
 @those(('Olmo3',))

@@ -13,11 +13,10 @@ from ..core.models.checkpoint import (
     Family, read_count, read_field, read_optional, read_windows)
 from ..core.models.decoder import Mlp
 from .edits import (
-    Model, Row, dropped, fused_gate_up, of_config, plus_one, planes, renamed, scaled, serve)
+    Model, Row, dropped, fused_gate_up, plus_one, planes, renamed, scaled, serve)
 from .layers import (
     LayerNorms, NormAfterRope, Olmo, ParallelLayerNorms, PostNorm, Sandwich)
-from .llamas import (
-    LONG, NOWHERE, Raw, in_every, on_logits, usual, usual_rope)
+from .llamas import NOWHERE, Raw, in_every, on_logits, usual
 from .mlps import ACTIVATIONS, GatedMlp, PlainMlp, XieluMlp
 
 # %% ../../nbs/families/dense.ipynb #9bb0cd05
@@ -183,14 +182,15 @@ def _nemotron(raw: Raw) -> Raw:
     return norm_eps('norm_eps')(usual(
         partial_rotary_factor=.5, max_position_embeddings=4096)(_acts(raw)))
 
-_apertus_rope = usual_rope(rope_type='llama3', rope_theta=12e6, factor=8.0, low_freq_factor=1.0,
-                           high_freq_factor=4.0, original_max_position_embeddings=8192)
+_APERTUS_ROPE = dict(rope_type='llama3', rope_theta=12e6, factor=8.0, low_freq_factor=1.0,
+                     high_freq_factor=4.0, original_max_position_embeddings=8192)
 def _apertus(raw: Raw) -> Raw:
     "Its own activation"
     if (act := raw.get('hidden_act', 'xielu')) != 'xielu':
         raise ValueError(f'hidden_act={act!r:.80} of config.json is not served; only xielu is')
     raw = usual(rms_norm_eps=1e-5, rope_theta=12e6, max_position_embeddings=65536)(raw)
-    raw = _apertus_rope(raw)
+    if not raw.get('rope_parameters') and 'rope_scaling' not in raw:
+        raw = raw | dict(rope_parameters=_APERTUS_ROPE)
     return {name: o for name, o in raw.items() if name != 'hidden_act'}
 
 # %% ../../nbs/families/dense.ipynb #7e84d600
@@ -241,7 +241,7 @@ table: Mapping[str, Row] = dict(
     Glm4ForCausalLM=(
         Family(o_bias=False, layer=Sandwich(), partial_rope=True, as_llama=usual(
             head_dim=128, rms_norm_eps=1.5625e-7, attention_bias=True, partial_rotary_factor=.5,
-            max_position_embeddings=LONG)),
+            max_position_embeddings=131072)),
         (_glm_4_names, fused_gate_up, planes(True))),
     HunYuanDenseV1ForCausalLM=(Family(qk_norm=True, layer=NormAfterRope(), as_llama=hunyuan),
                                (_hunyuan_names,)),

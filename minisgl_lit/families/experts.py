@@ -14,7 +14,7 @@ from ..core.models.decoder import DenseMlp, Mlp
 from .dense import hunyuan, none, only_in_windows, windowed
 from .edits import Model, Row, TensorPart, planes, renamed, serve
 from .layers import GatedSandwich, NormAfterRope, Olmo, WholeNorm
-from .llamas import LONG, Raw, factors, granite, usual
+from .llamas import Raw, factors, granite, usual
 from .mlps import RoutedMlp
 
 # %% ../../nbs/families/experts.ipynb #5a28ea4e
@@ -65,7 +65,7 @@ def _glm(raw: Raw) -> Raw:
     return _deepseek_like(usual(
         rms_norm_eps=1e-5, partial_rotary_factor=.5, n_shared_experts=1, n_routed_experts=128,
         num_experts_per_tok=8, moe_intermediate_size=1408, first_k_dense_replace=1,
-        max_position_embeddings=LONG)(raw))
+        max_position_embeddings=131072)(raw))
 
 def _dots(raw: Raw) -> Raw:
     "Windows from some layer on"
@@ -104,7 +104,7 @@ def _afmoe(raw: Raw) -> Raw:
 def _ernie(raw: Raw) -> Raw:
     "Experts in every so many layers, from one to another"
     raw = usual(rope_theta=5e5, rms_norm_eps=1e-5, tie_word_embeddings=True, moe_layer_interval=1,
-                max_position_embeddings=LONG, moe_layer_start_index=1, moe_num_shared_experts=2,
+                max_position_embeddings=131072, moe_layer_start_index=1, moe_num_shared_experts=2,
                 moe_intermediate_size=1536)(raw)
     bias, n = read_field(raw, 'use_bias', bool, False), read_count(raw, 'num_hidden_layers')
     last = read_field(raw, 'moe_layer_end_index', int, n - 1, low=-1)

@@ -128,6 +128,7 @@ def knobs(
     "In what a model differs from a Llama"
     has = [name for name, there in dict(qkv=config.qkv_bias, o=config.o_bias,
                                         MLP=config.mlp_bias).items() if there]
+    narrow = sum(map(bool, config.windows))
     numbers = dict(embeddings=config.embed_scale, logits=config.logits_cap)
     changed = [f'{name} × {o:.4g}' if name == 'embeddings' else f'{name} within {o:.4g}'
                for name, o in numbers.items() if o not in (1, None)]
@@ -135,8 +136,7 @@ def knobs(
         layer='' if type(config.layer) is Layer else type(config.layer).__name__,
         qk_norm='yes' if config.qk_norm else '', biases=' '.join(has), mlp=_mlp(config),
         positions=_positions(config.ropes or (config.rope,) * config.num_layers),
-        windows=('' if not config.windows else
-                 f'{sum(map(bool, config.windows))} of {config.num_layers}'),
+        windows=f'{narrow} of {config.num_layers}' if narrow else '',
         factors=', '.join(changed))
     return {name: o for name, o in found.items() if o}
 
