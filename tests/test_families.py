@@ -409,8 +409,9 @@ def test_a_wrong_file_is_one_sentence(tmp_path, name):
             tried(dict(rope_parameters=rope | {field: value}))
     for tensor in [o for o in stored.tensors if 'layers.0' in o or 'layers' not in o]:
         value = stored.tensors[tensor]
-        for other in (value[:-1], torch.cat([value, value[:1]]), value[:0],
-                      value[0, 0] if value.dim() > 1 else value[0], value[..., None], value.int()):
+        rows = value if value.dim() else value[None]   # a single number is a row
+        for other in (rows[:-1], torch.cat([rows, rows[:1]]), rows[:0],
+                      rows[0, 0] if rows.dim() > 1 else rows[0], rows[..., None], rows.int()):
             tried({}, {tensor: other})
         tried({}, {tensor.replace('.weight', '.bias'): torch.zeros(3)})
     for stray in ('x', 'model.x', 'a.qkv_proj.b'): tried({}, {stray: torch.ones(2)})

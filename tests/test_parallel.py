@@ -70,7 +70,7 @@ def test_parts_add_up(drawn, seed):
     ids = torch.arange(4) % config.vocab_size
     def same(part, join):
         torch.testing.assert_close(join([part(o) for o in ranks]), part(whole), rtol=1e-3, atol=1e-4)
-    same(lambda m: m._embed(ids), sum)
+    same(lambda m: m.embed(ids), sum)
     for i in range(2):
         same(lambda m: m.attention(i, x, m.angles(torch.arange(4)), attend), sum)
         same(lambda m: m.mlps[i].forward(x, m.layers[i], m.operations), sum)
