@@ -244,8 +244,8 @@ _decode_block_c = _task_c + r"""
 INLINE void decode_block(const attention_args *args, const char **q, i64 n,
                          const char **keys, const char **values, const char **later,
                          float *s, float *state, int kv) {
-    i64 heads = args->heads, shared = args->kv_heads, group = heads / shared, dim = args->dim, b = 0;
-    for (; b + COLS <= n; b += COLS)
+    i64 heads = args->heads, shared = args->kv_heads, group = heads / shared, dim = args->dim, b;
+    for (b = 0; b + COLS <= n; b += COLS)
         scores(COLS, q, group, shared, keys + b, values + b, dim, s + b, kv);
     for (; b < n; b++)
         scores(1, q, group, shared, keys + b, values + b, dim, s + b, kv);
