@@ -542,7 +542,7 @@ def layer_counts(case: Case) -> dict:
         with torch.inference_mode():
             angles = model.angles(step.metadata.block.positions)
             device.kernels.clear()
-            with Kernels() as seen: model.layer(0, x, more, angles, attend, slots)
+            with Kernels() as seen: model.config.layer.forward(model, 0, x, more, (angles, attend, slots))
         kernels = device.kernels + seen.by_name
         return dict(kernels=kernels.total(), by_name=dict(kernels))
 

@@ -321,7 +321,7 @@ def test_longrope_within_and_beyond_the_original_context(tmp_path):
 
 SEEING = [('Mistral3', 'mistral', {}), ('InternVL', 'qwen2', dict(image_size=[28, 28], patch_size=[14, 14])),
           ('InternVL', 'qwen3', dict(image_size=[28, 28], patch_size=[14, 14])),
-          ('SmolVLM', 'llama', {})]
+          ('SmolVLM', 'llama', {}), ('Gemma3', 'gemma3_text', {})]
 
 @pytest.mark.parametrize('name, text, vision',
                          [pytest.param(*o, marks=[pytest.mark.long] * (i > 0)) for i, o in enumerate(SEEING)])

@@ -20,12 +20,12 @@ from minisgl_lit.core.models.checkpoint import Family, families
 from minisgl_lit.core.models.weights import quant_methods, sources
 from minisgl_lit.families.edits import edited
 
-def plus_one(part, model):
+def plus_two(part, model):
     "Norms are stored without the 1 that is added to them"
     return [part]
 
 families.register('NovaForCausalLM', Family(qk_norm=True, shared_expert=True))
-sources.register('NovaForCausalLM', edited(plus_one))
+sources.register('NovaForCausalLM', edited(plus_two))
 quant_methods.register('steps', None)
 """
 
@@ -59,9 +59,9 @@ def test_what_is_listed_is_what_is_registered(run, plugin):
         assert data['weights']['quant_methods'] == quant_methods.names
         section = told.partition('\n\n')[0].splitlines()[1:]
         assert [o.split()[0] for o in section if o[2] != ' '] == [*families]
-    assert 'QK norm, shared expert; loading: plus_one' in told and 'Norms are stored without the 1' in told
+    assert 'QK norm, shared expert; loading: plus_two' in told and 'Norms are stored without the 1' in told
     assert data['families']['NovaForCausalLM'] == dict(
-        differs=dict(qk_norm=True, shared_expert=True), edits=['plus_one'])
+        differs=dict(qk_norm=True, shared_expert=True), edits=['plus_two'])
 
 def test_a_field_that_makes_a_difference_is_shown(run, monkeypatch):
     "Whatever a row has that a Llama has not"
@@ -88,7 +88,7 @@ def test_refused_is_1_and_not_found_is_2(run, tmp_path, plugin):
     with pytest.raises(ValueError) as refusal: read_config(nova)
     assert last['found'] == f'no: {refusal.value}'
     code, told, _ = run('doctor', nova, '--plugins', plugin)
-    assert code == 0 and 'QK norm, shared expert; loading: plus_one' in told
+    assert code == 0 and 'QK norm, shared expert; loading: plus_two' in told
     for name in tmp_path/'nowhere', 'hf:a/b/c.gguf':
         code, told, err = run('doctor', name)
         assert (code, told, err.count('\n')) == (2, '', 1) and err.startswith('minisgl-lit doctor: ')
@@ -144,6 +144,6 @@ def test_the_guide_which_models_is_made_of_the_registry(plugin, run, monkeypatch
             section = made.partition(f'## {title}\n')[2].partition('\n## ')[0]
             return re.findall(r'(?m)^\| `([^`]+)`', section)
         assert first('Families') == [*families] and ('NovaForCausalLM' in made) == nova
-        assert first('Edits') == [*data['edits']] and ('`plus_one`' in made) == nova
+        assert first('Edits') == [*data['edits']] and ('`plus_two`' in made) == nova
         for name in (o for names in data['weights'].values() for o in names): assert f'`{name}`' in made
     assert {*re.findall(r'`(\w+For[A-Z]\w+)`', guide)} <= {*families}

@@ -173,9 +173,11 @@ def test_reading_says_what_it_must(tmp_path):
     "A sound file of each family is read, so that the test above does not only see refusals"
     for family in families:
         sees = family.endswith('ForConditionalGeneration')   # and has a language model inside
-        raw = dict(text_config=SOUND | dict(model_type='qwen3')) if sees else SOUND
+        kind, inside = (('gemma3_text', 'Gemma3ForCausalLM') if family.startswith('Gemma')
+                        else ('qwen3', 'Qwen3ForCausalLM'))
+        raw = dict(text_config=SOUND | dict(model_type=kind)) if sees else SOUND
         (tmp_path/'config.json').write_text(json.dumps(raw | dict(architectures=[family])))
-        assert read_config(tmp_path).architecture == ('Qwen3ForCausalLM' if sees else family)
+        assert read_config(tmp_path).architecture == (inside if sees else family)
 
 @pytest.fixture(scope='module')
 def sound(tmp_path_factory):
