@@ -142,7 +142,7 @@ def _cohere(raw: Raw) -> Raw:
 
 def _cohere_2(raw: Raw) -> Raw:
     "Windows and positions in three layers of four"
-    raw = usual(rope_theta=1e4, sliding_window=4096, head_dim=128)(raw)
+    raw = usual(rope_theta=1e4, sliding_window=4096)(raw)
     return windowed(_cohere(raw), 'sliding_window_pattern', 4)
 
 _smol_usual = usual(rope_theta=2e6, tie_word_embeddings=True, max_position_embeddings=32768)
