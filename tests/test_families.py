@@ -405,16 +405,18 @@ def test_a_family_of_ones_own(tmp_path, monkeypatch):
     with torch.inference_mode(): right = model(ids[None]).logits[0]
     assert (logits(tmp_path, read_config(tmp_path)) - right).abs().max() < 1e-5 * right.abs().max()
 
-# as their makers wrote them, but for sizes: other spellings, fields that `transformers` would not write
-small = dict(vocab_size=199, hidden_size=64, intermediate_size=80, num_attention_heads=4, num_key_value_heads=2,
-             max_position_embeddings=512, initializer_range=.2, eos_token_id=198, bos_token_id=197, pad_token_id=196)
+# as their makers wrote them, but for sizes: other spellings, fields that `transformers` does not write
+small = dict(vocab_size=199, hidden_size=64, intermediate_size=80, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=512, initializer_range=.2, eos_token_id=198,
+             bos_token_id=197, pad_token_id=196)
 stretched = dict(factor=16., high_freq_factor=4., low_freq_factor=1., original_max_position_embeddings=32)
 alpha = dict(alpha=1000., beta_fast=32, beta_slow=1, factor=1., mscale=1., mscale_all_dim=1., type='dynamic')
 AS_PUBLISHED = {
     'Gemma, called gelu': ('Gemma', 'gemma', dict(hidden_act='gelu', head_dim=16, rope_theta=1e4)),
     'Gemma 3 1B': ('Gemma3', 'gemma3_text', dict(
-        num_hidden_layers=7, head_dim=16, query_pre_attn_scalar=20, rope_local_base_freq=10000, rope_theta=1000000,
-        rope_scaling=dict(factor=8., rope_type='linear'), sliding_window=8, sliding_window_pattern=6)),
+        num_hidden_layers=7, head_dim=16, query_pre_attn_scalar=20, rope_local_base_freq=10000,
+        rope_theta=1000000, sliding_window=8, sliding_window_pattern=6,
+        rope_scaling=dict(factor=8., rope_type='linear'))),
     'OLMo 3': ('Olmo3', 'olmo3', dict(
         num_hidden_layers=5, rope_theta=500000, sliding_window=8, rope_scaling=dict(
             attention_factor=1.2, beta_fast=32, beta_slow=1, factor=8., original_max_position_embeddings=32,
@@ -439,11 +441,12 @@ AS_PUBLISHED = {
     'StarCoder 2': ('Starcoder2', 'starcoder2', dict(
         norm_epsilon=1e-5, norm_type='layer_norm', mlp_type='default', sliding_window=8, use_bias=True)),
     'MiniMax M2': ('MiniMaxM2', 'minimax_m2', dict(
-        attn_type_list=[1] * 3, head_dim=16, intermediate_size=24, num_local_experts=8, num_experts_per_tok=3,
-        rotary_dim=8, scoring_func='sigmoid', shared_intermediate_size=0, use_mtp=True, num_mtp_modules=3)),
+        attn_type_list=[1] * 3, head_dim=16, intermediate_size=24, num_local_experts=8,
+        num_experts_per_tok=3, rotary_dim=8, scoring_func='sigmoid', shared_intermediate_size=0, use_mtp=True,
+        num_mtp_modules=3)),
     'Trinity': ('Afmoe', 'afmoe', dict(
-        num_hidden_layers=5, head_dim=16, moe_intermediate_size=24, mup_enabled=True, n_group=1, num_experts=8,
-        num_experts_per_tok=3, num_dense_layers=2, num_shared_experts=1, route_norm=True, route_scale=2.8,
+        num_hidden_layers=5, head_dim=16, moe_intermediate_size=24, mup_enabled=True, n_group=1,
+        num_experts=8, num_experts_per_tok=3, num_dense_layers=2, num_shared_experts=1, route_norm=True, route_scale=2.8,
         score_func='sigmoid', sliding_window=8, global_attn_every_n_layers=4)),
     'ERNIE 4.5 21B': ('Ernie4_5_Moe', 'ernie4_5_moe', dict(
         moe_num_experts=8, moe_k=3, moe_intermediate_size=24, moe_layer_start_index=1, moe_layer_end_index=2,
@@ -475,7 +478,8 @@ def greedy(model, prompt):
     "What it says, computed anew for each token"
     ids = list(prompt)
     for _ in range(MAX_NEW):
-        with torch.inference_mode(): ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        with torch.inference_mode(): scores = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        ids.append(int(scores.argmax()))
         if ids[-1] == 198: break
     return ids[len(prompt):]
 
@@ -525,7 +529,8 @@ def test_router_biases_keep_all_their_bits(tmp_path):
     made = load_weights(tmp_path/'model', read_config(tmp_path/'model'), torch.bfloat16, progress=False)
     for name, right in biases.items():
         found = made[name.replace('moe_statics', 'gate')].float().view(3, -1).sum(0)
-        assert torch.equal(found, right.flatten()) and not torch.equal(found, right.flatten().bfloat16().float())
+        right = right.flatten()
+        assert torch.equal(found, right) and not torch.equal(found, right.bfloat16().float())
 
 def test_experts_stacked_in_another_shape(tmp_path):
     "They are cut by rows and columns that are not there, and would be garbage"
@@ -534,8 +539,8 @@ def test_experts_stacked_in_another_shape(tmp_path):
         name = f'model.layers.1.block_sparse_moe.{part}.weight'
         value = stored.tensors[name]
         for other in (value.mT, value[..., :-1], value[:, :-1], value[..., None], value[:, 0, 0], value[0]):
-            stored.refused(f'tensor {name} of the checkpoint has shape {list(other.shape)}; config.json asks for '
-                           f'{list(value.shape)}', {}, {name: other})
+            stored.refused(f'tensor {name} of the checkpoint has shape {list(other.shape)}; config.json '
+                           f'asks for {list(value.shape)}', {}, {name: other})
 
 @pytest.mark.long
 @pytest.mark.parametrize('name', ['Olmo2', 'MiniMaxM2', 'Afmoe', 'Cohere2', 'Starcoder2', 'GraniteMoe'])

@@ -14,7 +14,7 @@ from ..core.models.checkpoint import (
     Family, read_count, read_field, read_optional, read_windows)
 from ..core.models.decoder import Mlp
 from .edits import (
-    Model, Row, dropped, fused_gate_up, of_config, plus_one, planes, renamed, scaled, serve)
+    Model, Row, dropped, fused_gate_up, plus_one, planes, renamed, scaled, serve)
 from .layers import (
     LayerNorms, NormAfterRope, Olmo, ParallelLayerNorms, PostNorm, Sandwich)
 from .llamas import (

@@ -9,8 +9,6 @@ __all__ = ['table', 'routed']
 import math
 from collections.abc import Callable, Mapping
 
-import torch
-
 from ..core.models.checkpoint import (
     Family, read_count, read_experts, read_field, read_optional)
 from ..core.models.decoder import DenseMlp, Mlp

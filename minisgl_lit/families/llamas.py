@@ -78,7 +78,7 @@ def text_of(
     "Its language model"
     text = read_field(raw, 'text_config', dict, {})
     kind = read_optional(text, 'model_type', str)
-    if kind not in known:
+    if kind is None or kind not in known:
         raise ValueError(f'text_config of config.json has model_type={kind!r:.80}; known are '
                          f'{", ".join(known)}')
     above = {name: raw[name] for name in KEPT if raw.get(name) is not None}
