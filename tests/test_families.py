@@ -446,8 +446,8 @@ AS_PUBLISHED = {
         num_mtp_modules=3)),
     'Trinity': ('Afmoe', 'afmoe', dict(
         num_hidden_layers=5, head_dim=16, moe_intermediate_size=24, mup_enabled=True, n_group=1,
-        num_experts=8, num_experts_per_tok=3, num_dense_layers=2, num_shared_experts=1, route_norm=True, route_scale=2.8,
-        score_func='sigmoid', sliding_window=8, global_attn_every_n_layers=4)),
+        num_experts=8, num_experts_per_tok=3, num_dense_layers=2, num_shared_experts=1, route_norm=True,
+        route_scale=2.8, score_func='sigmoid', sliding_window=8, global_attn_every_n_layers=4)),
     'ERNIE 4.5 21B': ('Ernie4_5_Moe', 'ernie4_5_moe', dict(
         moe_num_experts=8, moe_k=3, moe_intermediate_size=24, moe_layer_start_index=1, moe_layer_end_index=2,
         moe_gate='topk', moe_use_aux_free=True, num_nextn_predict_layers=1)),
