@@ -145,6 +145,10 @@ def _granite(raw: Raw) -> Raw:
         norm_topk_prob=False)
 
 # %% ../../nbs/families/experts.ipynb #a21258af
+def _experts(model: Model) -> int:
+    "Of a layer that has some; 0: none has"
+    return max((o.num_experts for o in model.config.mlps if isinstance(o, RoutedMlp)), default=0)
+
 def _stacked(part: TensorPart, model: Model) -> list[TensorPart]:
     "A tensor for each expert"
     before, found, _ = part.name.partition('block_sparse_moe.')
@@ -152,7 +156,7 @@ def _stacked(part: TensorPart, model: Model) -> list[TensorPart]:
     hidden, width = model.config.hidden_size, read_count(model.raw, 'intermediate_size')
     def cut(e: int, name: str, begin: int, n: int, of: tuple[int, int]) -> TensorPart:
         return TensorPart(f'{before}mlp.experts.{e}.{name}.weight', e, 1,
-                          lambda rows: rows[0, begin:begin + n], (n, of[1]), (part.n, *of))
+                          lambda rows: rows[0, begin:begin + n], (n, of[1]), (_experts(model), *of))
     if part.name.endswith('.input_linear.weight'):
         return [cut(e, name, width * i, width, (2 * width, hidden)) for e in range(part.n)
                 for i, name in enumerate(('gate_proj', 'up_proj'))]
@@ -163,7 +167,7 @@ def _stacked(part: TensorPart, model: Model) -> list[TensorPart]:
 def _exact_bias(part: TensorPart, model: Model) -> list[TensorPart]:
     "What a router chooses by, without rounding; some have a dimension too much"
     if not part.name.endswith(BIAS): return [part]
-    n = max((o.num_experts for o in model.config.mlps if isinstance(o, RoutedMlp)), default=0)
+    n = _experts(model)
     stored = (1, n) if part.n == 1 < n else (n,)
     return [part.then(lambda rows: apart(rows.flatten()))._replace(shape=(3 * n,), asked=stored)]
 
