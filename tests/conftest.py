@@ -35,6 +35,8 @@ def small_server():
 def pytest_configure(config): settings.load_profile("long" if is_long(config) else "default")
 
 def pytest_collection_modifyitems(config, items):
+    # the longest of all, first: else one worker has it left when all others have nothing to do
+    items.sort(key=lambda item: "test_fake_gpu" not in item.nodeid)
     if is_long(config): return
     for item in items:
         if "long" in item.keywords: item.add_marker(pytest.mark.skip(reason="long: --long or TST_LONG=1"))

@@ -391,7 +391,7 @@ class Stored:
 
 ODD = None, 'x', True, -1, 0, 1.5, [], [[1]], {}, 10**30, 1e308
 
-@every
+@those(('Phi3', 'Mixtral'))
 def test_a_wrong_file_is_one_sentence(tmp_path, name):
     "It names a field of config.json or a tensor of the checkpoint, and is never another error"
     stored = Stored(name, tmp_path)

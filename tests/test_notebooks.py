@@ -23,7 +23,8 @@ FOR_A_WHILE = ["experiments/fewer_bits", "experiments/prefill_apart", "experimen
                "experiments/chunk_size", "experiments/fairness", "experiments/overlap",
                "experiments/admission", "experiments/second_tier", "tools/scheduler_cost", "tools/embedded",
                "main", "cli", "server/engine_process", "server/engine_client", "kernels/plan",
-               "tools/simulator", "tools/bench", "tools/batch", "tools/quantize", "tools/routing"]
+               "tools/simulator", "tools/bench", "tools/load_generator", "tools/batch", "tools/quantize",
+               "tools/routing"]
 
 # of the others, cells of half a second and more of which no later cell needs a name: by chapter, their ids.
 # These only measure,
