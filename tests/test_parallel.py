@@ -1,6 +1,6 @@
 """Ranks: parts that add up to the whole, whatever the shapes; the same tokens from two and four processes;
 and no process that stays."""
-import json, os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -17,7 +17,8 @@ from minisgl_lit.core.request import Batch, ForwardMode, LogprobRequests
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.core.device import ProcessGroup
 from minisgl_lit.runtime import build
-from minisgl_lit.distributed.tensor_parallel import (BatchMsg, PromptWrite, StepMsg, TableUpdate, decode,
+from minisgl_lit.distributed.tensor_parallel import (BatchMsg, PromptWrite, StepMsg, TableUpdate,
+    TorchProcessGroup, decode,
     encode)
 from minisgl_lit.llm import LLM
 from minisgl_lit.server.serve import serve
@@ -240,6 +241,25 @@ llm = LLM(device='cpu', num_pages=50, tp=2)
 print(llm.runtime.ranks.processes[0].pid, flush=True)
 while True: llm.generate('Hello', SamplingParams(max_tokens=50, ignore_eos=True))
 '''
+
+def test_a_rank_that_says_nothing_any_more(tmp_path):
+    "Whoever waits for it learns of its end within seconds, even if its connection stays open"
+    code = f'''
+import time, torch
+from pathlib import Path
+from minisgl_lit.distributed.tensor_parallel import TorchProcessGroup
+TorchProcessGroup.join(1, 2, Path({str(tmp_path/'meet')!r}), torch.device('cpu'))
+time.sleep(60)
+'''
+    other, ended = subprocess.Popen([sys.executable, '-c', code]), []
+    try:
+        group = TorchProcessGroup.join(0, 2, tmp_path/'meet', torch.device('cpu'),
+                                       failure=lambda: ended[0] if ended else None)
+        threading.Timer(1.5, ended.append, ['rank 1 has ended']).start()
+        with pytest.raises(ConnectionError, match='rank 1 has ended'): group.all_reduce(torch.zeros(3))
+    finally:
+        other.kill()
+        other.wait()
 
 def test_ranks_do_not_outlive_rank_0():
     "Killed while it computes"

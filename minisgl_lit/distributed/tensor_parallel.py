@@ -59,6 +59,7 @@ class TorchProcessGroup(ProcessGroup):
     "Ranks that compute collectives through torch. All call the same, in the same order, or wait."
     backend: Backend = field(kw_only=True)   # Torch's part, that sends and adds
     failure: Callable[[], str | None] = field(kw_only=True)   # Which rank has ended, if known
+    look_after: timedelta = timedelta(0)   # How often a wait looks whether one has; 0: never
 
     @classmethod
     def join(
@@ -73,16 +74,22 @@ class TorchProcessGroup(ProcessGroup):
         "Meet the other ranks; waits until all are there"
         store = FileStore(str(file), size)
         backend = _backend(store, rank, size, device, timedelta(seconds=timeout))
-        group = cls(rank, size, backend=backend, failure=failure)
+        # torch does not always hear of an end; on a GPU a wait with a limit would hold the host
+        look_after = timedelta(seconds=1 if device.type == 'cpu' else 0)
+        group = cls(rank, size, backend=backend, failure=failure, look_after=look_after)
         group.all_reduce(torch.zeros(1, device=device))   # connects all ranks
         return group
 
     def _wait(self, work: Work) -> None:
         "Wait for the others; `ConnectionError` if one has ended"
-        try: work.wait()
-        except RuntimeError as e:
-            known = self.failure() or f'rank {self.rank} of {self.size} has lost the others'
-            raise ConnectionError(known) from e
+        while True:
+            try: work.wait(self.look_after)
+            except RuntimeError as e:
+                known = self.failure()
+                if not known and self.look_after and not work.is_completed(): continue
+                lost = f'rank {self.rank} of {self.size} has lost the others'
+                raise ConnectionError(known or lost) from e
+            return
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         "Add up over all ranks, in place"
