@@ -248,7 +248,7 @@ def test_a_rank_that_says_nothing_any_more(tmp_path):
 import time, torch
 from pathlib import Path
 from minisgl_lit.distributed.tensor_parallel import TorchProcessGroup
-TorchProcessGroup.join(1, 2, Path({str(tmp_path/'meet')!r}), torch.device('cpu'))
+group = TorchProcessGroup.join(1, 2, Path({str(tmp_path/'meet')!r}), torch.device('cpu'))
 time.sleep(60)
 '''
     other, ended = subprocess.Popen([sys.executable, '-c', code]), []
