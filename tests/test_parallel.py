@@ -1,6 +1,7 @@
 """Ranks: parts that add up to the whole, whatever the shapes; the same tokens from two and four processes;
 and no process that stays."""
 import json, os, signal, subprocess, sys, threading, time
+from datetime import timedelta
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -260,6 +261,19 @@ time.sleep(60)
     finally:
         other.kill()
         other.wait()
+
+def test_a_rank_that_is_only_slow_is_waited_for():
+    "A wait that ends without an answer is no loss, nor is one whose answer comes just behind it; an error is"
+    class Late:
+        def __init__(self, fails): self.waits, self.fails = 0, fails
+        def wait(self, seconds):
+            self.waits += 1
+            if self.waits < 3: raise RuntimeError('Operation timed out!')
+        def is_success(self): return not (self.fails and self.waits == 2)
+    group = TorchProcessGroup(0, 2, backend=None, failure=lambda: None, look_after=timedelta(seconds=1))
+    group._wait(late := Late(fails=False))
+    assert late.waits == 3
+    with pytest.raises(ConnectionError, match='rank 0 of 2 has lost the others'): group._wait(Late(fails=True))
 
 def test_ranks_do_not_outlive_rank_0():
     "Killed while it computes"

@@ -86,7 +86,7 @@ class TorchProcessGroup(ProcessGroup):
             try: work.wait(self.look_after)
             except RuntimeError as e:
                 known = self.failure()
-                if not known and self.look_after and not work.is_completed(): continue
+                if not known and self.look_after and work.is_success(): continue   # only slow
                 lost = f'rank {self.rank} of {self.size} has lost the others'
                 raise ConnectionError(known or lost) from e
             return
