@@ -266,14 +266,16 @@ def test_a_rank_that_is_only_slow_is_waited_for():
     "A wait that ends without an answer is no loss, nor is one whose answer comes just behind it; an error is"
     class Late:
         def __init__(self, fails): self.waits, self.fails = 0, fails
-        def wait(self, seconds):
+        def is_completed(self): return self.waits >= 2   # just behind the second wait
+        def wait(self, seconds=None):
             self.waits += 1
             if self.waits < 3: raise RuntimeError('Operation timed out!')
-        def is_success(self): return not (self.fails and self.waits == 2)
+            if self.fails: raise RuntimeError('Connection closed by peer')
     group = TorchProcessGroup(0, 2, backend=None, failure=lambda: None, look_after=timedelta(seconds=1))
     group._wait(late := Late(fails=False))
     assert late.waits == 3
-    with pytest.raises(ConnectionError, match='rank 0 of 2 has lost the others'): group._wait(Late(fails=True))
+    with pytest.raises(ConnectionError, match='rank 0 of 2 has lost the others'):
+        group._wait(Late(fails=True))
 
 def test_ranks_do_not_outlive_rank_0():
     "Killed while it computes"

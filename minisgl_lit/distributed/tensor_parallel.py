@@ -82,14 +82,14 @@ class TorchProcessGroup(ProcessGroup):
 
     def _wait(self, work: Work) -> None:
         "Wait for the others; `ConnectionError` if one has ended"
-        while True:
+        while self.look_after and not work.is_completed():
             try: work.wait(self.look_after)
-            except RuntimeError as e:
-                known = self.failure()
-                if not known and self.look_after and work.is_success(): continue   # only slow
-                lost = f'rank {self.rank} of {self.size} has lost the others'
-                raise ConnectionError(known or lost) from e
-            return
+            except RuntimeError:   # it is only slow, or has failed and says so again below
+                if known := self.failure(): raise ConnectionError(known) from None
+        try: work.wait()
+        except RuntimeError as e:
+            known = self.failure() or f'rank {self.rank} of {self.size} has lost the others'
+            raise ConnectionError(known) from e
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         "Add up over all ranks, in place"
