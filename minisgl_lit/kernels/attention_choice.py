@@ -19,7 +19,7 @@ import torch
 from .cpu_attention import backends
 from ..core.attention.flashinfer import (
     KERNELS, FlashInferAttention, Kernels, usual_kernels)
-from ..core.attention.torch import AttentionBackend, TorchAttention
+from ..core.attention.torch import AttentionBackend, TorchAttention, make_backend
 from ..core.request import Batch, ForwardMode
 from ..core.host import warn_once
 from ..core.attention.library import KernelLibrary, load_library, unfit_reason
@@ -204,20 +204,20 @@ def choose_attention(
     score_cap: float | None = None,     # See `ModelConfig`
 ) -> AttentionBackend:
     "The backend of that name; 'auto' takes the fastest that supports this pool"
-    capped = {} if score_cap is None else dict(score_cap=score_cap)
     device, kernels = pool.buffer.device, usual_kernels(num_heads // pool.buffer.shape[-2])
     def resolve(part: str, kind: str) -> str:
         if part == 'auto' and device.type != 'cuda': return 'native'
         if backends.knows(part): return part
         kernel = part if part in KERNELS[kind] else kernels.of(kind)
         reason = unsupported_reason(kind, pool, windows, num_heads, kernel, dtype)
-        if capped: reason = 'its scores are capped'
+        if score_cap: reason = 'FlashInfer is not asked to cap scores, as this model does'
         if not reason: return kernel
         if part != 'auto': raise ValueError(f'attention cannot be {part!r} here: {reason}')
         warn_once(f'Attention in plain torch: {reason}')
         return 'torch'
     def make(part: str) -> AttentionBackend:
-        if backends.knows(part): return backends.find(part)(pool, page_table, windows, **capped)
+        if backends.knows(part):
+            return make_backend(backends.find(part), pool, page_table, windows, score_cap)
         named = {kind: o for kind, o in chosen.items() if not backends.knows(o)}
         return _by_flashinfer(named, pool, page_table, windows, num_heads, dtype)
     parts = name.split(',')

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['GPU_MAX_SLOTS', 'CPU_MAX_SLOTS', 'AttentionBackend', 'group_requests', 'PaddedGroup', 'TorchMetadata', 'attend',
-           'attend_capped', 'TorchAttention']
+           'attend_capped', 'TorchAttention', 'make_backend']
 
 # %% ../../../nbs/core/25_attention.torch.ipynb #58041072
 import math
-from collections.abc import Iterator, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 
 import numpy as np
 import torch
@@ -239,3 +240,17 @@ class TorchAttention(AttentionBackend):
 
 # %% ../../../nbs/core/25_attention.torch.ipynb #3683e4bc
 backends.register('torch', TorchAttention)
+
+def make_backend(
+    make: Callable[..., AttentionBackend],   # From `backends`
+    pool: KVPool,              # Where keys and values lie
+    page_table: torch.Tensor,  # On the pool's device, int32, [n_rows, max_pages]
+    windows: Sequence[int | None],  # Of each layer, in tokens; `None` or none given: all
+    score_cap: float | None = None, # See `ModelConfig`
+) -> AttentionBackend:
+    "A registered backend; `ValueError` if a model caps its scores, and this one cannot"
+    if score_cap is None: return make(pool, page_table, windows)
+    if 'score_cap' in signature(make).parameters:
+        return make(pool, page_table, windows, score_cap=score_cap)
+    raise ValueError(f'{make.__name__} cannot cap scores, as this model does; '
+                     "attention='torch' can")

@@ -15,7 +15,7 @@ import torch
 
 from ..attention.flashinfer import FlashInferAttention
 from ..attention.library import load_library, unfit_reason
-from ..attention.torch import AttentionBackend, TorchAttention
+from ..attention.torch import AttentionBackend, TorchAttention, make_backend
 from ..config import EngineConfig, backends
 from ..device import Stream, make_stream, resolve_device
 from .cuda_graph import (
@@ -99,13 +99,12 @@ class EngineSpec:
     ) -> AttentionBackend:
         "What attends; `ValueError` if it was named and cannot be had"
         asked, shard = self.config.attention, self.shard
-        capped = {} if shard.score_cap is None else dict(score_cap=shard.score_cap)
-        if backends.knows(asked):
-            return backends.find(asked)(pool, page_table, shard.windows, **capped)
-        plain = TorchAttention(pool, page_table, shard.windows, score_cap=shard.score_cap)
+        where = pool, page_table, shard.windows, shard.score_cap
+        if backends.knows(asked): return make_backend(backends.find(asked), *where)
+        plain = make_backend(TorchAttention, *where)
         if asked == 'auto' and self.device.type == 'cpu': return plain
         why = unfit_reason(self.device, self.dtype, self.kv_dtype, shard.head_dim)
-        if capped: why = 'its scores are capped'
+        if shard.score_cap: why = 'FlashInfer is not asked to cap scores, as this model does'
         if why and asked != 'auto': raise ValueError(f'attention cannot be {asked!r} here: {why}')
         if why:
             warn_once(f'Attention in plain torch: {why}')
