@@ -110,6 +110,7 @@ def _seeing_gemma(raw: Raw) -> Raw:
     "The language model of one that sees"
     return _gemma_3(text_of(raw, dict(gemma3_text='Gemma3ForCausalLM')))
 
+# %% ../../nbs/families/dense.ipynb #0b18fc9f
 _olmo = usual(rms_norm_eps=1e-5)
 def _olmo_3(raw: Raw) -> Raw:
     "Only layers that see all tokens are stretched for a longer context, in either spelling"
@@ -126,6 +127,7 @@ def _exaone(raw: Raw) -> Raw:
     raw = _exaone_usual(raw)
     return raw if raw['sliding_window'] is None else windowed(raw, 'sliding_window_pattern', 4)
 
+# %% ../../nbs/families/dense.ipynb #245f4e5c
 def norm_eps(
     name: str,     # Of the field that has it
 ) -> Callable[[Raw], Raw]:
@@ -142,6 +144,7 @@ def unless(
             raise ValueError(f'{name}=True of config.json is not served')
     return raw
 
+# %% ../../nbs/families/dense.ipynb #f0fb2d48
 _cohere_usual = usual(tie_word_embeddings=True, rope_theta=5e5, max_position_embeddings=8192)
 def _cohere(raw: Raw) -> Raw:
     "Norms without a mean, and a factor on logits"
@@ -152,6 +155,7 @@ def _cohere_2(raw: Raw) -> Raw:
     raw = usual(rope_theta=1e4, sliding_window=4096)(raw)
     return windowed(_cohere(raw), 'sliding_window_pattern', 4)
 
+# %% ../../nbs/families/dense.ipynb #15b4ea02
 _smol_usual = usual(rope_theta=2e6, tie_word_embeddings=True, max_position_embeddings=32768)
 def _smol(raw: Raw) -> Raw:
     "`no_rope_layers`, under a name that says what it means: a 1 is a layer *with* positions"
@@ -180,6 +184,7 @@ def hunyuan(raw: Raw) -> Raw:
     stretched = dict(rope_theta=theta * alpha**(d / (d - 2)))
     return raw | dict(rope_scaling=None, rope_parameters=stretched)
 
+# %% ../../nbs/families/dense.ipynb #8f96f53e
 _starcoder_usual = usual(tie_word_embeddings=True, use_bias=True, sliding_window=None,
                          max_position_embeddings=4096)
 def _starcoder(raw: Raw) -> Raw:

@@ -64,8 +64,9 @@ def _no_softmax(raw: Raw) -> Raw:
 
 def _deepseek_like(raw: Raw) -> Raw:
     "The words are the same, but for two"
-    return _no_softmax(raw) | dict(num_experts=raw.get('n_routed_experts'),
-                      shared_expert_intermediate_size=_shared(raw, 'n_shared_experts'))
+    return _no_softmax(raw) | dict(
+        num_experts=raw.get('n_routed_experts'),
+        shared_expert_intermediate_size=_shared(raw, 'n_shared_experts'))
 
 def _glm(raw: Raw) -> Raw:
     "GLM 4.5 and later"
@@ -79,6 +80,7 @@ def _dots(raw: Raw) -> Raw:
     return _deepseek_like(usual(norm_topk_prob=False, max_window_layers=62, sliding_window=4096,
                                 moe_intermediate_size=1408)(raw))
 
+# %% ../../nbs/families/experts.ipynb #323a18e7
 def _all_experts(raw: Raw) -> Raw:
     "Every MLP is one of experts, as wide as others' MLPs"
     n = raw.get('num_experts', raw.get('num_local_experts'))
@@ -94,6 +96,7 @@ def _minimax(raw: Raw) -> Raw:
     part = {} if turned is None else dict(partial_rotary_factor=turned / dim)
     return _all_experts(part | raw) | dict(norm_topk_prob=True)
 
+# %% ../../nbs/families/experts.ipynb #0f1f6d47
 def _afmoe(raw: Raw) -> Raw:
     "Embeddings that may be scaled, heads with a gate"
     for name, only in dict(score_func='sigmoid', route_norm=True).items():
@@ -110,6 +113,7 @@ def _afmoe(raw: Raw) -> Raw:
         routed_scaling_factor=raw.get('route_scale'),
         shared_expert_intermediate_size=_shared(raw, 'num_shared_experts', 2))
 
+# %% ../../nbs/families/experts.ipynb #1523919a
 def _ernie(raw: Raw) -> Raw:
     "Experts in every so many layers, from one to another"
     raw = usual(rope_theta=5e5, rms_norm_eps=1e-5, tie_word_embeddings=True, moe_layer_interval=1,

@@ -252,5 +252,5 @@ def make_backend(
     if score_cap is None: return make(pool, page_table, windows)
     if 'score_cap' in signature(make).parameters:
         return make(pool, page_table, windows, score_cap=score_cap)
-    raise ValueError(f'{make.__name__} cannot cap scores, as this model does; '
+    raise ValueError(f'{getattr(make, "__name__", make)} cannot cap scores, as this model does; '
                      "attention='torch' can")

@@ -111,8 +111,7 @@ def _with_head(name: str) -> str:
     "The architecture that one without a head is a part of"
     return f'{name.removesuffix("Model")}ForCausalLM' if name.endswith('Model') else name
 
-_ONLY = dict(hidden_act='silu', residual_multiplier=1, logits_scaling=1,
-             clip_qkv=None,
+_ONLY = dict(hidden_act='silu', residual_multiplier=1, logits_scaling=1, clip_qkv=None,
              attention_multiplier=None, no_rope_layers=None)
 
 def find_family(

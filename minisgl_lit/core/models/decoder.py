@@ -182,7 +182,7 @@ class Layer:
     # %% ../../../nbs/core/30_models.decoder.ipynb #dc4ebd03
     def heads(
         self,
-        model: 'Decoder',    # That it is a layer of
+        model: 'Decoder',  # That it is a layer of
         i: int,            # Number of the layer
         x: torch.Tensor,   # Normalised, [n_tokens, hidden_size]
         angles: RotaryAngles,  # Of these tokens
@@ -201,7 +201,7 @@ class Layer:
     # %% ../../../nbs/core/30_models.decoder.ipynb #5a1c7e20
     def add_norm(
         self,
-        model: 'Decoder',      # Computes
+        model: 'Decoder',    # Computes
         w: Weights,          # Of one layer, by name, or of the whole model
         name: str,           # Of a norm
         x: torch.Tensor,     # The residual stream, [n_tokens, hidden_size]; may be overwritten
@@ -213,7 +213,7 @@ class Layer:
 
     def forward(
         self,
-        model: 'Decoder',   # Computes
+        model: 'Decoder', # Computes
         i: int,           # Number of the layer
         x: torch.Tensor,  # The residual stream, [n_tokens, hidden_size]; overwritten
         more: torch.Tensor | None,  # What is not added to it yet; overwritten; `None`: nothing
