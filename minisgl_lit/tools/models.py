@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import fields
-from inspect import getclosurevars, getdoc, isfunction, signature
+from inspect import getdoc, isfunction, signature
 from textwrap import wrap
 from typing import get_args
 
@@ -24,6 +24,7 @@ from ..core.models.operations import Operations
 from ..core.models.weights import NUMBER_BYTES, formats, quant_methods, sources
 from ..kernels.cpu_operations import CpuOperations
 from ..kernels.gpu_operations import FlashInferOperations, TritonOperations
+from ..families.edits import EditedSource
 from ..formats.gguf import block_formats
 from ..assembly import choose_kv_dtype   # and all families, positions and formats
 
@@ -43,10 +44,8 @@ def edits_of(
 ) -> dict[str, str]:   # By the functions that make them, in order; none: they are a Llama's
     "What each edit of its tensors does while they load"
     if architecture not in sources.names: return {}
-    source = sources.find(architecture)
-    made = getclosurevars(source).nonlocals.get('edits') if isfunction(source) else None
-    found = dict[str, str]()
-    for edit in made or [source]:
+    source, found = sources.find(architecture), dict[str, str]()
+    for edit in source.edits if isinstance(source, EditedSource) else [source]:
         name = getattr(edit, '__qualname__', type(edit).__name__).partition('.')[0]
         maker = getattr(sys.modules[edit.__module__], name, edit)   # of one made in a function
         found[name] = (getdoc(maker) or '').partition('\n')[0]
