@@ -131,7 +131,7 @@ class EngineConfig:
     eviction: str = setting('lru', 'Which cached pages go first', choices=evictions)
     policy: str = setting('fcfs', 'Which waiting request comes first', choices=policies)
     priority_aging: int | None = setting(
-        None, 'Times a waiting request is passed over until it counts as one priority higher',
+        None, 'Times a waiting request is overtaken until it counts as one priority higher',
         low=1)
     schedule_low_priority_values_first: bool = setting(
         False, 'Whether a lower number is a higher priority, as in vLLM')

@@ -86,6 +86,23 @@ def text_of(
     above = {name: raw[name] for name in KEPT if raw.get(name) is not None}
     return text | above | dict(architectures=[known[kind]])
 
+_MINISTRAL_ROPE = dict(rope_type='yarn', rope_theta=1e6, factor=16.0, mscale=1.0,
+                       original_max_position_embeddings=16384, mscale_all_dim=1.0,
+                       llama_4_scaling_beta=.1)
+_ministral_usual = usual(head_dim=128, rms_norm_eps=1e-5, num_key_value_heads=8,
+                         sliding_window=None, max_position_embeddings=262144)
+def _ministral_3(raw: Raw) -> Raw:
+    "Queries that look far back ask more sharply"
+    rope = read_optional(raw, 'rope_parameters', dict) or _MINISTRAL_ROPE
+    if rope.get('llama_4_scaling_beta') and rope.get('rope_type', rope.get('type')) != 'yarn':
+        raise ValueError('llama_4_scaling_beta of config.json is served with rope_type=yarn only')
+    return _ministral_usual(raw) | dict(rope_parameters=rope)
+
+def _seeing_mistral(raw: Raw) -> Raw:
+    "The language model of one that sees, of either kind"
+    text = text_of(raw, {**TEXTS, 'ministral3': 'Ministral3ForCausalLM'})
+    return _ministral_3(text) if 'Ministral3' in text['architectures'][0] else text
+
 # %% ../../nbs/families/llamas.ipynb #3a32a3c0
 def _queries(model: Model) -> float:
     "The factor of scores stands in place of one by the root of the head's size"
@@ -154,7 +171,8 @@ table: Mapping[str, Row] = dict(
     GraniteMoeHybridForCausalLM=(Family(as_llama=_granite_4, partial_rope=True),
                                  (_granite_4_names, fused_gate_up, factors)),
     MixtralForCausalLM=(replace(_windowed, moe=True, as_llama=_mixtral), (_mixtral_names,)),
-    Mistral3ForConditionalGeneration=(Family(as_llama=text_of), (sees,)),
+    Ministral3ForCausalLM=(replace(_windowed, as_llama=_ministral_3), ()),
+    Mistral3ForConditionalGeneration=(Family(as_llama=_seeing_mistral), (sees,)),
     InternVLForConditionalGeneration=(Family(as_llama=text_of), (sees,)),
     SmolVLMForConditionalGeneration=(Family(as_llama=text_of), (sees,)))
 

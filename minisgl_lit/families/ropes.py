@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ..core.models.decoder import Rope, ropes
-from ..core.models.operations import inverse_frequencies
+from ..core.models.operations import (
+    Operations, RotaryAngles, inverse_frequencies)
 
 # %% ../../nbs/families/ropes.ipynb #9ee8bca4
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +86,18 @@ class LongRope(PartialRope):
         lists = self.short_factor, self.long_factor
         return torch.stack([self._divided(factors, head_dim) for factors in lists])
 
-    def freqs_at(self, positions: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-        "By the position of each token, [n_tokens, head_dim / 2]"
+    def freqs_at(
+        self,
+        positions: torch.Tensor,  # Of the tokens, [n_tokens]
+        freqs: torch.Tensor,      # From `freqs`
+    ) -> torch.Tensor:            # [n_tokens, head_dim / 2]
+        "By the position of each token"
         return freqs[(positions >= self.original_max_position_embeddings).long()]
+
+    def angles(self, ops: Operations, positions: torch.Tensor, freqs: torch.Tensor,
+               dtype: torch.dtype) -> RotaryAngles:
+        "Other frequencies for each token"
+        return super().angles(ops, positions, self.freqs_at(positions, freqs), dtype)
 
 # %% ../../nbs/families/ropes.ipynb #70f0c592
 for _name, _rope in dict(partial=PartialRope, longrope=LongRope, su=LongRope).items():

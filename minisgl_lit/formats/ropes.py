@@ -7,11 +7,12 @@ __all__ = ['LinearRope', 'YarnRope', 'DynamicRope']
 
 # %% ../../nbs/formats/ropes.ipynb #fb7c2e9f
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..core.models.decoder import Rope, ropes
+from ..core.models.operations import Operations, RotaryAngles
 
 # %% ../../nbs/formats/ropes.ipynb #722bd2a5
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class YarnRope(Rope):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True     # Let the ramp begin and end at whole planes
+    llama_4_scaling_beta: float | None = None   # How queries far away are sharpened; `None`: not
 
     @property
     def scale(self) -> float:
@@ -72,6 +74,14 @@ class YarnRope(Rope):
         divide = ramp.clamp(0, 1)
         return freqs * (1 - divide) + freqs / self.factor * divide
 
+    def angles(self, ops: Operations, positions: torch.Tensor, freqs: torch.Tensor,
+               dtype: torch.dtype) -> RotaryAngles:
+        "Beyond the original context a factor on queries, by how many times they are beyond it"
+        made, beta = super().angles(ops, positions, freqs, dtype), self.llama_4_scaling_beta
+        if beta is None: return made
+        times = (positions // self.original_max_position_embeddings).float()
+        return replace(made, queries=(1 + beta * times.log1p()).to(dtype))
+
 # %% ../../nbs/formats/ropes.ipynb #ccc041bc
 @dataclass(frozen=True, kw_only=True)
 class DynamicRope(Rope):
@@ -88,14 +98,23 @@ class DynamicRope(Rope):
         "`factor` times longer"
         return int(trained * self.factor)
 
-    def freqs_at(self, positions: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-        "For each token those of a text that ends with it, [n_tokens, head_dim / 2]"
+    def freqs_at(
+        self,
+        positions: torch.Tensor,  # Of the tokens, [n_tokens]
+        freqs: torch.Tensor,      # From `freqs`
+    ) -> torch.Tensor:            # [n_tokens, head_dim / 2]
+        "For each token those of a text that ends with it"
         old, head_dim = self.max_position_embeddings, 2 * len(freqs)
         length = (positions[:, None] + 1).clamp(min=old)
         stretch = self.factor * length.double() / old - (self.factor - 1)
         theta = self.rope_theta * stretch ** (head_dim / (head_dim - 2))
         powers = theta ** (-torch.arange(0, head_dim, 2, device=freqs.device) / head_dim)
         return powers.float()   # rounded, the bits are the same for one token and for many
+
+    def angles(self, ops: Operations, positions: torch.Tensor, freqs: torch.Tensor,
+               dtype: torch.dtype) -> RotaryAngles:
+        "Other frequencies for each token"
+        return super().angles(ops, positions, self.freqs_at(positions, freqs), dtype)
 
 for _name, _rope in dict(linear=LinearRope, yarn=YarnRope, dynamic=DynamicRope).items():
     ropes.register(_name, _rope)

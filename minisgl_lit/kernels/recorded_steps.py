@@ -60,6 +60,9 @@ class RecordedSteps:
         m, most, kernels = self.metadata, self.most, load_kernels(tokens_c)
         ops = self.model.operations
         if kernels is None: raise NotRecordable('no compiler made the kernels that move tokens')
+        first = self.model.angles(torch.zeros(1, dtype=torch.long))
+        if any(o.queries is not None for o in first):
+            raise NotRecordable('a factor on queries by position is computed by torch')
         lengths = self.token_pool.shape[1], m.table_rows, m.lens
         def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, m)
         with PlanRecorder(Arena()) as recorder:

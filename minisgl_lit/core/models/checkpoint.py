@@ -21,6 +21,7 @@ from ..sampling_params import RequestError, SamplingParams
 from .decoder import (
     DenseMlp, Layer, Mlp, ModelConfig, Rope, dtypes, ropes)
 from .moe import MoeMlp
+from .operations import Operations
 from .weights import is_base, open_file, quant_methods, read_json
 
 # %% ../../../nbs/core/34_models.checkpoint.ipynb #d2a35601
@@ -328,7 +329,9 @@ def _check_rope(config: ModelConfig, rope: Rope) -> None:
     "`ValueError` if the RoPE frequencies of the first or the last position are not finite"
     head_dim = config.head_dim
     ends = torch.tensor([0, config.max_position_embeddings - 1])
-    try: finite = rope.freqs_at(ends, rope.freqs(head_dim)).isfinite().all()
+    def angles(dtype: torch.dtype) -> torch.Tensor:
+        return rope.angles(Operations(), ends, rope.freqs(head_dim), dtype).cos_sin
+    try: finite = angles(torch.float32).isfinite().all()
     except (ArithmeticError, ValueError, RuntimeError): finite = False
     if not finite:
         raise ValueError(f'{rope!r:.200} of config.json makes no sense for head_dim={head_dim}')

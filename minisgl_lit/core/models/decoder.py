@@ -17,8 +17,8 @@ import torch
 from ..device import ProcessGroup
 from ..registry import Registry
 from .operations import (
-    Llama3Scaling, Operations, Weight, inverse_frequencies, How, Angles, Attend, QKVHeads,
-    RotaryAngles, Slots, linear)
+    Llama3Scaling, Operations, RotaryAngles, Weight, inverse_frequencies, How, Angles, Attend,
+    QKVHeads, Slots, linear)
 
 # %% ../../../nbs/core/29_models.shapes.ipynb #7df841db
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,15 @@ class Rope:
         "The frequency of each plane"
         return inverse_frequencies(head_dim, self.rope_theta)
 
-    def freqs_at(
+    def angles(
         self,
+        ops: Operations,          # Computes
         positions: torch.Tensor,  # Of the tokens, [n_tokens]
         freqs: torch.Tensor,      # From `freqs`
-    ) -> torch.Tensor:  # The same for all, [head_dim / 2], or for each, [n_tokens, head_dim / 2]
-        "The frequencies for tokens at these positions"
-        return freqs
+        dtype: torch.dtype,       # Of queries and keys
+    ) -> RotaryAngles:
+        "Of tokens at these positions; one frequency for all, or another for each"
+        return ops.rope_angles(positions, freqs, dtype, self.scale)
 
 # %% ../../../nbs/core/29_models.shapes.ipynb #bfdbc080
 @dataclass(frozen=True, kw_only=True)
@@ -353,10 +355,8 @@ class Decoder:
         positions: torch.Tensor,   # Place of each token in its sequence, [n_tokens]
     ) -> Angles:
         "The RoPE angles of each token"
-        return tuple(
-            self.operations.rope_angles(positions, rope.freqs_at(positions, freqs),
-                                        self.norm.dtype, rope.scale)
-            for rope, freqs in zip(self.ropes, self.freqs))
+        return tuple(rope.angles(self.operations, positions, freqs, self.norm.dtype)
+                     for rope, freqs in zip(self.ropes, self.freqs))
 
     # %% ../../../nbs/core/30_models.decoder.ipynb #aedd3dbf
     def attention(
@@ -369,7 +369,9 @@ class Decoder:
     ) -> torch.Tensor:     # [n_tokens, hidden_size]
         "The attention of a layer, by the heads of all ranks"
         w, angles_here = self.layers[i], angles[self.rope_at[i]]
-        out = attend(*self.config.layer.heads(self, i, x, angles_here, slots), i).flatten(1)
+        q, k, v = self.config.layer.heads(self, i, x, angles_here, slots)
+        if (factor := angles_here.queries) is not None: q = q * factor[:, None, None]
+        out = attend(q, k, v, i).flatten(1)
         bias = plain_weight(w, 'self_attn.o_proj.bias') if self.config.o_bias else None
         return self.group.all_reduce(linear(out, w['self_attn.o_proj.weight'], bias))
 

@@ -58,6 +58,7 @@ class RotaryAngles:
     "Cosines and sines of each token of a batch: computed once, used by every layer."
     cos_sin: torch.Tensor  # Of each token: cosines, then sines, [n_tokens, head_dim]
     rows: torch.Tensor | None = None   # Row of each token in it, where a kernel asks, [n_tokens]
+    queries: torch.Tensor | None = None   # Factor on queries, [n_tokens]; `None`: 1
 
 QKVHeads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]   # Queries, keys, values
 Norms = tuple[torch.Tensor, torch.Tensor] | None   # QK norm: of queries, of keys, [head_dim]

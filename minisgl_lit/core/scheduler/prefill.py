@@ -67,7 +67,7 @@ class PrefillAdder:
         self._whole_chunk = not mixed_decode_tokens
         self.reserved_pages, self.reserved_rows, self.passed_over = reserved_pages, 0, 0
         self.may_cut, self.closed = True, False   # whether a chunk may start; and anything at all
-        self.travelling = False   # whether some wait for pages that are on their way
+        self.loading = False   # whether some wait for pages that are on their way
         self.cache, self.table, self.lengths = cache, cache.table, cache.table.lengths
 
     # %% ../../../nbs/core/17_scheduler.prefill.ipynb #cbbb70ac
@@ -105,7 +105,7 @@ class PrefillAdder:
             self.closed = not self._pass_over(pending, handle)
             return None
         if self.cache.arriving(pending, handle):
-            self.travelling = True
+            self.loading = True
             return None
         self.cache.lock(handle)
         needed = self._pages_left(pending, handle.cached_len)
@@ -163,7 +163,7 @@ class PrefillManager:
         self.chunked: PendingReq | None = None      # admitted, its prompt launched in part
         self.blocked: PendingReq | None = None      # head of the queue, if none could start
         self._blocked_at: tuple[int, ...] = ()      # what there was for it
-        self.travelling = False   # whether some wait for pages that are on their way
+        self.loading = False   # whether some wait for pages that are on their way
         self.held = False   # whether only requests may start that have a part of their answer
         self.streak = 0     # prefill steps in a row while other requests wait to decode
 
@@ -200,7 +200,7 @@ class PrefillManager:
         "Choose the requests to prefill in this step"
         adder = PrefillAdder(self.max_prefill_tokens, self.chunk_size, reserved_pages,
                              self.cache, self.clip_max_new_tokens, mixed_decode_tokens)
-        reqs, self.travelling = self._start(adder, self.chunked) if self.chunked else [], False
+        reqs, self.loading = self._start(adder, self.chunked) if self.chunked else [], False
         pages = self.cache.available_size - adder.reserved_pages
         room = self.cache.table.available_size, pages, adder.may_cut
         if adder.closed or self.blocked and not any(map(gt, room, self._blocked_at)): return reqs
@@ -209,8 +209,8 @@ class PrefillManager:
             reqs += self._start(adder, pending)
             head = head or pending
             if adder.closed: break
-        self.travelling = adder.travelling
-        blocked = len(reqs) == n_chunked and not self.travelling
+        self.loading = adder.loading
+        blocked = len(reqs) == n_chunked and not self.loading
         self.blocked, self._blocked_at = head if blocked else None, room
         return reqs
 

@@ -624,7 +624,7 @@ class Scheduler:
         busy = self._outputs or self.paused or self.prefill.held or self._deferred.unsearched
         stood_still = before == (self.launched, self.completed)
         if not self.alive: self.decode.ratio.reset()
-        elif stood_still and self.prefill.travelling: self.cache.idle()
+        elif stood_still and self.prefill.loading: self.cache.idle()
         elif stood_still and not busy:
             stuck = list(self.alive)
             raise RuntimeError(f'nothing runs, and {stuck} cannot start: {self.stats()}')
