@@ -6,7 +6,6 @@
 __all__ = ['choose_max_seq_len', 'EngineSpec', 'plan_memory', 'make_tables', 'decode_steps', 'join_engine', 'assemble']
 
 # %% ../../../nbs/core/40_engine.assembly.ipynb #1336653a
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
@@ -183,8 +182,8 @@ def join_engine(
 ) -> Engine:
     "An engine of these parts, which replays its decode steps where they can be recorded"
     if steps := decode_steps(decoder, attention, table, sizes, largest):
-        with suppress(NotRecordable):
-            return GraphEngine(decoder, attention, table.token_pool, stream, steps)
+        try: return GraphEngine(decoder, attention, table.token_pool, stream, steps)
+        except NotRecordable as e: warn_once(f'Decode steps are computed layer by layer: {e}')
         stream.reset()
     return Engine(decoder, attention, table.token_pool, stream)
 
