@@ -83,6 +83,14 @@ def test_a_product_in_8_bits_is_that_of_its_definition():
     except (RuntimeError, NotImplementedError, ValueError) as e: pytest.skip(f'not on a CPU: {e}'[:100])
     assert largest_error([(got, fp8.plain_scaled_matmul(*x, *w, torch.bfloat16))]) <= TOLERANCE
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
+def test_only_bfloat16_is_rounded_for_a_product(monkeypatch, dtype):
+    "Inputs of other dtypes get the weights that are meant"
+    monkeypatch.setattr(fp8, 'can_multiply_fp8', lambda device: True)
+    monkeypatch.setattr(fp8, 'to_fp8', None)
+    weight, x = Fp8Weight.of(torch.randn(16, 32)), torch.randn(3, 32).to(dtype)
+    assert torch.equal(weight.multiply(x), torch.nn.functional.linear(x, weight.unpack().to(dtype)))
+
 def test_only_rows_that_lie_side_by_side_are_rounded_for_a_product(monkeypatch):
     """The kernel that rounds them reads them so; others are multiplied by the widened weight, to the same
     result but for the rounding"""

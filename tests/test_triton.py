@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.core.engine.sampler import sample_random
-from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
+from minisgl_lit.kernels import fp8, fused_heads, gpu_operations, grouped_matmul, page_list, sampling
 from minisgl_lit.testing.triton_emulator import BlockPointer, Language, TritonKernel
 from minisgl_lit.core.kv_cache.pool import KVPool
 from minisgl_lit.kernels.kv_formats import FP8
@@ -99,6 +99,35 @@ def test_the_trial_of_heads_passes():
     for stored in torch.bfloat16, FP8:
         assert (largest_error(store_trial(fused_heads.norm_rope_store, plain, torch.device('cpu'), stored))
                 <= TOLERANCE)
+
+def test_a_norm_is_rounded_before_its_weight():
+    "As the reference rounds it: nearly every number has the same bits, not only a close value"
+    ours, theirs = (step(5, 5, 3, 64, 0, 16, torch.bfloat16, True, 1) for _ in range(2))
+    still = plain.rope_angles(torch.zeros(5), torch.ones(64), torch.float32)   # else rounded once more
+    pool, wide, qkv, norms, _, out_loc = ours
+    fused_heads.norm_rope_store(qkv, norms, 1e-6, still.cos_sin, pool.k(1), pool.v(1), out_loc)
+    by_steps(*theirs[:4], still, out_loc, 3)
+    assert (wide == theirs[1]).float().mean() > .99
+
+def test_heads_of_a_slot_may_lie_apart():
+    "Strides of a cache are asked for"
+    pool, wide, qkv, norms, angles, out_loc = step(3, 2, 2, 8, 0, 4, torch.float32, True, 1)
+    close, apart = torch.zeros(2, 28, 2, 16), torch.zeros(2, 28, 4, 16)[:, :, ::2]
+    for keys, values in close, apart:
+        fused_heads.norm_rope_store(qkv.clone(), norms, 1e-6, angles.cos_sin, keys, values, out_loc)
+    assert close.count_nonzero() == 2 * qkv[:, -2:].numel() and torch.equal(close, apart)
+
+def test_no_tokens_launch_nothing(monkeypatch):
+    "A GPU refuses a grid of no programs"
+    pool, wide, qkv, norms, angles, out_loc = step(0, 2, 2, 8, 0, 4, torch.float32, True, 1)
+    monkeypatch.setattr(fused_heads, '_heads', {})
+    fused_heads.norm_rope_store(qkv, norms, 1e-6, angles.cos_sin, pool.k(1), pool.v(1), out_loc)
+
+def test_each_kind_of_cache_is_tried_as_it_is(monkeypatch):
+    monkeypatch.setattr(gpu_operations, 'gpu_operations', lambda *device_and_dtype: plain)
+    monkeypatch.setattr(gpu_operations, 'store_trial', lambda kernel, table, device, stored: stored)
+    assert ([gpu_operations._pairs(torch.device('cpu'), fp8_) for fp8_ in (False, True)]
+            == [torch.bfloat16, FP8])
 
 @st.composite
 def decoding(draw):

@@ -370,7 +370,8 @@ class Decoder:
         "The attention of a layer, by the heads of all ranks"
         w, angles_here = self.layers[i], angles[self.rope_at[i]]
         q, k, v = self.config.layer.heads(self, i, x, angles_here, slots)
-        if (factor := angles_here.queries) is not None: q = q * factor[:, None, None]
+        factor = angles_here.queries
+        if factor is not None: q = q * factor[:, None, None]
         out = attend(q, k, v, i).flatten(1)
         bias = plain_weight(w, 'self_attn.o_proj.bias') if self.config.o_bias else None
         return self.group.all_reduce(linear(out, w['self_attn.o_proj.weight'], bias))
