@@ -101,7 +101,7 @@ def _ministral_3(raw: Raw) -> Raw:
 def _seeing_mistral(raw: Raw) -> Raw:
     "The language model of one that sees, of either kind"
     text = text_of(raw, {**TEXTS, 'ministral3': 'Ministral3ForCausalLM'})
-    return _ministral_3(text) if 'Ministral3' in text['architectures'][0] else text
+    return _ministral_3(text) if text['model_type'] == 'ministral3' else text
 
 # %% ../../nbs/families/llamas.ipynb #3a32a3c0
 def _queries(model: Model) -> float:
