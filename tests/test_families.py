@@ -58,6 +58,7 @@ FAMILIES = {   # by the name of their classes
     'GraniteMoeHybrid without positions': tokens | factors | dict(hidden_size=64,
         layer_types=['attention'] * 3, num_local_experts=0, shared_intermediate_size=80,
                                                                   position_embedding_type='nope'),
+    'Olmo': tokens | dict(clip_qkv=1.), 'Olmo without clipping': tokens,
     'Gemma': tokens, 'Olmo2': tokens, 'Arcee': tokens,
     'SmolLM3': tokens | dict(sliding_window=None, no_rope_layers=[1, 0, 1]),
     'Gemma2': tokens | capped, 'VaultGemma': tokens | capped,
@@ -82,7 +83,7 @@ FAMILIES = {   # by the name of their classes
 }
 EDITS = 'Phi3', 'Glm', 'Granite', 'Mixtral'   # each edit once
 KNOBS = ('Gemma2', 'Gemma3', 'Cohere2', 'FlexOlmo', 'Nemotron', 'Apertus', 'Glm4Moe', 'Afmoe', 'HunYuanMoEV1',
-         'GraniteMoe', 'Ministral3')   # and all else that a config can say
+         'GraniteMoe', 'Ministral3', 'Olmo')   # and all else that a config can say
 QUICK = *EDITS, *KNOBS
 def those(quick): return pytest.mark.parametrize('name',
     [pytest.param(o, marks=[pytest.mark.long] * (o not in quick)) for o in FAMILIES])
@@ -183,6 +184,7 @@ def reset(config: ModelConfig) -> Iterator[ModelConfig]:
         yield replace(config, ropes=(config.ropes[1],) * config.num_layers)
     if hasattr(config.rope, 'llama_4_scaling_beta'):
         yield replace(config, rope=replace(config.rope, llama_4_scaling_beta=None))
+    if getattr(config.layer, 'clip', None): yield replace(config, layer=replace(config.layer, clip=None))
     if config.embed_scale != 1: yield replace(config, embed_scale=1.0)
     if config.logits_cap: yield replace(config, logits_cap=None)
     if config.score_cap: yield replace(config, score_cap=None)

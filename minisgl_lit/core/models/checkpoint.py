@@ -36,7 +36,7 @@ class Family:
     moe: bool = False              # Its MLPs are mixtures of experts
     shared_expert: bool = False    # with a shared one
     mlps: Callable[[Mapping], tuple[Mlp, ...]] | None = None   # Of a config; `None`: as these say
-    layer: Layer = Layer()         # See `ModelConfig`
+    layer: Layer | Callable[[Mapping], Layer] = Layer()   # See `ModelConfig`; or of a config
     partial_rope: bool = False     # Whether `partial_rotary_factor` is computed
     ropes: Callable[[Mapping], list[Mapping]] | None = None    # A config for each layer's RoPE
     as_llama: Callable[[dict], dict] = dict   # Its `config.json` in a Llama's words
@@ -244,6 +244,7 @@ def read_shape(
                          f'num_key_value_heads={kv_heads}')
     if head_dim % 2: raise ValueError(f'head_dim={head_dim} of config.json must be even')
     family = families[name]
+    layer = family.layer if isinstance(family.layer, Layer) else family.layer(raw)
     def switch(value: bool | str) -> bool:
         return read_field(raw, value, bool, False) if isinstance(value, str) else value
     return dict(
@@ -252,7 +253,7 @@ def read_shape(
         num_layers=read_count(raw, 'num_hidden_layers'),
         num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, qk_norm=switch(family.qk_norm),
         qkv_bias=switch(family.qkv_bias), o_bias=switch(family.o_bias),
-        mlp_bias=read_field(raw, 'mlp_bias', bool, False), mlps=read_mlps(raw), layer=family.layer,
+        mlp_bias=read_field(raw, 'mlp_bias', bool, False), mlps=read_mlps(raw), layer=layer,
         embed_scale=read_field(raw, 'embedding_multiplier', float, 1.0),
         logits_cap=read_optional(raw, 'final_logit_softcapping', float, low=.01),
         score_cap=read_optional(raw, 'attn_logit_softcapping', float, low=.01),
