@@ -18,7 +18,8 @@ SAID = {
                                "deterministic inference, batch invariance",
     "nbs/core/scheduler.prefill": "chunked prefill, max_num_batched_tokens, chunked_prefill_size",
     "nbs/core/scheduler.decode": "recompute preemption, swap, retract_decode, new_token_ratio, "
-                                 "schedule_conservativeness",
+                                 "schedule_conservativeness, "
+                                 "preemption",
     "nbs/core/kv_cache.radix": "prefix caching, radix attention, RadixAttention, automatic prefix caching, "
                                "APC, hash of a block, lock_ref, inc_lock_ref, dec_lock_ref, match_prefix",
     "nbs/core/kv_cache.pool": "kv cache, block size, page_size, token_to_kv_pool, MHATokenToKVPool, "
@@ -45,7 +46,8 @@ SAID = {
     "guides/serve-a-checkpoint": "supported models, which models, gpt-oss, Phi-4, Mistral, Qwen3",
     "nbs/core/models.weights": "safetensors, weight loading",
     "nbs/distributed/tensor_parallel": "tensor parallel, TP, NCCL, all-reduce, multi GPU, sharding",
-    "guides/tensor-parallel": "tensor parallel, TP, tensor_parallel_size, multi GPU",
+    "guides/tensor-parallel": "tensor parallel, TP, tensor_parallel_size, multi GPU, "
+                              "replicas, data parallel, dp_size, disaggregated prefill, PD disaggregation",
     "nbs/distributed/tier": "HiCache, hierarchical cache, LMCache, KV cache offloading, offload, CPU "
                             "offload, swap space, kv connector, write_through, write through, write back, "
                             "hicache_ratio, hicache_size",
@@ -56,20 +58,25 @@ SAID = {
     "nbs/distributed/handoff": "KV transfer, kv connector",
     "nbs/server/router": "data parallel, DP, load balancing, cache-aware routing, sglang router, replicas, "
                          "cache aware router, cache aware load balancing, data parallel attention, DP "
-                         "attention, dp_size",
+                         "attention, dp_size, "
+                         "cache-aware",
     "nbs/formats/packed_files": "AWQ, GPTQ, compressed-tensors, FP8 checkpoint",
     "nbs/kernels/kv_formats": "fp8 kv cache, int8 kv cache, kv_cache_dtype",
     "nbs/formats/quantization": "quantize, quantization, int4, int8",
     "guides/serve-a-compressed-model": "quantize, quantization, GGUF, AWQ, GPTQ, llama.cpp",
     "guides/change-one-thing": "add a model, new model, custom model, support a model, plugin, add a "
-                               "sampling parameter, custom policy, add an attention backend",
+                               "sampling parameter, custom policy, add an attention backend, "
+                               "custom scheduling policy, custom schedule policy, add a policy",
     "nbs/text/grammar": "structured output, guided decoding, guided generation, xgrammar, outlines, json "
                         "schema, constrained decoding, bitmask, vocab mask, vocabulary mask, regex, EBNF, "
                         "llguidance, grammar backend, grammar_backend",
     "guides/structured-output": "structured output, json schema, json mode, guided decoding, response_format",
-    "guides/which-models": "supported models, supported architectures, model list, model support",
+    "guides/which-models": "supported models, supported architectures, model list, model support, "
+                           "doctor, Gemma 3, gemma3, OLMo 3, olmo3, Gemma 3n, EmbeddingGemma",
     "guides/add-a-family": "add a model, new model, new architecture, port a model",
-    "guides/tools": "tool calling, function calling, tools",
+    "guides/gpu": "soft cap, softcap, attention backend, attention_backend, soft cap attention backend",
+    "guides/tools": "tool calling, function calling, tools, "
+                    "qwen25, llama3, deepseekv3, tool_call_parser",
     "nbs/text/tool_calling": "tool calling, function calling",
     "nbs/text/reasoning": "reasoning parser, reasoning_content, think tags",
     "nbs/text/stop": "stop string, stop sequence, stop word",
@@ -90,10 +97,12 @@ SAID = {
     "guides/deploy": "Docker, container, Kubernetes, nginx, systemd, TLS, HTTPS, production",
     "made/benchmarks": "benchmark, throughput, performance, vs vLLM, vs SGLang, tokens per second",
     "nbs/tools/bench": "benchmark",
-    "guides/tune": "throughput, latency, tuning, performance, out of memory, OOM",
+    "guides/tune": "throughput, latency, tuning, performance, out of memory, OOM, "
+                   "HiCache, hierarchical cache, KV cache offloading, hicache_ratio, hicache_size",
     "nbs/rules/fairness": "fairness, fair scheduling, VTC, virtual token counter",
     "nbs/experiments/fairness": "priority, priority scheduling",
-    "nbs/core/scheduler.policy": "priority, schedule policy, scheduling policy, cache-aware scheduling",
+    "nbs/core/scheduler.policy": "priority, schedule policy, scheduling policy, cache-aware scheduling, "
+                                 "cache-aware",
     "nbs/core/engine.pooling": "embeddings, pooling",
     "guides/embeddings": "embeddings, rerank, reranker, score, classification, is_embedding, embedding "
                          "models, embedding model",

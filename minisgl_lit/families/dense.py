@@ -159,7 +159,7 @@ def unless(
 # %% ../../nbs/families/dense.ipynb #f0fb2d48
 _cohere_usual = usual(tie_word_embeddings=True, rope_theta=5e5, max_position_embeddings=8192)
 def _cohere(raw: Raw) -> Raw:
-    "Norms without a mean, and a factor on logits"
+    "LayerNorm's epsilon under our name; a kind with QK norms is refused"
     return norm_eps('layer_norm_eps')(_cohere_usual(unless(raw, 'use_qk_norm')))
 
 def _cohere_2(raw: Raw) -> Raw:

@@ -238,7 +238,7 @@ def plus_one(
     part: TensorPart,   # Of any tensor
     model: Model,       # Not asked
 ) -> list[TensorPart]:
-    "Weights of norms are stored as what they are more than 1"
+    "Weights of norms are stored minus 1"
     if not part.name.endswith('norm.weight'): return [part]
     return [part.then(lambda rows: rows.float() + 1)]
 

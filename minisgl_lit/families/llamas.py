@@ -93,10 +93,15 @@ _ministral_usual = usual(head_dim=128, rms_norm_eps=1e-5, num_key_value_heads=8,
                          sliding_window=None, max_position_embeddings=262144)
 def _ministral_3(raw: Raw) -> Raw:
     "Queries that look far back ask more sharply"
-    rope = read_optional(raw, 'rope_parameters', dict) or _MINISTRAL_ROPE
-    if rope.get('llama_4_scaling_beta') and rope.get('rope_type', rope.get('type')) != 'yarn':
-        raise ValueError('llama_4_scaling_beta of config.json is served with rope_type=yarn only')
-    return _ministral_usual(raw) | dict(rope_parameters=rope)
+    raw = _ministral_usual(raw)
+    spelled = 'rope_parameters' if raw.get('rope_parameters') else 'rope_scaling'
+    rope = read_optional(raw, spelled, dict) or _MINISTRAL_ROPE
+    beta = read_optional(rope, 'llama_4_scaling_beta', float, low=0)
+    if not beta: return raw | {spelled: rope}
+    if (kind := rope.get('rope_type', rope.get('type'))) != 'yarn':
+        raise ValueError(f'llama_4_scaling_beta={beta} of config.json is served with '
+                         f'rope_type=yarn only, not {kind!r:.80}')
+    return raw | {spelled: rope | dict(rope_type='yarn_sharpened')}
 
 def _seeing_mistral(raw: Raw) -> Raw:
     "The language model of one that sees, of either kind"

@@ -86,18 +86,11 @@ class LongRope(PartialRope):
         lists = self.short_factor, self.long_factor
         return torch.stack([self._divided(factors, head_dim) for factors in lists])
 
-    def freqs_at(
-        self,
-        positions: torch.Tensor,  # Of the tokens, [n_tokens]
-        freqs: torch.Tensor,      # From `freqs`
-    ) -> torch.Tensor:            # [n_tokens, head_dim / 2]
-        "By the position of each token"
-        return freqs[(positions >= self.original_max_position_embeddings).long()]
-
     def angles(self, ops: Operations, positions: torch.Tensor, freqs: torch.Tensor,
                dtype: torch.dtype) -> RotaryAngles:
-        "Other frequencies for each token"
-        return super().angles(ops, positions, self.freqs_at(positions, freqs), dtype)
+        "By the frequencies of the context in which each token is"
+        beyond = positions >= self.original_max_position_embeddings
+        return super().angles(ops, positions, freqs[beyond.long()], dtype)
 
 # %% ../../nbs/families/ropes.ipynb #70f0c592
 for _name, _rope in dict(partial=PartialRope, longrope=LongRope, su=LongRope).items():

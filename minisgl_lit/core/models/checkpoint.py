@@ -327,12 +327,14 @@ def read_config(
 
 # %% ../../../nbs/core/34_models.checkpoint.ipynb #d03f4b09
 def _check_rope(config: ModelConfig, rope: Rope) -> None:
-    "`ValueError` if the RoPE frequencies of the first or the last position are not finite"
+    "`ValueError` unless the angles of the first and the last position are finite in all dtypes"
     head_dim = config.head_dim
     ends = torch.tensor([0, config.max_position_embeddings - 1])
-    def angles(dtype: torch.dtype) -> torch.Tensor:
-        return rope.angles(Operations(), ends, rope.freqs(head_dim), dtype).cos_sin
-    try: finite = angles(torch.float32).isfinite().all()
-    except (ArithmeticError, ValueError, RuntimeError): finite = False
-    if not finite:
+    def finite() -> bool:
+        made = rope.angles(Operations(), ends, rope.freqs(head_dim), torch.float16)
+        parts = made.cos_sin, made.queries
+        return all(o is None or bool(o.isfinite().all()) for o in parts)
+    try: right = finite()
+    except (ArithmeticError, ValueError, RuntimeError): right = False
+    if not right:
         raise ValueError(f'{rope!r:.200} of config.json makes no sense for head_dim={head_dim}')

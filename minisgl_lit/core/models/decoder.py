@@ -335,7 +335,7 @@ class Decoder:
         self.operations = operations
         self.embedding = weights['model.embed_tokens.weight']
         self.norm, self.weights = plain_weight(weights, 'model.norm.weight'), weights
-        tied = config.tie_word_embeddings or config.headless   # then its logits are not read
+        tied = config.tie_word_embeddings or config.headless   # the latter has no logits
         self.head = self.embedding if tied else weights['lm_head.weight']
         self.mlps = [self.shard.mlp(i) for i in range(config.num_layers)]
         self.layers = list[Weights]()
