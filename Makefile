@@ -37,10 +37,11 @@ mutants: .venv/.all      ## break caches and scheduler one line at a time; some 
 cov: .venv/.all          ## the tests run on the exported package, with coverage
 	TST_PACKAGE=1 $(PYTEST) -q --cov --cov-report=term-missing
 check: .venv/.all        ## lint, types; package, notebooks, README and settings agree; no chapter reads ahead
+	@$(BIN)/ruff check --quiet minisgl_lit tests docs
 	@$(BIN)/pyright --pythonpath $(BIN)/python >.venv/.pyright 2>&1 & types=$$!; \
-	$(BIN)/ruff check --quiet minisgl_lit tests docs; lint=$$?; \
-	$(BIN)/python -m pytest -q -n 0 tests/test_project.py tests/test_chapters.py; tests=$$?; \
-	wait $$types || { cat .venv/.pyright; exit 1; }; exit $$((lint + tests))
+	$(BIN)/python -m pytest -q -n 0 tests/test_project.py tests/test_chapters.py || failed=tests; \
+	wait $$types || { cat .venv/.pyright; failed="$$failed types"; }; \
+	test -z "$$failed" || { echo "make check: these failed: $$failed"; exit 1; }
 docs: .venv/.all         ## build the book into docs/_build/html; any warning is an error
 	$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
 wheel: .venv/.all        ## sdist, and a wheel with kernels for machines like this (FOR=here: for this one alone), used in an empty environment
@@ -53,7 +54,8 @@ wheel-arm: .venv/.all  ## a wheel with kernels for arm64 beside it (Debian: gcc-
 	CC=aarch64-linux-gnu-gcc $(BIN)/python tests/ship_kernels.py aarch64
 	$(BIN)/python -m build --no-isolation --wheel --outdir dist . >/dev/null
 edit: .venv/.all         ## edit NB=core/10_kv_cache.table: write the chapter as text, nbs/core/10_kv_cache.table.py
-	$(need_nb)@test ! -e nbs/$(NB).py || { echo 'nbs/$(NB).py is there already: make done NB=$(NB), or remove it'; exit 1; }
+	$(need_nb)@test -e nbs/$(NB).ipynb || { echo 'there is no chapter nbs/$(NB).ipynb; NB is its name, such as core/10_kv_cache.table'; exit 1; }
+	@test ! -e nbs/$(NB).py || { echo 'nbs/$(NB).py is there already: make done NB=$(NB), or remove it'; exit 1; }
 	@$(BIN)/jupytext --quiet --to py:percent nbs/$(NB).ipynb -o nbs/$(NB).py && echo 'edit nbs/$(NB).py, then: make done NB=$(NB)'
 done: .venv/.all         ## done NB=core/10_kv_cache.table: text back to notebook (or a new one), export, run, store outputs
 	$(need_nb)@$(LOCK) $(BIN)/python tests/done.py $(NB)

@@ -28,7 +28,7 @@ def is_error(path, error):
 def test_whatever_the_schema_allows(server):
     "schemathesis makes requests out of /openapi.json: none is an error of ours, and nothing is left of them"
     schemathesis = pytest.importorskip("schemathesis", reason="not installed: pip install schemathesis")
-    schema = schemathesis.openapi.from_url(server.url + "/openapi.json")
+    schema = schemathesis.openapi.from_url(server.url + "/openapi.json", timeout=60)
     operations = [o.ok() for o in schema.get_all_operations()]
     seen = {o.path for o in operations}
     assert {"/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/v1/models/{name}"} <= seen
@@ -38,7 +38,7 @@ def test_whatever_the_schema_allows(server):
     @settings(max_examples=60, deadline=None)
     @given(cases)
     def ask(case):
-        r = case.call()
+        r = case.call(timeout=60)
         told.append(r.status_code)
         assert r.status_code < 500, (case.method, case.path, case.body, r.text)
         if r.status_code >= 400: assert is_error(case.path, r.json()["error"])

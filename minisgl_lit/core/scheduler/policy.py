@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, tee
+from time import perf_counter
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +37,7 @@ class Fcfs:
     seed: int | None = None        # Of the random order; `None` draws one
     age_every: int | None = None   # So often overtaken: one priority higher; `None`: never
     max_overtaken: int = 64        # So often overtaken: first among equal priorities
+    clock: Callable[[], float] = perf_counter   # The scheduler's; seconds, as `arrival`
     overtaken: dict[PendingReq, int] = field(default_factory=dict, init=False)   # by arrival
 
     def keys(self, waiting: Sequence[PendingReq]) -> Sequence[Key]:
@@ -250,6 +252,7 @@ def make_policy(
     cache: CacheManager,           # Where prompts may find cached prefixes
     seed: int | None = None,       # Of the random order; `None` draws one
     age_every: int | None = None,  # So often overtaken: one priority higher; `None`: never
+    clock: Callable[[], float] = perf_counter,   # The scheduler's, in seconds
 ) -> Policy:
     "The policy that a configuration asks for"
     kind = policies.find(name)
@@ -259,5 +262,5 @@ def make_policy(
         warnings.warn(f"policy={name!r} looks at the prefix cache, and cache='none' keeps "
                       'nothing there: first come, first served instead', stacklevel=2)
         kind = Fcfs
-    policy = kind(cache, seed, age_every)
+    policy = kind(cache, seed, age_every, clock=clock)
     return policy if isinstance(cache.prefix, NaiveCache) else InBatchPrefixPolicy(policy)

@@ -104,7 +104,7 @@ class Scheduler:
         self.validator = RequestValidator(cache, vocab_size, eos_token_ids, defaults, headless,
                                           config.seed)
         ratio = admissions.find(config.admission)(config.schedule_conservativeness)
-        policy = make_policy(config.policy, cache, config.seed, config.priority_aging)
+        policy = make_policy(config.policy, cache, config.seed, config.priority_aging, clock)
         budget = config.max_prefill_tokens
         chunk = config.chunked_prefill_size or budget
         self.prefill = PrefillManager(cache, budget, chunk, policy, ratio.clip_max_new_tokens)
