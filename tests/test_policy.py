@@ -305,3 +305,24 @@ def test_all_are_answered_as_if_alone(name, overlap, asked, age_every):
     s.self_check()
     assert {rid: o for rid, o in told.items() if o} == {str(i): expected_output(ids*4, n, 13)
         for i, (ids, n, _) in enumerate(asked) if n}
+
+class Patient(Fcfs):
+    "The shortest first, and before them who has waited for long"
+    def keys(self, waiting):
+        return [float('-inf') if self.clock() - o.arrival > 30 else o.input_len for o in waiting]
+
+def test_a_policy_asks_the_clock_of_the_scheduler(monkeypatch):
+    monkeypatch.setitem(policies, 'patient', Patient)
+    s, now = server('fcfs'), [1000.]
+    s.clock = lambda: now[0]
+    s.prefill.policy = make_policy('patient', s.cache, clock=s.clock)
+    s.add('busy', [1], SamplingParams(max_tokens=3))
+    s.step()
+    for rid, n in (('long', 20), ('middle', 10), ('short', 5)):
+        s.add(rid, [2] * n, SamplingParams(max_tokens=1))
+        now[0] += 20.
+    finish(s)
+    assert [*s.observer.steps] == ['busy', 'long', 'middle', 'short']   # 60, 40 and 20 seconds
+    config = EngineConfig(max_running_req=1, max_prefill_tokens=64, overlap=False)
+    made = Scheduler(s.engine, new_cache(rows=1), 13, clock=s.clock, config=config)
+    assert made.prefill.policy.inner.clock is s.clock
