@@ -174,7 +174,7 @@ def attend_by_scores(
     cap: float | None = None,   # Scores stay between minus and plus this. Gemma 2, 2024
     sinks: torch.Tensor | None = None,   # A score more for each query head, [num_heads]
 ) -> torch.Tensor:     # [n, extend_len, num_heads, head_dim]
-    """Attention whose scores are capped, or beside which a sink stands; no call of torch's has that.
+    """Attention whose scores are capped, or have a sink beside them; no call of torch's has that.
 
     Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024.
     """
