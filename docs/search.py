@@ -35,15 +35,15 @@ SAID = {
     "nbs/core/models.moe": "mixture of experts, MoE, expert routing, expert parallel, expert parallelism, "
                            "EP, EPLB, DeepEP",
     "nbs/families/layers": "post norm, pre norm, sandwich norm, QK norm, LayerNorm, parallel attention, "
-                           "gated attention",
+                           "gated attention, attention sink, attention sinks, learned sink",
     "nbs/families/mlps": "GELU, GeGLU, SwiGLU, squared ReLU, xIELU, sigmoid router, router bias, "
                          "expert bias, auxiliary-loss-free, grouped top-k",
     "nbs/families/dense": "Gemma, Gemma 3, OLMo, OLMo 2, OLMo 3, EXAONE, Cohere, Command R, SmolLM3, "
                           "Hunyuan, Apertus, Arcee, StarCoder2, StableLM, Nemotron, NoPE, soft cap, "
                           "logit softcapping",
     "nbs/families/experts": "GLM 4.5, MiniMax, OLMoE, FlexOlmo, dots.llm1, AFMoE, Trinity, ERNIE, "
-                            "Granite MoE",
-    "guides/serve-a-checkpoint": "supported models, which models, gpt-oss, Phi-4, Mistral, Qwen3",
+                            "Granite MoE, gpt-oss, GPT-OSS, gpt-oss-20b",
+    "guides/serve-a-checkpoint": "supported models, which models, Phi-4, Mistral, Qwen3",
     "nbs/core/models.weights": "safetensors, weight loading",
     "nbs/distributed/tensor_parallel": "tensor parallel, TP, NCCL, all-reduce, multi GPU, sharding",
     "guides/tensor-parallel": "tensor parallel, TP, tensor_parallel_size, multi GPU, "
@@ -60,7 +60,7 @@ SAID = {
                          "cache aware router, cache aware load balancing, data parallel attention, DP "
                          "attention, dp_size, "
                          "cache-aware",
-    "nbs/formats/packed_files": "AWQ, GPTQ, compressed-tensors, FP8 checkpoint",
+    "nbs/formats/packed_files": "AWQ, GPTQ, compressed-tensors, FP8 checkpoint, MXFP4, microscaling",
     "nbs/kernels/kv_formats": "fp8 kv cache, int8 kv cache, kv_cache_dtype",
     "nbs/formats/quantization": "quantize, quantization, int4, int8",
     "guides/serve-a-compressed-model": "quantize, quantization, GGUF, AWQ, GPTQ, llama.cpp",

@@ -183,7 +183,7 @@ class ResolvedConfig(EngineSpec):
         shard = self.shard
         return choose_attention(self.config.attention, pool, page_table, shard.windows,
                                 num_heads=shard.num_heads, dtype=self.dtype,
-                                score_cap=shard.score_cap)
+                                score_cap=shard.score_cap, sinks=shard.layer.sinks)
 
     # %% ../nbs/assembly.ipynb #7da453c7
     def weights(

@@ -19,7 +19,7 @@ from minisgl_lit.core.models.weights import load_weights, sources
 from minisgl_lit.families.edits import edited, renamed
 from minisgl_lit.families import dense, experts, layers, llamas
 from minisgl_lit.families.llamas import usual
-from minisgl_lit.families.mlps import PlainMlp, RoutedMlp, XieluMlp
+from minisgl_lit.families.mlps import ClampedMlp, PlainMlp, RoutedMlp, XieluMlp
 from minisgl_lit.formats.ropes import SharpenedYarn
 from minisgl_lit.llm import LLM
 from minisgl_lit.text.sampling_params import SamplingParams
@@ -81,10 +81,12 @@ FAMILIES = {   # by the name of their classes
     'Ernie4_5_Moe': tokens | dict(moe_num_experts=5, moe_k=2, moe_intermediate_size=24),
     'HunYuanMoEV1': tokens | dict(num_experts=5, moe_topk=2),
     'GraniteMoe': tokens | factors | dict(num_local_experts=5, num_experts_per_tok=2),
+    'GptOss': tokens | rope('yarn', factor=2., original_max_position_embeddings=256, truncate=False) | dict(
+        num_local_experts=5, num_experts_per_tok=2, sliding_window=9, swiglu_limit=1.5, swiglu_alpha=1.2),
 }
 EDITS = 'Phi3', 'Glm', 'Granite', 'Mixtral'   # each edit once
 KNOBS = ('Gemma2', 'Gemma3', 'Cohere2', 'FlexOlmo', 'Nemotron', 'Apertus', 'Glm4Moe', 'Afmoe', 'HunYuanMoEV1',
-         'GraniteMoe', 'Ministral3', 'Olmo')   # and all else that a config can say
+         'GptOss', 'Ministral3', 'Olmo')   # and all else that a config can say
 QUICK = *EDITS, *KNOBS
 def those(quick): return pytest.mark.parametrize('name',
     [pytest.param(o, marks=[pytest.mark.long] * (o not in quick)) for o in FAMILIES])
@@ -157,6 +159,7 @@ def other_mlps(mlp, layer: Layer) -> Iterator:
     if isinstance(mlp, MoeMlp):
         usual = dict(shared_size=0) | (dict(score='softmax', bias=False, groups=1, scale=1.0)
                                        if isinstance(mlp, RoutedMlp) else {})
+        if isinstance(mlp, ClampedMlp): usual |= dict(alpha=1.702, limit=7.0)
         for name, value in usual.items():
             # of equal groups as many as there are may be chosen
             if getattr(mlp, name) != value:

@@ -1,4 +1,4 @@
-"""Checkpoints in the layouts of GPTQ, AWQ, compressed-tensors and FP8, packed here by their published
+"""Checkpoints in the layouts of GPTQ, AWQ, compressed-tensors, FP8 and MXFP4, packed here by their published
 layouts, by the package compressed-tensors itself, and by AutoRound, GPTQModel and transformers
 (`tests/data/make_packed.py`): the same tokens as `transformers` on the weights that are meant, and
 refusals."""
@@ -15,7 +15,7 @@ from minisgl_lit.assembly import ResolvedConfig
 from minisgl_lit.core.host import warn_once
 from minisgl_lit.core.models.checkpoint import read_config
 from minisgl_lit.core.models.weights import load_weights as read_weights, open_checkpoint
-from reference import MAX_NEW, generate, load, make_checkpoint, prompts
+from reference import MAX_NEW, generate, load, make_checkpoint, prompts, rope
 
 GROUP = 16   # divides all that a layer takes in
 GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0)
@@ -285,3 +285,55 @@ def test_what_changes_nothing_is_left_out(method, tmp_path, capfd):
     save_file(tensors | {name: more[name] + 1}, packed/'model.safetensors')
     with pytest.raises(ValueError, match=f'config.json does not account for: {name}'):
         read_weights(packed, config, torch.float32)
+
+FP4 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6])
+
+def mxfp4(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    "Experts, [n, inputs, outputs], as blocks and scales, and what these mean"
+    groups = weight.mT.unflatten(-1, (-1, 32))
+    power = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+    codes = (groups[..., None].abs() / 2 ** power[..., None] - FP4).abs().argmin(-1)
+    meant = (FP4[codes] * groups.sign() * 2 ** power).flatten(-2).mT
+    codes = (codes + 8 * (groups < 0)).to(torch.uint8)
+    blocks = codes[..., ::2] + 16 * codes[..., 1::2]
+    return dict(blocks=blocks, scales=(power[..., 0] + 127).to(torch.uint8)), meant.contiguous()
+
+def make_mxfp4(folder: Path) -> tuple[Path, Path]:
+    "The experts of a tiny gpt-oss in 4 bits, and a checkpoint of what these mean"
+    plain, packed = folder/'plain', folder/'packed'
+    make_checkpoint('GptOss', plain, hidden_size=64, intermediate_size=32, num_local_experts=5,
+                    num_experts_per_tok=2, sliding_window=9, bos_token_id=197, pad_token_id=196,
+                    **rope('yarn', factor=2., original_max_position_embeddings=256, truncate=False))
+    packed.mkdir()
+    raw = json.loads((plain/'config.json').read_text())
+    raw['quantization_config'] = dict(quant_method='mxfp4', modules_to_not_convert=['model.layers.*.self_attn'])
+    (packed/'config.json').write_text(json.dumps(raw))
+    tensors = dict[str, torch.Tensor]()
+    for file in plain.glob('*.safetensors'):
+        ours = load_file(file)
+        for name, weight in ours.items():
+            if name.endswith(('experts.gate_up_proj', 'experts.down_proj')):
+                parts, ours[name] = mxfp4(weight)
+                tensors |= {f'{name}_{part}': o for part, o in parts.items()}
+            else: tensors[name] = weight
+        save_file(ours, file, metadata=dict(format='pt'))
+    save_file(tensors, packed/'model.safetensors')
+    return plain, packed
+
+def test_experts_in_mxfp4(tmp_path, capfd):
+    plain, packed = make_mxfp4(tmp_path)
+    right = [generate(plain, o) for o in prompts()[:4]]
+    with LLM(packed, device='cpu', dtype='float32', num_pages=200) as llm:
+        outs = llm.generate(prompts()[:4], GREEDY)
+    assert [o.token_ids for o in outs] == right
+    assert 'widened to float32' in capfd.readouterr().err
+    assert len({tuple(o) for o in right}) > 2
+    tensors = load_file(packed/'model.safetensors')
+    name = 'model.layers.1.mlp.experts.down_proj_scales'
+    save_file(tensors | {name: tensors[name][:, 1:].contiguous()}, packed/'model.safetensors')
+    with pytest.raises(ValueError, match=r'blocks of \[5, 64, 1, 16\] do not fit scales of \[5, 63, 1\]'):
+        LLM(packed, device='cpu')
+    save_file({o: w for o, w in tensors.items() if o != name}, packed/'model.safetensors')
+    with pytest.raises(ValueError, match="'scales' is missing"): LLM(packed, device='cpu')
+    save_file(tensors | {name: torch.full_like(tensors[name], 255)}, packed/'model.safetensors')
+    with pytest.raises(ValueError, match='NaN or infinity'): LLM(packed, device='cpu', num_pages=9)

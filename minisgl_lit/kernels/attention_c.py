@@ -225,7 +225,10 @@ typedef struct {
     const void *q, *keys, *values;
     const int32_t *table;
     int bf16, kv; float cap;      // of scores; 0: none
+    const void *sinks;            // a score more for each head; NULL: none
 } attention_args;
+INLINE float sink_of(const attention_args *a, i64 head) {
+    return a->sinks ? get(a->sinks, head, a->bf16) : -INFINITY; }
 INLINE void look_up_pages(const task *t, const attention_args *args, i64 p,
                           const char **k, const char **v, const char *none, int kv) {
     const char *keys = args->keys, *values = args->values;
@@ -289,17 +292,17 @@ INLINE void decode(const task *t, const attention_args *args, float *state, int 
 
 # %% ../../nbs/kernels/attention_c.ipynb #69048a6c
 _merge_parts_c = _decode_c + r"""
-INLINE void merge_parts(void *out, float *parts, i64 n, i64 stride, i64 dim, int bf16, int kv) {
+INLINE void merge_parts(void *out, float *parts, i64 n, i64 stride, i64 dim, float sink,
+                        int bf16, int kv) {
     float top = -1e30f, row_sum = 0;
-    for (i64 i = 0; i < n; i++) {
-        float part_max = parts[i * stride + dim];
-        if (part_max > top) top = part_max;
-    }
+    for (i64 i = 0; i < n; i++)
+        top = parts[i * stride + dim] > top ? parts[i * stride + dim] : top;
     for (i64 i = 0; i < n; i++) {
         float *part = parts + i * stride, rescale = expf(part[dim] - top);
         row_sum += rescale * part[dim + 1];
         for (i64 d = 0; d < dim; d++) parts[d] = (i ? parts[d] : 0) + rescale * part[d];
     }
+    row_sum += expf(sink - top);
     i64 S = chunk(1), d = 0;
     for (; kv == 1 && d + S <= dim; d += S) for (i64 i = 0; i < S; i++)
         put(out, d + i, parts[d + i / 2 + i % 2 * W] / row_sum, bf16);
@@ -328,8 +331,7 @@ INLINE void pack_values(uint32_t *to, const char **v, i64 dim, int bf16) {
     i64 words = bf16 ? BLOCK / 2 : BLOCK;
     for (i64 i = 0; i < words; i++) for (i64 d = 0; d < dim; d += PANEL) {
         uint32_t *row = to + (d / PANEL * words + i) * PANEL;
-        const uint16_t *one = (const uint16_t *)v[2 * i % BLOCK];
-        const uint16_t *two = (const uint16_t *)v[(2 * i + 1) % BLOCK];
+        const uint16_t *one = (void *)v[2 * i % BLOCK], *two = (void *)v[(2 * i + 1) % BLOCK];
         i64 n = lesser(PANEL, dim - d);
         if (!bf16) memcpy(row, v[i] + d * 4, n * 4);
         else for (i64 j = 0; j < n; j++) row[j] = one[d + j] | (uint32_t)two[d + j] << 16;
@@ -425,9 +427,10 @@ INLINE void extend(const task *t, const attention_args *args, const workspace *w
     }
     for (i64 r = 0; r < rows; r++) {
         i64 token = t->token + r / group, head = t->head * group + r % group;
-        const float *sums = ws->state + r * ws->ld;
+        const float *sums = ws->state + r * ws->ld, *top = sums + ws->wide;
+        float row_sum = top[1] + expf(sink_of(args, head) - *top);
         void *to = (void *)at(out, (token * args->heads + head) * dim, bf16);
-        for (i64 i = 0; i < dim; i++) put(to, i, sums[i] / sums[ws->wide + 1], bf16);
+        for (i64 i = 0; i < dim; i++) put(to, i, sums[i] / row_sum, bf16);
     }
 }
 """
@@ -436,10 +439,8 @@ INLINE void extend(const task *t, const attention_args *args, const workspace *w
 _run_task_c = _extend_c + r"""
 static void run_task(const task *t, const attention_args *args, const workspace *ws,
                      void *out, float *parts) {
-    if (t->part < 0) {
-        if (args->bf16) extend(t, args, ws, out, 1); else extend(t, args, ws, out, 0);
-        return;
-    }
+    if (t->part < 0 && args->bf16) { extend(t, args, ws, out, 1); return; }
+    if (t->part < 0) { extend(t, args, ws, out, 0); return; }
     float *state = parts + t->part * args->heads * (args->dim + 2);
     if (args->kv == BYTES) decode(t, args, state, BYTES);
     else if (args->kv) decode(t, args, state, 1);
@@ -463,18 +464,17 @@ static void store_row(void *cache, i64 slot, const char *from, const attention_a
 void attend(void *out, const void *q, const void *k, const void *v, void *keys,
             void *values, const i64 *out_loc, const int32_t *table, i64 max_pages, i64 page_size,
             i64 rows, i64 heads, i64 kv_heads, i64 dim, i64 q_stride, i64 k_stride, i64 v_stride,
-            i64 window, float cap, const task *tasks, float *parts, const i64 *merges,
-            const i64 *counts, i64 bf16, i64 kv, team *t) {
+            i64 window, float cap, const void *sinks, const task *tasks, float *parts,
+            const i64 *merges, const i64 *counts, i64 bf16, i64 kv, team *t) {
     attention_args args = { heads, kv_heads, dim, page_size, max_pages, q_stride, k_stride,
-                            v_stride, window, q, keys, values, table, bf16, kv, cap };
+                            v_stride, window, q, keys, values, table, bf16, kv, cap, sinks };
     i64 part_size = heads * (dim + 2), n_tasks = counts[0], n_merges = counts[1];
     for (EACH(r, rows)) {
         store_row(keys, out_loc[r], at(k, r * k_stride, bf16), &args);
         store_row(values, out_loc[r], at(v, r * v_stride, bf16), &args);
     }
     barrier(t);
-    workspace ws = {0};
-    if (counts[2]) ws = make_workspace(counts[2], &args, bf16);      // tokens of the largest task
+    workspace ws = counts[2] ? make_workspace(counts[2], &args, bf16) : (workspace){0};
     for (i64 i; (i = take(t)) < n_tasks;) run_task(tasks + i, &args, &ws, out, parts);
     free(ws.q), free(ws.s);
     barrier(t);
@@ -483,7 +483,7 @@ void attend(void *out, const void *q, const void *k, const void *v, void *keys,
         i64 head = i % heads;
         void *to = (void *)at(out, (m[0] * heads + head) * dim, bf16);
         float *first = parts + m[1] * part_size + head * (dim + 2);
-        merge_parts(to, first, m[2], part_size, dim, bf16, kv);
+        merge_parts(to, first, m[2], part_size, dim, sink_of(&args, head), bf16, kv);
     }
 }
 """

@@ -93,8 +93,8 @@ def _trial_batch(cached: int, length: int) -> Batch:
     lens = np.array([cached]), np.array([length])
     return Batch([], ForwardMode.MIXED, 0, row[:1], *lens, row, at, at, row[:1])
 
-def _trial_pairs(ours: FlashInferAttention, reference: TorchAttention, batch: Batch,
-                 metadata: object) -> Pairs:
+def _trial_pairs(ours: FlashInferAttention, reference: TorchAttention,
+                 sinks: torch.Tensor | None, batch: Batch, metadata: object) -> Pairs:
     "What both backends answer, for each layer"
     num_heads, kv_heads, head_dim = ours.shape
     sizes, right = [num_heads, kv_heads, kv_heads], reference.prepare(batch)
@@ -102,7 +102,7 @@ def _trial_pairs(ours: FlashInferAttention, reference: TorchAttention, batch: Ba
         some = numbers(len(batch.positions), sum(sizes), head_dim,
                        device=ours.device, dtype=ours.dtype)
         q, k, v = some.split(sizes, dim=1)
-        return backend.forward(q, k, v, layer, metadata)
+        return backend.forward(q, k, v, layer, metadata, sinks)
     return [(answer(ours, layer, metadata), answer(reference, layer, right))
             for layer in ours.windows]
 
@@ -116,6 +116,7 @@ def attention_pairs(
     windows: Sequence[int | None],  # The different ones
     kernels: Kernels,           # Which of its kernels
     stored: torch.dtype,        # Of the cache
+    sinks: bool = False,        # Whether there are some beside the scores
 ) -> Pairs:
     "What kernels of attention answer and what torch does, in one layer for each window"
     num_heads, kv_heads, head_dim = shape
@@ -124,7 +125,8 @@ def attention_pairs(
     args = pool, torch.tensor([[0, 1]], dtype=torch.int32, device=device), windows
     ours = FlashInferAttention(*args, num_heads=num_heads, library=library, kernels=kernels,
                                dtype=dtype, lister=page_lister(device))
-    pairs = partial(_trial_pairs, ours, TorchAttention(*args))
+    beside = torch.linspace(-2, 2, num_heads, device=device) if sinks else None
+    pairs = partial(_trial_pairs, ours, TorchAttention(*args), beside)
     if kind == 'prefill':
         both = _trial_batch(0, 5), _trial_batch(5, 7)
         return [pair for o in both for pair in pairs(o, ours.prepare(o))]
@@ -147,6 +149,7 @@ def attention_trial(
     shape: tuple[int, int, int],  # Query heads, key and value heads, head_dim
     windows: Sequence[int | None],  # Of each layer
     stored: torch.dtype,  # Of the cache
+    sinks: bool = False,  # Whether there are some beside the scores
 ) -> Trial:
     "The trial of a kernel of attention, in one layer for each different window"
     num_heads, kv_heads, head_dim = shape
@@ -159,7 +162,7 @@ def attention_trial(
                 f'*head_dim_qk_{head_dim}_*')
     compiles += '_sm90' if chosen == 'fa3' else 'e'   # its name ends in an option, True or False
     different = tuple(dict.fromkeys(windows)) or (None,)
-    args = kind, dtype, shape, different, kernels, stored
+    args = kind, dtype, shape, different, kernels, stored, sinks
     return Trial('minisgl_lit.kernels.attention_choice:_pairs_of_library', args, compiles)
 
 # %% ../../nbs/kernels/attention_choice.ipynb #3d2b17d5
@@ -170,13 +173,14 @@ def unsupported_reason(
     num_heads: int,  # Query heads of the model
     kernel: str | None = None,   # One of `KERNELS` of that kind; `None`: the usual one
     dtype: torch.dtype | None = None,   # Of queries; `None`: as keys and values are stored
+    sinks: bool = False,   # Whether the model has some, see `Layer`
 ) -> str | None:     # A sentence, or `None` if it can
     "Why FlashInfer cannot compute such batches over this pool"
     device, stored = pool.buffer.device, pool.buffer.dtype
     kv_heads, head_dim = pool.buffer.shape[-2:]
     if why := unfit_reason(device, dtype or stored, stored, head_dim): return why
     shape = num_heads, kv_heads, head_dim
-    trial = attention_trial(kind, kernel, dtype or stored, shape, windows, stored)
+    trial = attention_trial(kind, kernel, dtype or stored, shape, windows, stored, sinks)
     failed = findings(device).of(trial)[0].failure
     return f'its kernels for {kind} fail: {failed}' if failed else None
 
@@ -202,6 +206,7 @@ def choose_attention(
     num_heads: int,            # Query heads of the model
     dtype: torch.dtype | None = None,   # Of queries; `None`: as keys and values are stored
     score_cap: float | None = None,     # See `ModelConfig`
+    sinks: bool = False,       # Whether the model has some, see `Layer`
 ) -> AttentionBackend:
     "The backend of that name; 'auto' takes the fastest that supports this pool"
     device, kernels = pool.buffer.device, usual_kernels(num_heads // pool.buffer.shape[-2])
@@ -209,7 +214,7 @@ def choose_attention(
         if part == 'auto' and device.type != 'cuda': return 'native'
         if backends.knows(part): return part
         kernel = part if part in KERNELS[kind] else kernels.of(kind)
-        reason = unsupported_reason(kind, pool, windows, num_heads, kernel, dtype)
+        reason = unsupported_reason(kind, pool, windows, num_heads, kernel, dtype, sinks)
         if score_cap: reason = 'FlashInfer is not asked to cap scores, as this model does'
         if not reason: return kernel
         if part != 'auto': raise ValueError(f'attention cannot be {part!r} here: {reason}')
@@ -217,7 +222,7 @@ def choose_attention(
         return 'torch'
     def make(part: str) -> AttentionBackend:
         if backends.knows(part):
-            return make_backend(backends.find(part), pool, page_table, windows, score_cap)
+            return make_backend(backends.find(part), pool, page_table, windows, score_cap, sinks)
         named = {kind: o for kind, o in chosen.items() if not backends.knows(o)}
         return _by_flashinfer(named, pool, page_table, windows, num_heads, dtype)
     parts = name.split(',')

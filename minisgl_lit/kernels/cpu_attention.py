@@ -205,6 +205,7 @@ class CpuAttention(AttentionBackend):
         v: torch.Tensor,   # Their values, same shape
         layer: int,        # Whose keys and values these are
         metadata: object,  # From `prepare` or `static`
+        sinks: torch.Tensor | None = None,   # See `attend_by_scores`; `None`: there are none
     ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
         "Store the new keys and values, then attend to the request's tokens up to each query"
         assert isinstance(metadata, CpuMetadata)
@@ -214,8 +215,8 @@ class CpuAttention(AttentionBackend):
         self.lib.attend(
             out, q, k, v, *self.layers[layer], m.out_loc, self.page_table, self.page_table.stride(0),
             pool.page_size, n, heads, k.shape[1], dim, q.stride(0), k.stride(0), v.stride(0),
-            self.windows.get(layer) or NO_WINDOW, self.score_cap, m.tasks, parts, m.merges, m.counts,
-            q.dtype == torch.bfloat16, stored_as.index(pool.buffer.dtype), threads=m.threads)
+            self.windows.get(layer) or NO_WINDOW, self.score_cap, sinks, m.tasks, parts, m.merges,
+            m.counts, q.dtype == torch.bfloat16, stored_as.index(pool.buffer.dtype), threads=m.threads)
         return out
 
 # %% ../../nbs/kernels/cpu_attention.ipynb #e63afd92

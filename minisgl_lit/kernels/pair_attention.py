@@ -52,10 +52,11 @@ class PairAttention(AttentionBackend):
         v: torch.Tensor,   # Their values, same shape
         layer: int,        # Whose keys and values these are
         metadata: object,  # From `prepare`
+        sinks: torch.Tensor | None = None,   # See `attend_by_scores`; `None`: there are none
     ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
         "Attention by the chosen backend"
         assert isinstance(metadata, PairMetadata)
-        return metadata.backend.forward(q, k, v, layer, metadata.metadata)
+        return metadata.backend.forward(q, k, v, layer, metadata.metadata, sinks)
 
     def attend_batch(
         self,

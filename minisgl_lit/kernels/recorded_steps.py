@@ -6,6 +6,7 @@
 __all__ = ['tokens_c', 'MOST_RECORDED', 'RecordedSteps', 'record_plan']
 
 # %% ../../nbs/kernels/recorded_steps.ipynb #c5fda681
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -64,7 +65,7 @@ class RecordedSteps:
         if any(o.queries is not None for o in first):
             raise NotRecordable('a factor on queries by position is computed by torch')
         lengths = self.token_pool.shape[1], m.table_rows, m.lens
-        def attend(q, k, v, layer): return self.attention.forward(q, k, v, layer, m)
+        attend = partial(self.attention.forward, metadata=m)
         with PlanRecorder(Arena()) as recorder:
             self.attention.cut(m, most)
             input_ids = torch.empty(most, dtype=torch.int32)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.attention.torch import attend as attend_group, attend_capped
+from ..core.attention.torch import attend as attend_group, attend_by_scores
 from ..core.models.checkpoint import read_config
 from ..core.models.decoder import Decoder, DenseMlp, Layer, ModelConfig, Rope
 from ..core.models.operations import Attend
@@ -52,12 +52,13 @@ def attend_all(
 ) -> Attend:
     "Attention of one text, by a mask for each layer"
     back = torch.arange(n)[:, None] - torch.arange(n)   # how many tokens ago
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int,
+               sinks: torch.Tensor | None = None) -> torch.Tensor:
         window = config.windows[layer] if config.windows else None
         seen = (back >= 0) & (back < (window or n))
         one = q[None], k[None], v[None], seen[None, None]
-        cap = config.score_cap
-        return attend_group(*one)[0] if cap is None else attend_capped(*one, cap)[0]
+        if config.score_cap is None and sinks is None: return attend_group(*one)[0]
+        return attend_by_scores(*one, config.score_cap, sinks)[0]
     return attend
 
 def logits_of(

@@ -8,6 +8,7 @@ __all__ = ['RECOMMENDED_WORKSPACE', 'MAX_TILE', 'KERNELS', 'PlanArrays', 'plan_a
            'FlashInferAttention', 'ListPages', 'PLAN_BYTES', 'StepBlock', 'plain_list', 'GraphMemory', 'StaticMetadata']
 
 # %% ../../../nbs/core/27_attention.flashinfer.ipynb #b23cbb66
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -262,11 +263,12 @@ class FlashInferAttention(AttentionBackend):
         v: torch.Tensor,   # Their values, same shape
         layer: int,        # Whose keys and values these are
         metadata: object,  # From `prepare` or `static`
+        sinks: torch.Tensor | None = None,   # See `attend_by_scores`; `None`: there are none
     ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
         "Store the new keys and values, then attend to the request's tokens up to each query"
         assert isinstance(metadata, FlashInferMetadata)
         self.pool.store_kv(layer, k, v, metadata.out_loc)
-        return self.attend(q, k, v, layer, metadata)
+        return self.attend(q, k, v, layer, metadata, sinks)
 
     def attend_batch(
         self,
@@ -285,12 +287,17 @@ class FlashInferAttention(AttentionBackend):
         v: torch.Tensor,   # Stored already
         layer: int,        # Whose keys and values these are
         metadata: FlashInferMetadata,   # From `prepare` or `static`
+        sinks: torch.Tensor | None = None,   # See `attend_by_scores`; `None`: there are none
     ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
         "Attend to the request's tokens up to each query"
         metadata.memory.check(metadata.out_loc)
         window = self.windows.get(layer)
-        if metadata.ragged: return metadata.ragged[window].run(q, k, v)
-        return metadata.paged[window].run(q, self.pages[layer])
+        if metadata.ragged: run = partial(metadata.ragged[window].run, q, k, v)
+        else: run = partial(metadata.paged[window].run, q, self.pages[layer])
+        if sinks is None: return run()
+        out, log2_sum = run(return_lse=True)
+        share = torch.sigmoid(log2_sum * math.log(2) - sinks)   # of the softmax that is not lost
+        return out * share.to(out.dtype)[..., None]
 
     # %% ../../../nbs/core/28_attention.flashinfer_graphs.ipynb #73a460a7
     def static(

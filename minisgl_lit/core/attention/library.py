@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -26,8 +26,8 @@ class Wrapper(Protocol):
         "Once a step, on the host"
         ...
     @property
-    def run(self) -> Callable[..., torch.Tensor]:
-        "Once a layer, on the device"
+    def run(self) -> Callable[..., Any]:
+        "Once a layer, on the device; a tensor, or with `return_lse` a pair"
         ...
 
 @runtime_checkable

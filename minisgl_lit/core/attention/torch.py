@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GPU_MAX_SLOTS', 'CPU_MAX_SLOTS', 'AttentionBackend', 'group_requests', 'PaddedGroup', 'TorchMetadata', 'attend',
-           'attend_capped', 'TorchAttention', 'make_backend']
+           'attend_by_scores', 'TorchAttention', 'make_backend']
 
 # %% ../../../nbs/core/25_attention.torch.ipynb #58041072
 import math
@@ -49,6 +49,7 @@ class AttentionBackend:
         v: torch.Tensor,   # Their values, same shape
         layer: int,        # Whose keys and values these are
         metadata: object,  # From `prepare`
+        sinks: torch.Tensor | None = None,   # See `attend_by_scores`; `None`: there are none
     ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
         "Store the new keys and values, then attend to the request's tokens up to each query"
         raise NotImplementedError
@@ -165,19 +166,28 @@ def attend(
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
     return out.transpose(1, 2)
 
-def attend_capped(
+def attend_by_scores(
     q: torch.Tensor,   # As for `attend`, and so the next three
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    cap: float,        # Scores stay between minus and plus this. Gemma 2, 2024
+    cap: float | None = None,   # Scores stay between minus and plus this. Gemma 2, 2024
+    sinks: torch.Tensor | None = None,   # A score more for each query head, [num_heads]
 ) -> torch.Tensor:     # [n, extend_len, num_heads, head_dim]
-    "Attention whose scores are capped before their softmax, which no call of torch's does"
+    """Attention whose scores are capped, or have a sink beside them; no call of torch's has that.
+
+    Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024.
+    """
     num_heads, head_dim = q.shape[2:]
     k, v = (o.transpose(1, 2).repeat_interleave(num_heads // k.shape[2], dim=1) for o in (k, v))
-    scores = cap * torch.tanh(q.transpose(1, 2) @ k.mT / (cap * math.sqrt(head_dim)))
+    scores = q.transpose(1, 2) @ k.mT / math.sqrt(head_dim)
+    if cap is not None: scores = cap * torch.tanh(scores / cap)
     if mask is None: mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+    scores, n = scores.masked_fill(~mask, -torch.inf), scores.shape[-1]
+    if sinks is not None:
+        beside = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, beside], -1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., :n]
     return (weights.to(v.dtype) @ v).transpose(1, 2)
 
 # %% ../../../nbs/core/25_attention.torch.ipynb #ca7600ec
@@ -225,6 +235,7 @@ class TorchAttention(AttentionBackend):
         v: torch.Tensor,   # Their values, same shape
         layer: int,        # Whose keys and values these are
         metadata: object,  # From `prepare`
+        sinks: torch.Tensor | None = None,   # See `attend_by_scores`; `None`: there are none
     ) -> torch.Tensor:     # [n_tokens, num_heads, head_dim]
         "Store the new keys and values, then attend to the request's tokens up to each query"
         assert isinstance(metadata, TorchMetadata)
@@ -233,9 +244,9 @@ class TorchAttention(AttentionBackend):
         window = self.windows.get(layer)
         for g in metadata.groups:
             k, v = (self.pool.format.read(o[g.slots], q.dtype) for o in (keys, values))
-            mask, cap = g.masks[window], self.score_cap
-            out[g.tokens] = (attend(q[g.tokens], k, v, mask) if cap is None
-                             else attend_capped(q[g.tokens], k, v, mask, cap))
+            inputs = q[g.tokens], k, v, g.masks[window]
+            out[g.tokens] = (attend(*inputs) if self.score_cap is None and sinks is None
+                             else attend_by_scores(*inputs, self.score_cap, sinks))
         return out
 
 # %% ../../../nbs/core/25_attention.torch.ipynb #3683e4bc
@@ -247,10 +258,16 @@ def make_backend(
     page_table: torch.Tensor,  # On the pool's device, int32, [n_rows, max_pages]
     windows: Sequence[int | None],  # Of each layer, in tokens; `None` or none given: all
     score_cap: float | None = None, # See `ModelConfig`
+    sinks: bool = False,       # Whether the model has some, see `Layer`
 ) -> AttentionBackend:
-    "A registered backend; `ValueError` if a model caps its scores, and this one cannot"
-    if score_cap is None: return make(pool, page_table, windows)
-    if 'score_cap' in signature(make).parameters:
-        return make(pool, page_table, windows, score_cap=score_cap)
-    raise ValueError(f'{getattr(make, "__name__", make)} cannot cap scores, as this model does; '
-                     "attention='torch' can")
+    "A registered backend; `ValueError` if it lacks what the model's attention needs"
+    name, more = getattr(make, '__name__', make), {}
+    def lacks(what: str, where: Callable[..., object], parameter: str) -> None:
+        if parameter in signature(where).parameters: return
+        raise ValueError(f"{name} has no {what}, which this model needs; attention='torch' has")
+    if score_cap is not None:
+        lacks('caps on scores', make, 'score_cap')
+        more = dict(score_cap=score_cap)
+    made = make(pool, page_table, windows, **more)
+    if sinks: lacks('attention sinks', made.forward, 'sinks')
+    return made

@@ -98,7 +98,7 @@ class EngineSpec:
     ) -> AttentionBackend:
         "What attends; `ValueError` if it was named and cannot be had"
         asked, shard = self.config.attention, self.shard
-        where = pool, page_table, shard.windows, shard.score_cap
+        where = pool, page_table, shard.windows, shard.score_cap, shard.layer.sinks
         if backends.knows(asked): return make_backend(backends.find(asked), *where)
         plain = make_backend(TorchAttention, *where)
         if asked == 'auto' and self.device.type == 'cpu': return plain

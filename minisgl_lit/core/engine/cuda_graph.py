@@ -24,7 +24,8 @@ from ..kv_cache.table import TableManager, dummy_batch
 from ..attention.torch import AttentionBackend
 from ..attention.flashinfer import FlashInferAttention, StaticMetadata
 from .sampler import plan_sampling
-from ..models.decoder import Decoder, DenseMlp, ModelConfig
+from ..models.decoder import Decoder, ModelConfig
+from ..models.moe import MoeMlp
 from ..models.operations import Operations
 
 # %% ../../../nbs/core/39_engine.cuda_graph.ipynb #de815069
@@ -206,8 +207,9 @@ def why_not_captured(
 ) -> str | None:         # A sentence, or `None` if they can be captured
     "Why a model's decode steps cannot be captured"
     if ranks > 1: return f'with tp={ranks} a captured all-reduce would outlive a rank that has died'
-    if all(isinstance(model.mlp(i), DenseMlp) for i in range(model.num_layers)): return None
-    if operations.experts_at_once(fp8): return None
+    routed = [o for o in map(model.mlp, range(model.num_layers)) if isinstance(o, MoeMlp)]
+    at_once = operations.experts_at_once(fp8) and all(o.at_once for o in routed)
+    if at_once or not routed: return None
     return 'routed experts ask the host how many tokens each of them has'
 
 # %% ../../../nbs/core/39_engine.cuda_graph.ipynb #55c0f2ca

@@ -164,6 +164,7 @@ class Layer:
     "How a layer joins attention and MLP, as a Llama does it."
     norms: ClassVar[tuple[str, ...]] = ('input_layernorm', 'post_attention_layernorm')
     norm_parts: ClassVar[tuple[str, ...]] = ('weight',)   # that each of them has
+    sinks: ClassVar[bool] = False   # Whether it attends with sinks, see `attend_by_scores`
 
     def shapes(
         self,

@@ -8,6 +8,7 @@ __all__ = ['route', 'grouped', 'MoeMlp']
 # %% ../../../nbs/core/31_models.moe.ipynb #0ba88652
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -56,6 +57,7 @@ class MoeMlp:
     intermediate_size: int    # Width of each
     norm_topk_prob: bool = False   # Whether the weights of the top k are scaled to sum to 1
     shared_size: int = 0      # Width of the shared expert, which every token uses; 0: none
+    at_once: ClassVar[bool] = True   # Whether `Operations.experts` may compute all experts
 
     def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         "The weights of the router, of each expert and of the shared one"
@@ -73,6 +75,7 @@ class MoeMlp:
         def joined(part: str) -> Weight | None:
             every = [w[f'mlp.experts.{e}.{part}.weight'] for e in range(self.num_experts)]
             return ops.join_experts(every)
+        if not self.at_once: return w
         gate_up, down = map(joined, _EXPERTS)
         if gate_up is None or down is None: return w
         return {**w, **dict(zip(_EXPERTS, (gate_up, down)))}

@@ -62,8 +62,7 @@ class RotaryAngles:
 
 QKVHeads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]   # Queries, keys, values
 Norms = tuple[torch.Tensor, torch.Tensor] | None   # QK norm: of queries, of keys, [head_dim]
-Attend = Callable[   # Attention of one batch: (q, k, v, layer) -> the shape of q
-    [torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+Attend = Callable[..., torch.Tensor]   # Of one batch: (q, k, v, layer, sinks=) -> the shape of q
 Slots = Callable[[int], KVSlots] | None   # Of a layer; `None`: attention stores by itself
 Angles = tuple[RotaryAngles, ...]    # Of a batch, for each kind of RoPE that some layer has
 How = tuple[Angles, Attend, Slots]   # What a layer needs to attend

@@ -55,7 +55,7 @@ def shard_slices(
         module = module.replace('norm', 'proj')
     if module in ('k_proj', 'v_proj'):
         return tuple((slice(i * d, (i + 1) * d),) for i in kv_heads(config, group))
-    if module in ('q_proj', 'gate_proj', 'up_proj', 'embed_tokens', 'lm_head'):
+    if module in ('q_proj', 'sinks', 'gate_proj', 'up_proj', 'embed_tokens', 'lm_head'):
         return ((shard(shape[0]),),)
     if module not in ('o_proj', 'down_proj'): return ((everything,),)   # norms, routers
     if len(shape) == 2: return ((everything, shard(shape[1])),)
