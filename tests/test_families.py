@@ -265,8 +265,8 @@ def test_the_quick_ones_use_everything_once(tmp_path):
         assert by_name[name] - others, f'{name} uses nothing that no other of them uses'
 
 # what torch computes
-TORCH = {'MoeMlp', 'RoutedMlp', 'PlainMlp', 'XieluMlp', 'LayerNorms', 'GatedSandwich', 'capped logits',
-         'sharpened queries'}
+TORCH = {'MoeMlp', 'RoutedMlp', 'ClampedMlp', 'PlainMlp', 'XieluMlp', 'LayerNorms', 'GatedSandwich',
+         'capped logits', 'sharpened queries'}
 
 @recorded.needs_compiler
 @those(('Olmo3',))
@@ -284,6 +284,26 @@ def test_a_recorded_step_has_the_bits_of_layers(tmp_path, monkeypatch, name):
             with pytest.raises(recorded.NotRecordable, match='is computed by torch'):
                 recorded.RecordedSteps(engine.model, engine.attention, engine.token_pool, 3).capture_all()
         assert (type(engine) is recorded.GraphEngine) == (not used(engine.model.config) & TORCH)
+    finally: runtime.close()
+
+@recorded.needs_compiler
+def test_sinks_are_recorded(tmp_path, monkeypatch):
+    "Those of a dense model, which no family has yet: the bits of layers"
+    make_checkpoint('Llama', tmp_path)
+    index, config = tmp_path/'model.safetensors.index.json', tmp_path/'config.json'
+    raw, sinks = json.loads(index.read_text()), {
+        f'model.layers.{i}.self_attn.sinks.weight': torch.linspace(-1, 3, 4) for i in range(3)}
+    file = raw['weight_map']['model.norm.weight']
+    save_file(load_file(tmp_path/file) | sinks, tmp_path/file, metadata=dict(format='pt'))
+    index.write_text(json.dumps(raw | dict(weight_map=raw['weight_map'] | dict.fromkeys(sinks, file))))
+    config.write_text(json.dumps(json.loads(config.read_text()) | dict(architectures=['NovaForCausalLM'])))
+    monkeypatch.setitem(families, 'NovaForCausalLM', Family(layer=layers.WithSinks()))
+    runtime = recorded.start(tmp_path, monkeypatch)
+    try:
+        assert type(runtime.engine) is recorded.GraphEngine
+        seen = recorded.watch(runtime)
+        recorded.serve(runtime)
+        assert not seen.apart and {*seen.replayed} == {*range(1, 7)}, seen
     finally: runtime.close()
 
 @pytest.mark.long
