@@ -2,7 +2,7 @@
 
     python tests/family_differences.py            measure and print
     python tests/family_differences.py --write    and put those into the guide that it does not have yet
-    python tests/family_differences.py --write --all    put all of them there: figures differ a little by machine
+    python tests/family_differences.py --write --all    put all there: figures differ by machine
 
 The models are those of tests/test_families.py and, for the families of the core, of tests/reference.py: small
 and random, in float32 on a CPU. What is compared is every logit of a text of 50 tokens.

@@ -306,7 +306,7 @@ def make_mxfp4(folder: Path) -> tuple[Path, Path]:
                     **rope('yarn', factor=2., original_max_position_embeddings=256, truncate=False))
     packed.mkdir()
     raw = json.loads((plain/'config.json').read_text())
-    raw['quantization_config'] = dict(quant_method='mxfp4', modules_to_not_convert=['model.layers.*.self_attn'])
+    raw['quantization_config'] = dict(quant_method='mxfp4', modules_to_not_convert=['lm_head'])
     (packed/'config.json').write_text(json.dumps(raw))
     tensors = dict[str, torch.Tensor]()
     for file in plain.glob('*.safetensors'):
