@@ -35,12 +35,13 @@ SAID = {
     "nbs/core/models.moe": "mixture of experts, MoE, expert routing, expert parallel, expert parallelism, "
                            "EP, EPLB, DeepEP",
     "nbs/families/layers": "post norm, pre norm, sandwich norm, QK norm, LayerNorm, parallel attention, "
-                           "gated attention, attention sink, attention sinks, learned sink",
+                           "gated attention, attention sink, attention sinks, learned sink, "
+                           "parallel residual, use_parallel_residual, qk_layernorm",
     "nbs/families/mlps": "GELU, GeGLU, SwiGLU, squared ReLU, xIELU, sigmoid router, router bias, "
                          "expert bias, auxiliary-loss-free, grouped top-k",
     "nbs/families/dense": "Gemma, Gemma 3, OLMo, OLMo 2, OLMo 3, EXAONE, Cohere, Command R, SmolLM3, "
                           "Hunyuan, Apertus, Arcee, StarCoder2, StableLM, Nemotron, NoPE, soft cap, "
-                          "logit softcapping",
+                          "logit softcapping, Phi-1, Phi 1.5, Phi-2, nanochat",
     "nbs/families/experts": "GLM 4.5, MiniMax, OLMoE, FlexOlmo, dots.llm1, AFMoE, Trinity, ERNIE, "
                             "Granite MoE, gpt-oss, GPT-OSS, gpt-oss-20b",
     "guides/serve-a-checkpoint": "supported models, which models, Phi-4, Mistral, Qwen3",

@@ -77,7 +77,7 @@ FLAWS = {
     'infinite': (tensors(lambda o: o[NORM].fill_(torch.inf)), [NORM, 'holds NaN or infinity']),
     'dtype': (settings(dtype='float61', torch_dtype='float61'),
               ["dtype='float61'", 'known are float32, bfloat16, float16']),
-    'architecture': (settings(architectures=['PhiForCausalLM']), ["'PhiForCausalLM'", 'known are Llama']),
+    'architecture': (settings(architectures=['OPTForCausalLM']), ["'OPTForCausalLM'", 'known are Llama']),
     'no config': (without('config.json'), ['it has no config.json']),
     'no weights': (without('model.safetensors'), ['holds no weights']),
     'config is no JSON': (lambda path: (path/'config.json').write_text('{"a":'),

@@ -16,7 +16,7 @@ from minisgl_lit.core.models.checkpoint import Family, families, read_config
 from minisgl_lit.core.models.decoder import DenseMlp, Layer, ModelConfig
 from minisgl_lit.core.models.moe import MoeMlp
 from minisgl_lit.core.models.weights import load_weights, sources
-from minisgl_lit.families.edits import edited, renamed
+from minisgl_lit.families.edits import edited, norms_of_heads, renamed
 from minisgl_lit.families import dense, experts, layers, llamas
 from minisgl_lit.families.llamas import usual
 from minisgl_lit.families.mlps import ClampedMlp, PlainMlp, RoutedMlp, XieluMlp
@@ -41,6 +41,7 @@ capped = mixed | dict(query_pre_attn_scalar=20, attn_logit_softcapping=2., final
 groups = tokens | dict(
     n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=24, n_group=4, topk_group=2,
     first_k_dense_replace=1, num_experts_per_tok=3, routed_scaling_factor=2.5, norm_topk_prob=True)
+stable = tokens | half | dict(hidden_size=64, head_dim=None, tie_word_embeddings=False)
 FAMILIES = {   # by the name of their classes
     'Phi3': tokens | half | dict(sliding_window=9, tie_word_embeddings=False),
     'Glm': tokens | half | dict(attention_bias=True),
@@ -69,9 +70,12 @@ FAMILIES = {   # by the name of their classes
     'Cohere': tokens | dict(logit_scale=.5), 'Cohere2': tokens | mixed | dict(logit_scale=.5),
     'Glm4': tokens | half | dict(attention_bias=True), 'HunYuanDenseV1': tokens, 'Apertus': tokens,
     'Starcoder2': tokens | dict(sliding_window=9),
-    'StableLm': tokens | half | dict(use_qkv_bias=True, hidden_size=64, head_dim=None,
-                                     tie_word_embeddings=False),
-    'Nemotron': tokens | half,
+    'StableLm': stable | dict(use_qkv_bias=True),
+    'StableLm side by side': stable | dict(use_parallel_residual=True),
+    'StableLm with QK norms': stable | dict(qk_layernorm=True, intermediate_size=96),
+    'StableLm with both': stable | dict(use_parallel_residual=True, qk_layernorm=True, initializer_range=.3),
+    'Nemotron': tokens | half, 'Phi': tokens | half | dict(num_key_value_heads=4),
+    'NanoChat': tokens | dict(final_logit_softcapping=5., attention_bias=True, tie_word_embeddings=False),
     'Olmoe': tokens | dict(hidden_size=64, head_dim=None, num_experts=5, num_experts_per_tok=2),
     'FlexOlmo': tokens | dict(num_experts=5, num_experts_per_tok=2),
     'Glm4Moe': half | groups | dict(use_qk_norm=True), 'Dots1': groups | mixed,
@@ -84,9 +88,9 @@ FAMILIES = {   # by the name of their classes
     'GptOss': tokens | rope('yarn', factor=2., original_max_position_embeddings=256, truncate=False) | dict(
         num_local_experts=5, num_experts_per_tok=2, sliding_window=9, swiglu_limit=1.5, swiglu_alpha=1.2),
 }
-EDITS = 'Phi3', 'Glm', 'Granite', 'Mixtral'   # each edit once
-KNOBS = ('Gemma2', 'Gemma3', 'Cohere2', 'FlexOlmo', 'Nemotron', 'Apertus', 'Glm4Moe', 'Afmoe', 'HunYuanMoEV1',
-         'GptOss', 'Ministral3', 'Olmo')   # and all else that a config can say
+EDITS = 'Phi3', 'Glm', 'Granite', 'Mixtral', 'NanoChat'   # each edit once
+KNOBS = ('Gemma2', 'Gemma3', 'FlexOlmo', 'Apertus', 'Glm4Moe', 'Afmoe', 'HunYuanMoEV1', 'GptOss',
+         'Ministral3', 'Olmo', 'Phi', 'StableLm with both')   # and all else that a config can say
 QUICK = *EDITS, *KNOBS
 def those(quick): return pytest.mark.parametrize('name',
     [pytest.param(o, marks=[pytest.mark.long] * (o not in quick)) for o in FAMILIES])
@@ -128,7 +132,7 @@ def test_settings_that_must_not_matter(tmp_path, name):
     for settings in [*WAYS, *[dict(tp=2)] * (name in QUICK)]: compare(tmp_path, asked, right, **settings)
 
 @pytest.mark.long
-@pytest.mark.parametrize('name', ['Olmo2', 'MiniMaxM2'])
+@pytest.mark.parametrize('name', ['Olmo2', 'MiniMaxM2', 'StableLm with both'])
 def test_ranks_that_have_the_same_keys(tmp_path, name):
     "A norm of all heads counts each of them once"
     make(name, tmp_path, num_key_value_heads=1)
@@ -147,6 +151,7 @@ def test_no_edit_is_for_nothing(tmp_path, name, monkeypatch):
     architecture = json.loads((tmp_path/'config.json').read_text())['architectures'][0]
     edits, right = table[architecture][1], logits(tmp_path, config)
     for left_out in edits:
+        if left_out is norms_of_heads and not isinstance(config.layer, layers.HeadLayerNorms): continue
         monkeypatch.setitem(sources, architecture, edited(*(o for o in edits if o is not left_out)))
         try: moved = float((logits(tmp_path, config) - right).abs().max())
         except ValueError: continue
@@ -177,7 +182,8 @@ def other_mlps(mlp, layer: Layer) -> Iterator:
 def reset(config: ModelConfig) -> Iterator[ModelConfig]:
     "A config with one thing reset that it has from its family, for each such thing"
     others = {Layer, *LAYERS} - {type(config.layer), layers.OwnHeads}   # the latter is no layer yet
-    if not config.qk_norm: others -= {layers.NormAfterRope}   # which has norms
+    # it has norms; where they have no weights RoPE, which keeps lengths, may be before or behind them
+    if not config.qk_norm or config.architecture == 'NanoChatForCausalLM': others -= {layers.NormAfterRope}
     yield from (replace(config, layer=o()) for o in sorted(others, key=lambda o: o.__name__))
     mlps = [config.mlp(i) for i in range(config.num_layers)]
     for i, mlp in enumerate(mlps):
@@ -193,6 +199,7 @@ def reset(config: ModelConfig) -> Iterator[ModelConfig]:
     if config.logits_cap: yield replace(config, logits_cap=None)
     if config.score_cap: yield replace(config, score_cap=None)
     if config.qk_norm: yield replace(config, qk_norm=False)
+    if config.head_bias: yield replace(config, head_bias=False)
     if any(config.windows): yield replace(config, windows=())
 
 @those(KNOBS)
@@ -231,6 +238,7 @@ def used(config: ModelConfig) -> set[str]:
     if config.embed_scale != 1: found.add('scaled embeddings')
     if config.logits_cap: found.add('capped logits')
     if config.score_cap: found.add('capped scores')
+    if config.head_bias: found.add('a bias of the head')
     return found
 
 def class_of(name: str):
@@ -597,6 +605,8 @@ small = dict(vocab_size=199, hidden_size=64, intermediate_size=80, num_attention
              bos_token_id=197, pad_token_id=196)
 stretched = dict(factor=16., high_freq_factor=4., low_freq_factor=1., original_max_position_embeddings=32)
 alpha = dict(alpha=1000., beta_fast=32, beta_slow=1, factor=1., mscale=1., mscale_all_dim=1., type='dynamic')
+phi = dict(embd_pdrop=0., resid_pdrop=.1, hidden_act='gelu_new', layer_norm_eps=1e-5, qk_layernorm=False,
+           rope_scaling=None, rope_theta=10000.)
 AS_PUBLISHED = {
     'Gemma, called gelu': ('Gemma', 'gemma', dict(hidden_act='gelu', head_dim=16, rope_theta=1e4)),
     'Gemma 3 1B': ('Gemma3', 'gemma3_text', dict(
@@ -626,6 +636,14 @@ AS_PUBLISHED = {
     'Granite without factors': ('Granite', 'granite', {}),
     'StarCoder 2': ('Starcoder2', 'starcoder2', dict(
         norm_epsilon=1e-5, norm_type='layer_norm', mlp_type='default', sliding_window=8, use_bias=True)),
+    'Phi 2': ('Phi', 'phi', phi | dict(num_key_value_heads=4, partial_rotary_factor=.4)),
+    'Phi 1.5': ('Phi', 'phi', phi | dict(num_key_value_heads=None, partial_rotary_factor=.5)),
+    'StableLM 2 12B': ('StableLm', 'stablelm', dict(
+        hidden_act='silu', hidden_dropout=0., layer_norm_eps=1e-5, norm_eps=1e-5, partial_rotary_factor=.25,
+        qk_layernorm=True, rope_theta=10000, use_parallel_residual=True, use_qkv_bias=False)),
+    'NanoChat d32': ('NanoChat', 'nanochat', dict(
+        attention_bias=False, final_logit_softcapping=15., hidden_act='relu2', num_key_value_heads=4,
+        rms_norm_eps=1e-6, rope_parameters=dict(rope_theta=10000., rope_type='default'))),
     'MiniMax M2': ('MiniMaxM2', 'minimax_m2', dict(
         attn_type_list=[1] * 3, head_dim=16, intermediate_size=24, num_local_experts=8,
         num_experts_per_tok=3, rotary_dim=8, scoring_func='sigmoid', shared_intermediate_size=0, use_mtp=True,
@@ -692,6 +710,9 @@ def test_logits_of_a_config_as_it_was_published(tmp_path, name):
     ('Gemma, called gelu', dict(use_bidirectional_attention=True), 'use_bidirectional_attention=True'),
     ('SmolLM3 with windows', dict(no_rope_layers=[1, 0]), 'no_rope_layers=[1, 0]'),
     ('Hunyuan 7B', dict(use_cla=True), 'use_cla=True'),
+    ('Phi 2', dict(qk_layernorm=True), 'qk_layernorm=True'),
+    ('NanoChat d32', dict(rope_parameters=dict(rope_type='linear', factor=2.)), "rope_type='linear'"),
+    ('NanoChat d32', dict(tie_word_embeddings=True), 'tie_word_embeddings=True'),
     ('MiniMax M2', dict(scoring_func='softmax'), "scoring_func='softmax'"),
     ('MiniMax M2', dict(shared_intermediate_size=24), 'shared_intermediate_size'),
     ('MiniMax M2', dict(num_local_experts=2**30), 'num_experts=1073741824 of config.json in 3 layers'),
@@ -728,11 +749,25 @@ def test_experts_stacked_in_another_shape(tmp_path):
             stored.refused(f'tensor {name} of the checkpoint has shape {list(other.shape)}; config.json '
                            f'asks for {list(value.shape)}', {}, {name: other})
 
+def test_norms_of_heads_are_all_there(tmp_path):
+    "Each is a part of one tensor; where one is missing, what memory held before would be taken for it"
+    stored = Stored('StableLm with both', tmp_path)
+    def norm(i): return f'model.layers.1.self_attn.q_layernorm.norms.{i}.weight'
+    fifth, extra = {norm(4): torch.ones(16)}, f'does not account for: {norm(4)}'
+    stored.refused('self_attn.q_norm.weight of the checkpoint has shape [48]; config.json asks for [64]',
+                   without={norm(2)})
+    stored.refused(extra, {}, fifth)
+    stored.refused(extra, {}, fifth, without={norm(2)})
+    stored.refused(f'tensor {norm(2)} of the checkpoint has shape [8]; config.json asks for [16]', {},
+                   {norm(2): torch.ones(8)})
+
 @pytest.mark.long
-@pytest.mark.parametrize('name', ['Olmo2', 'MiniMaxM2', 'Afmoe', 'Cohere2', 'Starcoder2', 'GraniteMoe'])
+@pytest.mark.parametrize('name', ['Olmo2', 'MiniMaxM2', 'Afmoe', 'Cohere2', 'Starcoder2', 'GraniteMoe',
+                                  'StableLm with both'])
 def test_heads_of_new_families_on_two_ranks(tmp_path, name):
     "Three heads of keys on two ranks; norms of all heads are cut as these are"
-    make(name, tmp_path, num_attention_heads=6, num_key_value_heads=3)
+    make(name, tmp_path, num_attention_heads=6, num_key_value_heads=3,
+         **(dict(hidden_size=96) if 'StableLm' in name else {}))
     asked = prompts()
     compare(tmp_path, asked, [generate(tmp_path, o) for o in asked], tp=2)
 

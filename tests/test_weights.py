@@ -208,8 +208,8 @@ FLAWS = {
     'infinite': (put(NORM, torch.full((48,), torch.inf)), f'tensor {NORM} of the checkpoint holds NaN'),
     'integers': (put(NORM, torch.ones(48, dtype=torch.int32)),
                  f'tensor {NORM} of the checkpoint is stored as I32'),
-    'architecture': (say(architectures=['PhiForCausalLM']),
-                     "architecture 'PhiForCausalLM' of config.json is not served; known are Llama"),
+    'architecture': (say(architectures=['OPTForCausalLM']),
+                     "architecture 'OPTForCausalLM' of config.json is not served; known are Llama"),
     'rope': (say(rope_parameters=dict(rope_type='longrope')), "rope_type='longrope'"),
     'size': (say(hidden_size='48'), "hidden_size='48' of config.json must be a whole number"),
     'dtype': (say(dtype='float8'), "dtype='float8' of config.json is not served; known are float32, "

@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['Change', 'Edit', 'HEAD', 'Row', 'TensorPart', 'Model', 'EditedFiles', 'EditedSource', 'edited', 'renamed', 'inside',
-           'fused_qkv', 'fused_gate_up', 'plane_order', 'planes', 'scaled', 'plus_one', 'dropped', 'of_config', 'serve']
+           'fused_qkv', 'fused_gate_up', 'plane_order', 'planes', 'scaled', 'plus_one', 'dropped', 'of_config',
+           'norms_of_heads', 'serve']
 
 # %% ../../nbs/families/edits.ipynb #1bddf0a7
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ import torch
 
 from ..core.models.checkpoint import Family, families, read_field
 from ..core.models.decoder import ModelConfig
-from ..core.models.weights import Checkpoint, Rows, TensorInfo, sources
+from ..core.models.weights import NUMBER_BYTES, Checkpoint, Rows, TensorInfo, sources
 from .ropes import PartialRope
 
 # %% ../../nbs/families/edits.ipynb #59421928
@@ -28,6 +30,7 @@ class TensorPart(NamedTuple):
     change: Change | None = None   # What becomes of them; `None`: they stay as they are
     shape: tuple[int, ...] | None = None   # and of their shape; `None`: that of these rows
     asked: tuple[int, ...] | None = None   # What the stored tensor must be; `None`: any shape
+    at: int = 0  # Its first row there, if other stored tensors are parts of it, too
 
     def then(
         self,
@@ -55,26 +58,30 @@ class EditedFiles:
         parts: Mapping[str, Sequence[TensorPart]],   # Of each stored tensor
     ):
         self._files, self._parts = files, parts
-        self.tensors, self._stored = dict[str, TensorInfo](), dict[str, tuple[str, TensorPart]]()
+        self.tensors = dict[str, TensorInfo]()
+        self._stored = dict[str, dict[int, tuple[str, TensorPart]]]()   # by name, then by first row
         for stored in [o for o in files.tensors if not parts[o]]: del files.tensors[stored]
         for stored, info in files.tensors.items():
             for part in parts[stored]:
                 if part.asked not in (None, info.shape):
                     raise ValueError(f'tensor {stored} of the checkpoint has shape '
                                      f'{list(info.shape)}; config.json asks for {[*part.asked]}')
-                if part.name in self.tensors:
+                there = self._stored.setdefault(part.name, {})
+                if part.at in there:
                     raise ValueError(f'the checkpoint has {part.name} twice: {stored} and '
-                                     f'{self._stored[part.name][0]}')
-                self.tensors[part.name] = _described(part, info)
-                self._stored[part.name] = stored, part
+                                     f'{there[part.at][0]}')
+                there[part.at] = stored, part
+                self.tensors[part.name] = _joined(self.tensors.get(part.name),
+                                                  _described(part, info))
 
     def get(
         self,
         name: str,   # Of a plain tensor
     ) -> torch.Tensor:
         "All of it"
-        stored, part = self._stored[name]
-        return _edited(part, self._files.get(stored))
+        pieces = [_edited(part, self._files.get(stored))
+                  for _, (stored, part) in sorted(self._stored[name].items())]
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def read(self) -> Iterator[Rows]:
         "All of `tensors`; one that is cut or changed is read whole"
@@ -83,13 +90,13 @@ class EditedFiles:
             n = self._files.tensors[stored].shape[0]
             parts = [part for part in self._parts[stored] if part.name in self.tensors]
             if all(part.n == n and not part.change for part in parts):
-                yield from ((part.name, tensor, first) for part in parts)
+                yield from ((part.name, tensor, part.at + first) for part in parts)
                 continue
             pieces.append(tensor if isinstance(tensor, torch.Tensor) else tensor.dequantize())
             if first + len(tensor) < n: continue
             whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
             pieces = []
-            yield from ((part.name, _edited(part, whole), 0) for part in parts)
+            yield from ((part.name, _edited(part, whole), part.at) for part in parts)
 
 def _described(part: TensorPart, info: TensorInfo) -> TensorInfo:
     "A part as the header of a Llama's file would describe it"
@@ -97,6 +104,13 @@ def _described(part: TensorPart, info: TensorInfo) -> TensorInfo:
     if part.n == n and not part.change: return info
     return info._replace(shape=part.shape or (part.n, *info.shape[1:]), groups=None,
                          packed_bytes=-(-info.packed_bytes * part.n // max(n, 1)))
+
+def _joined(others: TensorInfo | None, info: TensorInfo) -> TensorInfo:
+    "Two parts of a tensor as one"
+    if others is None: return info
+    odd = info if others.dtype in NUMBER_BYTES else others   # a dtype that is not served is named
+    return odd._replace(shape=(others.shape[0] + info.shape[0], *info.shape[1:]),
+                         packed_bytes=others.packed_bytes + info.packed_bytes)
 
 def _rows(info: TensorInfo) -> int:
     "How many it has; a single number is one"
@@ -205,6 +219,7 @@ def plane_order(
 
 def planes(
     interleaved: bool,   # See `plane_order`
+    backwards: bool = False,   # Whether they turn the other way
 ) -> Edit:
     "Queries and keys in the order of our planes"
     def edit(part: TensorPart, model: Model) -> list[TensorPart]:
@@ -213,6 +228,7 @@ def planes(
         if not turns or part.n % head_dim: return [part]   # a wrong size is refused with its name
         turned = rope.turned(head_dim) if isinstance(rope, PartialRope) else head_dim
         order = plane_order(head_dim, turned, interleaved)
+        if backwards: order = order.roll(head_dim // 2)
         # the scale multiplies all planes, and must not change those that stand still
         scaled = turned < head_dim and rope.scale != 1
         factor = torch.where(order < turned, 1, 1 / rope.scale) if scaled else 1
@@ -255,6 +271,22 @@ def of_config(
 ) -> Callable[[Model], float]:
     "That number"
     return lambda model: read_field(model.raw, name, float, 1.0)
+
+# %% ../../nbs/families/edits.ipynb #5f0c31ab
+_HEAD_NORM = re.compile(r'(.*\.)([qk])_layernorm\.norms\.(\d{1,6})\.weight')
+
+def norms_of_heads(
+    part: TensorPart,   # Of any tensor
+    model: Model,       # Its heads
+) -> list[TensorPart]:
+    "Each head's QK norm is a tensor, and here rows of one"
+    found, config = _HEAD_NORM.fullmatch(part.name), model.config
+    if not found: return [part]
+    before, of, number = found.groups()
+    size, heads = config.head_dim, config.num_heads if of == 'q' else config.num_kv_heads
+    if int(number) >= heads: return [part]   # refused with its name
+    name = f'{before}{of}_norm.weight'
+    return [part._replace(name=name, at=int(number) * size, asked=(size,))]
 
 # %% ../../nbs/families/edits.ipynb #b3b85a4b
 Row = tuple[Family, tuple[Edit, ...]]   # edits in the order in which they are made

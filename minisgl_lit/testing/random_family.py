@@ -129,7 +129,8 @@ def knobs(
 ) -> dict[str, str]:       # What is set, by the name of what it is about
     "In what a model differs from a Llama"
     has = [name for name, there in dict(qkv=config.qkv_bias, o=config.o_bias,
-                                        MLP=config.mlp_bias).items() if there]
+                                        MLP=config.mlp_bias,
+                                        head=config.head_bias).items() if there]
     narrow = sum(map(bool, config.windows))
     numbers = dict(embeddings=config.embed_scale, logits=config.logits_cap,
                    scores=config.score_cap)

@@ -31,6 +31,7 @@ class Family:
     qkv_bias: bool | str = 'attention_bias'   # See `ModelConfig`; a text: that field of the file
     o_bias: bool | str = 'attention_bias'     # The same
     qk_norm: bool | str = False    # See `ModelConfig`; the same
+    head_bias: bool = False        # See `ModelConfig`
     has_window: Callable[[int, int], bool] | None = None   # Of (layer, max_window_layers)
     window_switch: bool = True     # Windows are off unless `use_sliding_window` is true
     moe: bool = False              # Its MLPs are mixtures of experts
@@ -294,9 +295,10 @@ def tensor_names(
     except (ValueError, TypeError): return ()
 
 def _read_head(path: Path, raw: Mapping[str, object]) -> dict:
-    "Whether the model has an `lm_head`, and whether that is the embedding table"
+    "Whether the model has an `lm_head`, one with a bias, one that is the embedding table"
     name = read_field(raw, 'architectures', list, [])[0]
-    return dict(headless=name != _architecture(raw) or is_base(tensor_names(path)),
+    headless = name != _architecture(raw) or is_base(tensor_names(path))
+    return dict(headless=headless, head_bias=find_family(raw).head_bias and not headless,
                 tie_word_embeddings=read_field(raw, 'tie_word_embeddings', bool, False))
 
 def read_config(

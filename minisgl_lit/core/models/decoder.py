@@ -255,6 +255,7 @@ class ModelConfig:
     qkv_bias: bool = False     # A bias in the query, key and value projections
     o_bias: bool = False       # and in the output projection
     mlp_bias: bool = False     # and in dense MLPs
+    head_bias: bool = False    # and in the `lm_head`, if there is one
     qk_norm: bool = False      # Queries and keys are normalised, head by head
     max_position_embeddings: int = 2048    # Longest context, in tokens
     dtype: torch.dtype = torch.float32     # What its weights are stored as
@@ -287,6 +288,7 @@ def weight_shapes(
     for i in range(config.num_layers):
         layer = layer_shapes(config, i).items()
         shapes |= {f'model.layers.{i}.{name}': shape for name, shape in layer}
+    if config.head_bias: shapes['lm_head.bias'] = table[:1]
     no_head = config.tie_word_embeddings or config.headless
     return shapes if no_head else shapes | {'lm_head.weight': table}
 
@@ -338,6 +340,7 @@ class Decoder:
         self.norm, self.weights = plain_weight(weights, 'model.norm.weight'), weights
         tied = config.tie_word_embeddings or config.headless   # the latter has no logits
         self.head = self.embedding if tied else weights['lm_head.weight']
+        self.head_bias = plain_weight(weights, 'lm_head.bias') if config.head_bias else None
         self.mlps = [self.shard.mlp(i) for i in range(config.num_layers)]
         self.layers = list[Weights]()
         for i, mlp in enumerate(self.mlps):
@@ -423,9 +426,11 @@ class Decoder:
     ) -> torch.Tensor:    # [n, vocab_size]; on a CPU float32, on a GPU as `x`
         "`lm_head`: a logit for each token of the vocabulary"
         cap = self.config.logits_cap
-        if out is not None and isinstance(self.head, torch.Tensor) and not cap:
+        plain = not cap and self.head_bias is None
+        if out is not None and plain and isinstance(self.head, torch.Tensor):
             return torch.mm(x, self.head.T, out=out)
-        own = self.group.all_gather(linear(x, self.head))[:, :self.config.vocab_size].contiguous()
+        own = self.group.all_gather(linear(x, self.head, self.head_bias))
+        own = own[:, :self.config.vocab_size].contiguous()
         logits = self.operations.to_float(own) if own.is_cpu else own
         if cap: logits = cap * torch.tanh(logits / cap)
         return logits if out is None else out.copy_(logits)
