@@ -234,7 +234,7 @@ longrope = dict(rope_type='longrope', rope_theta=1e4, short_factor=[1., 1.5, 2.,
                 partial_rotary_factor=.5, long_factor=[2., 3., 5., 9.],
                 original_max_position_embeddings=100)   # all prompts are shorter
 OTHERS = {   # by the name of their classes
-    'Gemma': tokens, 'Gemma2': windows | capped,
+    'Gemma': tokens | dict(rms_norm_eps=.01), 'Gemma2': windows | capped,
     'Gemma3': windows | dict(query_pre_attn_scalar=16, final_logit_softcapping=4., rope_parameters=dict(
         full_attention=dict(rope_type='linear', rope_theta=1e5, factor=4.), sliding_attention=near)),
     'Phi3': tokens | half | dict(sliding_window=9, tie_word_embeddings=False),
@@ -243,13 +243,15 @@ OTHERS = {   # by the name of their classes
     'Olmo': tokens | wide | dict(head_dim=None, clip_qkv=1.), 'Olmo2': tokens | wide,
     'Olmo3': windows | wide | rope('yarn', factor=8.), 'Exaone4': windows,
     'Exaone4 without windows': tokens | dict(sliding_window=None, layer_types=['full_attention'] * 3),
-    'Cohere': tokens | wide | dict(logit_scale=.5), 'Cohere2': windows | wide | dict(logit_scale=.5),
+    'Cohere': tokens | wide | dict(logit_scale=.5, layer_norm_eps=.01),
+    'Cohere2': windows | wide | dict(logit_scale=.5),
     'SmolLM3': tokens | dict(num_hidden_layers=5, sliding_window=None),
     'SeedOss': tokens | dict(attention_bias=True, attention_out_bias=False),
     'Ernie4_5': tokens | dict(use_bias=True), 'HunYuanDenseV1': tokens,
-    'Starcoder2': tokens | wide | dict(head_dim=None, sliding_window=None),
+    'Starcoder2': tokens | wide | dict(head_dim=None, sliding_window=None, num_hidden_layers=2),
     'StableLm': tokens | half | wide | dict(head_dim=None, use_qkv_bias=True, tie_word_embeddings=False),
-    'Nemotron': tokens | half | wide | dict(tie_word_embeddings=False), 'Arcee': tokens,
+    'Nemotron': tokens | half | wide | dict(tie_word_embeddings=False, norm_eps=.01), 'Arcee': tokens,
+    'Mistral': tokens | dict(sliding_window=None),
     'Ministral3': tokens | rope('yarn', factor=8., mscale=1., mscale_all_dim=1., llama_4_scaling_beta=.4)}
 QUICK = 'Gemma2', 'Phi3', 'Granite'
 

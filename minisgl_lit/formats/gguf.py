@@ -134,8 +134,8 @@ _sizes = {
     'expert_feed_forward_length': 'moe_intermediate_size',
     'expert_shared_feed_forward_length': 'shared_expert_intermediate_size',
     'attention.layer_norm_epsilon': 'layer_norm_eps norm_epsilon norm_eps',   # as each family says
-    'attention.sliding_window': 'sliding_window', 'rope.freq_base_swa': 'rope_local_base_freq',
-    'attn_logit_softcapping': 'attn_logit_softcapping', 'attention.clamp_kqv': 'clip_qkv',
+    'rope.freq_base_swa': 'rope_local_base_freq', 'attention.clamp_kqv': 'clip_qkv',
+    'attn_logit_softcapping': 'attn_logit_softcapping',
     'final_logit_softcapping': 'final_logit_softcapping', 'logit_scale': 'logit_scale',
     'attention.scale': 'attention_multiplier', 'embedding_scale': 'embedding_multiplier',
     'residual_scale': 'residual_multiplier', 'use_parallel_residual': 'use_parallel_residual'}

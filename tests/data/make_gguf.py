@@ -19,7 +19,7 @@ ARCHS = dict(
     Gemma3='gemma3', Phi3='phi3', Glm4='glm4', Granite='granite', Olmo='olmo', Olmo2='olmo2', Olmo3='olmo2',
     Exaone4='exaone4', Cohere='command-r', Cohere2='cohere2', SmolLM3='smollm3', SeedOss='seed_oss',
     Ernie4_5='ernie4_5', HunYuanDenseV1='hunyuan-dense', Starcoder2='starcoder2', StableLm='stablelm',
-    Nemotron='nemotron', Arcee='arcee', Ministral3='mistral3')
+    Nemotron='nemotron', Arcee='arcee', Mistral='mistral3', Ministral3='mistral3')
 PAIRED = 'llama', 'granite', 'arcee', 'smollm3', 'mistral3', 'olmo'   # see `pairs_together`
 PLUS_ONE = 'gemma', 'gemma2', 'gemma3', 'nemotron'   # whose norms are stored minus 1 elsewhere
 FIELDS = {   # by the names of a config.json
