@@ -18,12 +18,15 @@ from minisgl_lit.core.models.checkpoint import read_config
 from minisgl_lit.core.models.decoder import shard_config, weight_shapes
 from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.kernels.compiler import cache_folder
-from minisgl_lit.formats.gguf import block_formats, gguf_folder, read_blocks, read_index, read_tensor
+from minisgl_lit.formats.gguf import (
+    _architectures as architectures, block_formats, gguf_folder, read_blocks, read_index, read_tensor)
 from minisgl_lit.formats.quantization import pack_parts
 from minisgl_lit.core.models.weights import Assembly, load_weights, open_checkpoint
 from minisgl_lit.formats.coded_rows import CodedAssembly
 from minisgl_lit.text.tokenizer import Tokenizer
-from reference import MAX_NEW, prompts
+from data.make_gguf import write
+from reference import MAX_NEW, Comparison, generate, make_checkpoint, prompts, rope
+from test_families import factors, half, tokens
 from test_products import needs_compiler
 
 DATA = Path(__file__).parent/'data'
@@ -221,3 +224,52 @@ def test_an_index_from_elsewhere_names_no_weights(folder, tmp_path):
     with pytest.raises(ValueError, match='holds no weights|has no safetensors'): LLM(elsewhere, device='cpu')
     with pytest.raises(ValueError, match='holds no weights'):
         open_checkpoint(elsewhere, read_config(elsewhere))
+
+
+wide = dict(hidden_size=64)   # four heads of 16: these files cannot say another size
+windows = tokens | dict(num_hidden_layers=7, sliding_window=9)   # in what layers, llama.cpp knows
+capped = dict(query_pre_attn_scalar=16, attn_logit_softcapping=2., final_logit_softcapping=30.)
+near = dict(rope_type='default', rope_theta=1e3)
+longrope = dict(rope_type='longrope', rope_theta=1e4, short_factor=[1., 1.5, 2., 3.],
+                partial_rotary_factor=.5, long_factor=[2., 3., 5., 9.],
+                original_max_position_embeddings=100)   # all prompts are shorter
+OTHERS = {   # by the name of their classes
+    'Gemma': tokens | dict(rms_norm_eps=.01), 'Gemma2': windows | capped,
+    'Gemma3': windows | dict(query_pre_attn_scalar=16, final_logit_softcapping=4., rope_parameters=dict(
+        full_attention=dict(rope_type='linear', rope_theta=1e5, factor=4.), sliding_attention=near)),
+    'Phi3': tokens | half | dict(sliding_window=9, tie_word_embeddings=False),
+    'Phi3 longrope': tokens | wide | dict(rope_parameters=longrope, original_max_position_embeddings=100),
+    'Glm4': tokens | half | dict(attention_bias=True), 'Granite': tokens | wide | factors,
+    'Olmo': tokens | wide | dict(head_dim=None, clip_qkv=1.), 'Olmo2': tokens | wide,
+    'Olmo3': windows | wide | rope('yarn', factor=8.), 'Exaone4': windows,
+    'Exaone4 without windows': tokens | dict(sliding_window=None, layer_types=['full_attention'] * 3),
+    'Cohere': tokens | wide | dict(logit_scale=.5, layer_norm_eps=.01),
+    'Cohere2': windows | wide | dict(logit_scale=.5),
+    'SmolLM3': tokens | dict(num_hidden_layers=5, sliding_window=None),
+    'SeedOss': tokens | dict(attention_bias=True, attention_out_bias=False),
+    'Ernie4_5': tokens | dict(use_bias=True), 'HunYuanDenseV1': tokens,
+    'Starcoder2': tokens | wide | dict(head_dim=None, sliding_window=None, num_hidden_layers=2),
+    'StableLm': tokens | half | wide | dict(head_dim=None, use_qkv_bias=True, tie_word_embeddings=False),
+    'Nemotron': tokens | half | wide | dict(tie_word_embeddings=False, norm_eps=.01), 'Arcee': tokens,
+    'Mistral': tokens | dict(sliding_window=None),
+    'Ministral3': tokens | rope('yarn', factor=8., mscale=1., mscale_all_dim=1., llama_4_scaling_beta=.4)}
+QUICK = 'Gemma2', 'Phi3', 'Granite'
+
+@pytest.mark.parametrize('name', [
+    pytest.param(o, marks=[pytest.mark.long] * (o not in QUICK)) for o in OTHERS])
+def test_files_of_other_families(name, tmp_path):
+    "As llama.cpp's converter writes them, in float32: the tokens of the checkpoint that they are made from"
+    make_checkpoint(name.partition(' ')[0], tmp_path/'model', **OTHERS[name])
+    write(tmp_path/'model', tmp_path/'model.gguf')
+    asked, comparison = [prompts()[i] for i in (4, 1, 7)], Comparison()
+    with LLM(tmp_path/'model.gguf', device='cpu', page_size=4, max_prefill_tokens=16, num_pages=200) as llm:
+        outs = llm.generate(asked, GREEDY)
+    right = [generate(tmp_path/'model', o) for o in asked]
+    assert len({*map(tuple, right)}) > 1
+    for prompt, out, answer in zip(asked, outs, right):
+        comparison.check(tmp_path/'model', prompt, out.token_ids, answer)
+    comparison.done()
+
+def test_the_guide_lists_what_is_read():
+    guide = (Path(__file__).parents[1]/'docs/guides/serve-a-compressed-model.md').read_text(encoding='utf-8')
+    assert [o for o in architectures if f'`{o}`' not in guide] == []

@@ -231,6 +231,7 @@ def planes(
         if backwards: order = order.roll(head_dim // 2)
         # the scale multiplies all planes, and must not change those that stand still
         scaled = turned < head_dim and rope.scale != 1
+        if not scaled and torch.equal(order, torch.arange(head_dim)): return [part]
         factor = torch.where(order < turned, 1, 1 / rope.scale) if scaled else 1
         def change(rows: torch.Tensor) -> torch.Tensor:
             heads = rows.unflatten(0, (-1, head_dim))[:, order]

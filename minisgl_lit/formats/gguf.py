@@ -109,10 +109,21 @@ def read_blocks(
                            None if minima is None else minima.flatten(1))
 
 # %% ../../nbs/formats/gguf.ipynb #99ae195c
-_architectures = dict(   # `model_type` and the architecture of a `config.json`
-    llama=('llama', 'LlamaForCausalLM'), qwen2=('qwen2', 'Qwen2ForCausalLM'),
-    qwen3=('qwen3', 'Qwen3ForCausalLM'), qwen2moe=('qwen2_moe', 'Qwen2MoeForCausalLM'),
-    qwen3moe=('qwen3_moe', 'Qwen3MoeForCausalLM'))
+_architectures = {   # `model_type` of a `config.json`, and its architecture without `ForCausalLM`
+    'llama': ('llama', 'Llama'), 'qwen2': ('qwen2', 'Qwen2'), 'qwen3': ('qwen3', 'Qwen3'),
+    'qwen2moe': ('qwen2_moe', 'Qwen2Moe'), 'qwen3moe': ('qwen3_moe', 'Qwen3Moe'),
+    'mistral3': ('mistral', 'Mistral'), 'arcee': ('arcee', 'Arcee'), 'phi3': ('phi3', 'Phi3'),
+    'gemma': ('gemma', 'Gemma'), 'gemma2': ('gemma2', 'Gemma2'), 'olmo': ('olmo', 'Olmo'),
+    'gemma3': ('gemma3_text', 'Gemma3'), 'olmo2': ('olmo2', 'Olmo2'), 'glm4': ('glm4', 'Glm4'),
+    'command-r': ('cohere', 'Cohere'), 'cohere2': ('cohere2', 'Cohere2'),
+    'granite': ('granite', 'Granite'), 'exaone4': ('exaone4', 'Exaone4'),
+    'smollm3': ('smollm3', 'SmolLM3'), 'seed_oss': ('seed_oss', 'SeedOss'),
+    'ernie4_5': ('ernie4_5', 'Ernie4_5'), 'starcoder2': ('starcoder2', 'Starcoder2'),
+    'hunyuan-dense': ('hunyuan_v1_dense', 'HunYuanDenseV1'), 'stablelm': ('stablelm', 'StableLm'),
+    'nemotron': ('nemotron', 'Nemotron')}
+_later = dict(   # those of files with this field
+    olmo2=('attention.sliding_window', ('olmo3', 'Olmo3')),
+    mistral3=('attention.temperature_scale', ('ministral3', 'Ministral3')))
 _sizes = {
     'block_count': 'num_hidden_layers', 'context_length': 'max_position_embeddings',
     'embedding_length': 'hidden_size', 'feed_forward_length': 'intermediate_size',
@@ -121,8 +132,15 @@ _sizes = {
     'attention.layer_norm_rms_epsilon': 'rms_norm_eps', 'expert_count': 'num_experts',
     'expert_used_count': 'num_experts_per_tok',
     'expert_feed_forward_length': 'moe_intermediate_size',
-    'expert_shared_feed_forward_length': 'shared_expert_intermediate_size'}
+    'expert_shared_feed_forward_length': 'shared_expert_intermediate_size',
+    'attention.layer_norm_epsilon': 'layer_norm_eps norm_epsilon norm_eps',   # as each family says
+    'rope.freq_base_swa': 'rope_local_base_freq', 'attention.clamp_kqv': 'clip_qkv',
+    'attn_logit_softcapping': 'attn_logit_softcapping',
+    'final_logit_softcapping': 'final_logit_softcapping', 'logit_scale': 'logit_scale',
+    'attention.scale': 'attention_multiplier', 'embedding_scale': 'embedding_multiplier',
+    'residual_scale': 'residual_multiplier', 'use_parallel_residual': 'use_parallel_residual'}
 
+# %% ../../nbs/formats/gguf.ipynb #44aa48be
 def _shortest(value: object) -> object:
     "A float32 as the decimal number that it was made from: 1e-06, not 9.999999974752427e-07"
     return float(str(np.float32(value))) if isinstance(value, float) else value
@@ -134,33 +152,96 @@ def _size(fields: Fields, name: str, default: int | None = None) -> int:
     raise ValueError(f'{name}={value!r:.80} of this GGUF file must be a whole number, '
                      'at least 1')
 
+def _architecture(fields: Fields) -> tuple[str, str, str]:
+    "Its name there, and the two of a `config.json`; `ValueError` if that is not served"
+    kind = fields.get('general.architecture')
+    experts = fields.get(f'{kind}.expert_count')
+    if not isinstance(kind, str) or kind not in _architectures or experts and 'moe' not in kind:
+        what = f'{kind!r:.80}' + (' with experts' if experts else '')
+        raise ValueError(f'architecture {what} of this GGUF file is not served; '
+                         f'known are {", ".join(_architectures)}')
+    only = {f'{kind}.attention.causal': True, f'{kind}.rope.dimension_sections': None,
+            'granite.rope.scaling.finetuned': True}
+    if kind != 'gemma3':
+        only[f'{kind}.rope.freq_base_swa'] = fields.get(f'{kind}.rope.freq_base', 1e4)
+    for name, value in only.items():
+        if fields.get(name, value) != value:
+            raise ValueError(f'{name}={fields[name]!r:.80} of this GGUF file is not served')
+    usual = _architectures[kind]
+    field, later = _later.get(kind, ('', usual))
+    model_type, architecture = later if fields.get(f'{kind}.{field}') else usual
+    return kind, model_type, architecture
+
+# %% ../../nbs/formats/gguf.ipynb #7a2490a3
+def _windows(fields: Fields, kind: str) -> dict:
+    "Which layers have a window, and how large it is"
+    window = fields.get(f'{kind}.attention.sliding_window', 4096 if kind == 'gemma2' else None)
+    found = dict(sliding_window=window or None)
+    pattern = fields.get(f'{kind}.attention.sliding_window_pattern')
+    if not isinstance(pattern, list):
+        return found if pattern is None else found | dict(sliding_window_pattern=pattern)
+    return found | dict(layer_types=['sliding_attention' if o else 'full_attention'
+                                     for o in pattern])
+
 def config_fields(
     fields: Fields,   # Of the file
     shapes: Mapping[str, tuple[int, ...]],   # Of its tensors, by their names there
 ) -> dict:
     "A `config.json`; `ValueError` for an architecture that is not served"
-    kind = fields.get('general.architecture')
-    experts = fields.get(f'{kind}.expert_count')
-    if not isinstance(kind, str) or kind not in _architectures or kind == 'llama' and experts:
-        what = f'{kind!r:.80}' + (' with experts' if experts else '')
-        raise ValueError(f'architecture {what} of this GGUF file is not served; '
-                         f'known are {", ".join(_architectures)}')
-    model_type, architecture = _architectures[kind]
-    config: dict = {'architectures': [architecture], 'model_type': model_type,
-                    'norm_topk_prob': kind == 'qwen3moe'}
+    kind, model_type, architecture = _architecture(fields)
+    config: dict = {'architectures': [f'{architecture}ForCausalLM'], 'model_type': model_type,
+                    'norm_topk_prob': kind == 'qwen3moe', 'rope_theta': 10000.0}
     for name, ours in _sizes.items():
-        if (value := fields.get(f'{kind}.{name}')) is not None: config[ours] = _shortest(value)
-    config['vocab_size'] = shapes['token_embd.weight'][0]
-    config['tie_word_embeddings'] = 'output.weight' not in shapes
-    config['attention_bias'] = 'blk.0.attn_q.bias' in shapes
+        if (value := fields.get(f'{kind}.{name}')) is not None:
+            config |= dict.fromkeys(ours.split(), _shortest(value))
+    def there(*names: str) -> bool: return any(f'blk.0.{o}.bias' in shapes for o in names)
+    config |= _windows(fields, kind) | {
+        'vocab_size': shapes['token_embd.weight'][0],
+        'tie_word_embeddings': 'output.weight' not in shapes, 'mlp_bias': there('ffn_up'),
+        'attention_out_bias': there('attn_output'), **dict.fromkeys(
+            ('attention_bias', 'use_bias', 'use_qkv_bias'), there('attn_q', 'attn_qkv'))}
     heads = _size(fields, f'{kind}.attention.head_count')
-    config.setdefault('num_key_value_heads', heads)
+    config['num_key_value_heads'] = _size(fields, f'{kind}.attention.head_count_kv', heads)
     usual = _size(fields, f'{kind}.embedding_length') // heads
     head_dim = config['head_dim'] = _size(fields, f'{kind}.attention.key_length', usual)
+    largest = dict(gemma2=46, gemma3=62).get(kind) == fields.get(f'{kind}.block_count')
+    config['query_pre_attn_scalar'] = usual if largest else head_dim
+    if kind == 'granite': config['logits_scaling'] = config.pop('logit_scale', 1.0)
     turned = _size(fields, f'{kind}.rope.dimension_count', head_dim)
     config['partial_rotary_factor'] = turned / head_dim
     config['eos_token_id'] = end_tokens(fields)
     return config
+
+# %% ../../nbs/formats/gguf.ipynb #5e986da5
+def _scaling(fields: Fields, rope: str, kind: str) -> dict:
+    "That of a kind which has a name"
+    factor = _shortest(fields.get(rope + 'factor', 1.0))
+    usual = dict(attn_factor=1.0, yarn_attn_factor=1.0, yarn_ext_factor=1.0, yarn_beta_fast=32.0,
+                 yarn_beta_slow=1.0, yarn_log_multiplier=0.0)
+    said = {o: _shortest(fields.get(rope + o, value)) for o, value in usual.items()}
+    scaling: dict = dict(rope_type=kind, factor=factor)
+    if isinstance(factor, float) and factor > 0:   # said, though it is what yarn does by itself
+        if said['yarn_attn_factor'] == _shortest(1 + .1 * math.log(factor)):
+            said['yarn_attn_factor'] = 1.0
+    if rope.startswith('mistral3'):
+        scaling |= dict(mscale=1.0, mscale_all_dim=said['yarn_log_multiplier'])
+        said['yarn_log_multiplier'] = 0.0
+    other = [o for o, value in usual.items() if said[o] != value]
+    if other: kind = f'{kind} with {other[0]}'
+    if kind not in ('linear', 'yarn'):
+        raise ValueError(f'{rope}type={kind!r:.80} of this GGUF file is not served; '
+                         'known are linear and yarn')
+    original = fields.get(rope + 'original_context_length')
+    return scaling | ({} if original is None else dict(original_max_position_embeddings=original))
+
+def _long_rope(fields: Fields, short: np.ndarray | None, long: np.ndarray | None) -> dict | None:
+    "`rope_scaling` of a file that has the factors of LongRoPE as two tensors"
+    if short is None or long is None: return None
+    rope = f'{fields["general.architecture"]}.rope.scaling.'
+    return dict(rope_type='longrope', short_factor=[*map(_shortest, short.tolist())],
+                long_factor=[*map(_shortest, long.tolist())],
+                attention_factor=_shortest(fields.get(rope + 'attn_factor', 1.0)),
+                original_max_position_embeddings=fields.get(rope + 'original_context_length'))
 
 # %% ../../nbs/formats/gguf.ipynb #41063912
 def rope_fields(
@@ -171,6 +252,7 @@ def rope_fields(
 ) -> dict | None:            # `rope_scaling` of a `config.json`; `None`: frequencies as they are
     "How positions are scaled; `ValueError` if that is not served"
     rope = f'{fields["general.architecture"]}.rope.scaling.'
+    beta = fields.get('mistral3.attention.temperature_scale')   # how much later queries sharpen
     kind = fields.get(rope + 'type', 'linear' if rope + 'factor' in fields else 'none')
     if factors is not None and kind != 'none':
         raise ValueError(f'{rope}type={kind!r:.80} and a tensor rope_freqs in one GGUF file '
@@ -183,21 +265,17 @@ def rope_fields(
             return dict(rope_type='llama3') | vars(ours)
         raise ValueError('the factors in the tensor rope_freqs of this GGUF file are not served; '
                          'known are those of Llama 3')
-    if kind == 'none': return None
-    usual = dict(attn_factor=1.0, yarn_attn_factor=1.0, yarn_ext_factor=1.0, yarn_beta_fast=32.0,
-                 yarn_beta_slow=1.0, yarn_log_multiplier=0.0)
-    other = [o for o, value in usual.items() if _shortest(fields.get(rope + o, value)) != value]
-    if other: kind = f'{kind} with {other[0]}'
-    if kind not in ('linear', 'yarn'):
-        raise ValueError(f'{rope}type={kind!r:.80} of this GGUF file is not served; '
-                         'known are linear and yarn')
-    scaling = dict(rope_type=kind, factor=_shortest(fields.get(rope + 'factor', 1.0)))
-    original = fields.get(rope + 'original_context_length')
-    return scaling | ({} if original is None else dict(original_max_position_embeddings=original))
+    if beta and kind != 'yarn':
+        raise ValueError(f'mistral3.attention.temperature_scale={beta!r:.80} of this GGUF file is '
+                         'served with yarn only')
+    return None if kind == 'none' else _scaling(fields, rope, str(kind)) | (
+        dict(llama_4_scaling_beta=_shortest(beta)) if beta else {})
 
 # %% ../../nbs/formats/gguf.ipynb #6ffa933d
 _modules = {
     'token_embd': 'model.embed_tokens', 'output_norm': 'model.norm', 'output': 'lm_head',
+    'post_attention_norm': 'post_attention_layernorm', 'attn_qkv': 'self_attn.qkv_proj',
+    'post_ffw_norm': 'post_feedforward_layernorm',
     'attn_norm': 'input_layernorm', 'ffn_norm': 'post_attention_layernorm',
     'attn_q': 'self_attn.q_proj', 'attn_k': 'self_attn.k_proj', 'attn_v': 'self_attn.v_proj',
     'attn_output': 'self_attn.o_proj', 'attn_q_norm': 'self_attn.q_norm',
@@ -207,6 +285,11 @@ _modules = {
     'ffn_down_exps': 'mlp.experts.{}.down_proj', 'ffn_gate_inp_shexp': 'mlp.shared_expert_gate',
     'ffn_gate_shexp': 'mlp.shared_expert.gate_proj', 'ffn_up_shexp': 'mlp.shared_expert.up_proj',
     'ffn_down_shexp': 'mlp.shared_expert.down_proj'}
+_own = dict(gemma2={'ffn_norm': 'pre_feedforward_layernorm'},   # of a model type
+            gemma3_text={'ffn_norm': 'pre_feedforward_layernorm'},
+            glm4={'post_attention_norm': 'post_self_attn_layernorm'})
+_pairs = 'llama mistral ministral3 arcee granite smollm3 olmo'.split()   # see `heads`
+_ones = 'gemma gemma2 gemma3_text nemotron'.split()   # see `shift`
 
 class GgufTensor(NamedTuple):
     "Where a tensor lies."
@@ -216,33 +299,53 @@ class GgufTensor(NamedTuple):
     kind: str     # 'F32', 'BF16', one of `block_formats` or another type of the format
     shape: tuple[int, ...]   # Of its numbers
     heads: int = 0    # If pairs of rows that turn together stand beside each other: heads
+    shift: int = 0    # What is added to each number
 
-def their_name(name: str) -> str | None:
+# %% ../../nbs/formats/gguf.ipynb #aa0f8620
+def their_name(
+    name: str,   # In the file
+    modules: Mapping[str, str] = _modules,   # Of a layer, by their names there
+) -> str | None:
     "What `transformers` calls a tensor; with `{}` for the number of an expert; `None`: unknown"
     found = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)', name)
-    if found is None or found[2] not in _modules: return None
+    if found is None or found[2] not in modules: return None
     layer = f'model.layers.{found[1]}.' if found[1] else ''
-    return f'{layer}{_modules[found[2]]}.{found[3]}'
+    return f'{layer}{modules[found[2]]}.{found[3]}'
+
+def _parts_of(name: str, rows: int, config: Mapping) -> dict[str, int]:
+    "Rows of each tensor of `transformers` that one of the file, under this name, is made of"
+    if '{}' in name: return {name.format(i): 1 for i in range(rows)}
+    if '.qkv_proj.' in name:
+        q, kv = (config[f'num_{o}_heads'] * config['head_dim'] for o in ('attention', 'key_value'))
+        return {name.replace('qkv', o): n for o, n in dict(q=q, k=kv, v=kv).items()}
+    if '.mlp.up_proj.' in name and config.get('model_type') in ('phi3', 'glm4'):
+        return {name.replace('up_proj', o): rows // 2 for o in ('gate_proj', 'up_proj')}
+    return {name: rows}
 
 def index_tensors(
     tensors: Mapping[str, GgufTensor],   # By their names in the file
-    config: Mapping[str, object],        # From `config_fields`
+    config: Mapping,                     # From `config_fields`
 ) -> dict[str, GgufTensor]:
-    "By the names of `transformers`, each expert by itself"
-    heads, found = dict[str, int](), {}
-    if config['architectures'] == ['LlamaForCausalLM']:
-        heads = dict(attn_q=config['num_attention_heads'], attn_k=config['num_key_value_heads'])
+    "By the names of `transformers`, each expert and each projection by itself"
+    kind, found = str(config.get('model_type')), dict[str, GgufTensor]()
+    heads = dict(q_proj=config['num_attention_heads'],
+                 k_proj=config['num_key_value_heads']) if kind in _pairs else {}
     for name, tensor in tensors.items():
-        if name == 'rope_freqs.weight': continue
-        ours = their_name(name) or name   # unknown ones are refused by their own name
-        if '{}' in ours:
-            n, *shape = tensor.shape
-            size = tensor.nbytes // n
-            for i in range(n):
-                found[ours.format(i)] = tensor._replace(
-                    offset=tensor.offset + i * size, nbytes=size, shape=tuple(shape))
-        elif 'shared_expert_gate' in ours: found[ours] = tensor._replace(shape=(1, *tensor.shape))
-        else: found[ours] = tensor._replace(heads=heads.get(name.split('.')[-2], 0))
+        if name.startswith('rope_f'): continue
+        # unknown ones are refused by their own name
+        ours, rows = their_name(name, _modules | _own.get(kind, {})) or name, tensor.shape[0]
+        parts, size, first = _parts_of(ours, rows, config), tensor.nbytes // rows, 0
+        if sum(parts.values()) != rows:
+            raise ValueError(f'{name} of this GGUF file has {rows} rows; its fields ask for '
+                             f'{sum(parts.values())}')
+        shift = -1 if kind in _ones and ours.endswith('norm.weight') else 0
+        for part, n in parts.items():
+            shape = tensor.shape[1:] if '{}' in ours else (n, *tensor.shape[1:])
+            if 'shared_expert_gate' in ours: shape = (1, *tensor.shape)
+            found[part] = GgufTensor(
+                tensor.file, tensor.offset + first * size, n * size, tensor.kind, shape,
+                heads.get(f'.{part}'.split('.')[-2], 0), shift)
+            first += n
     return found
 
 # %% ../../nbs/formats/gguf.ipynb #9be588ce
@@ -259,7 +362,9 @@ def read_tensor(
         rows = rows[pairs.mT.flatten()]
     if tensor.kind in block_formats: return read_blocks(tensor.kind, rows)
     plain = dict(F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
-    if tensor.kind in plain: return rows.contiguous().view(plain[tensor.kind]).view(tensor.shape)
+    if tensor.kind in plain:
+        numbers = rows.contiguous().view(plain[tensor.kind]).view(tensor.shape)
+        return numbers.float() + tensor.shift if tensor.shift else numbers
     import gguf
     numbers = gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[tensor.kind])
     return torch.from_numpy(numbers).view(tensor.shape)
@@ -336,7 +441,7 @@ def _read_file(path: Path) -> tuple[dict[str, object], dict[str, GgufTensor]]:
         raise ValueError(f'{path} is damaged or incomplete: {why}') from None
 
 # %% ../../nbs/formats/gguf.ipynb #ead87ef3
-_VERSION = 4   # of what is written there: another one is written anew
+_VERSION = 5   # of what is written there: another one is written anew
 
 def split_files(
     path: Path,    # A GGUF file; one of several ends with -00001-of-00003.gguf
@@ -371,11 +476,13 @@ def write_folder(
     if 'token_embd.weight' not in tensors:
         raise ValueError(f'{path} holds no language model: it has no tensor token_embd.weight')
     config = config_fields(fields, {name: o.shape for name, o in tensors.items()})
-    factors = None
-    if (found := tensors.get('rope_freqs.weight')) is not None:
-        factors = np.fromfile(found.file, np.float32, found.nbytes // 4, offset=found.offset)
-    config['rope_scaling'] = rope_fields(
-        fields, config['head_dim'], config.get('rope_theta', 10000.0), factors)
+    def factors(name: str) -> np.ndarray | None:
+        found = tensors.get(f'rope_{name}.weight')
+        return None if found is None else np.fromfile(found.file, np.float32, found.nbytes // 4,
+                                                      offset=found.offset)
+    config['rope_scaling'] = _long_rope(
+        fields, factors('factors_short'), factors('factors_long')) or rope_fields(
+        fields, config['head_dim'], config['rope_theta'], factors('freqs'))
     config |= {'dtype': _dtype(tensors), '_name_or_path': path.name}
     index = {name: list(o) for name, o in index_tensors(tensors, config).items()}
     contents = {'config.json': config, 'generation_config.json': _generation(fields), INDEX: index}
@@ -407,5 +514,5 @@ def read_index(
 ) -> dict[str, GgufTensor]:
     "Where each tensor lies, by the names of `transformers`"
     found = json.loads((folder/INDEX).read_text(encoding='utf-8'))
-    return {name: GgufTensor(file, offset, nbytes, kind, tuple(shape), heads)
-            for name, (file, offset, nbytes, kind, shape, heads) in found.items()}
+    return {name: GgufTensor(file, offset, nbytes, kind, tuple(shape), *rest)
+            for name, (file, offset, nbytes, kind, shape, *rest) in found.items()}

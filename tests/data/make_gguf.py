@@ -5,7 +5,7 @@
 
 `embedded-Q4_K_M.gguf` is the embedded model with its vocabulary and chat template; the others have random
 weights and no vocabulary. Rows have 256 numbers, which K-quants need."""
-import ctypes, json, sys
+import ctypes, json, math, sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +14,29 @@ import numpy as np
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
-ARCHS = dict(Llama='llama', Qwen2='qwen2', Qwen3='qwen3', Qwen3Moe='qwen3moe')
+ARCHS = dict(
+    Llama='llama', Qwen2='qwen2', Qwen3='qwen3', Qwen3Moe='qwen3moe', Gemma='gemma', Gemma2='gemma2',
+    Gemma3='gemma3', Phi3='phi3', Glm4='glm4', Granite='granite', Olmo='olmo', Olmo2='olmo2', Olmo3='olmo2',
+    Exaone4='exaone4', Cohere='command-r', Cohere2='cohere2', SmolLM3='smollm3', SeedOss='seed_oss',
+    Ernie4_5='ernie4_5', HunYuanDenseV1='hunyuan-dense', Starcoder2='starcoder2', StableLm='stablelm',
+    Nemotron='nemotron', Arcee='arcee', Mistral='mistral3', Ministral3='mistral3')
+PAIRED = 'llama', 'granite', 'arcee', 'smollm3', 'mistral3', 'olmo'   # see `pairs_together`
+PLUS_ONE = 'gemma', 'gemma2', 'gemma3', 'nemotron'   # whose norms are stored minus 1 elsewhere
+FIELDS = {   # by the names of a config.json
+    'max_position_embeddings': 'context_length', 'hidden_size': 'embedding_length',
+    'intermediate_size': 'feed_forward_length', 'num_hidden_layers': 'block_count',
+    'num_attention_heads': 'attention.head_count', 'num_key_value_heads': 'attention.head_count_kv',
+    'rms_norm_eps': 'attention.layer_norm_rms_epsilon', 'layer_norm_eps': 'attention.layer_norm_epsilon',
+    'norm_epsilon': 'attention.layer_norm_epsilon', 'norm_eps': 'attention.layer_norm_epsilon',
+    'head_dim': 'attention.key_length', 'sliding_window': 'attention.sliding_window',
+    'attn_logit_softcapping': 'attn_logit_softcapping', 'logit_scale': 'logit_scale',
+    'final_logit_softcapping': 'final_logit_softcapping', 'logits_scaling': 'logit_scale',
+    'clip_qkv': 'attention.clamp_kqv', 'attention_multiplier': 'attention.scale',
+    'embedding_multiplier': 'embedding_scale', 'residual_multiplier': 'residual_scale',
+    'use_parallel_residual': 'use_parallel_residual'}
+ROPE = {
+    'rope_theta': 'freq_base', 'factor': 'scaling.factor', 'mscale_all_dim': 'scaling.yarn_log_multiplier',
+    'original_max_position_embeddings': 'scaling.original_context_length'}
 SMALL = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=1, head_dim=64,
              vocab_size=96, eos_token_id=95, initializer_range=.06)
@@ -50,6 +72,32 @@ def add_vocabulary(out: gguf.GGUFWriter, checkpoint: Path) -> None:
     out.add_chat_template(about['chat_template'])
     out.add_string(gguf.Keys.Tokenizer.HF_JSON, whole)
 
+def add_fields(out: gguf.GGUFWriter, arch: str, config: dict) -> None:
+    "What a config.json says, and RoPE's factors, which are tensors"
+    kinds = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
+    def say(name: str, value) -> None:
+        if value is not None: out.add_key_value(f'{arch}.{name}', value, kinds[type(value)])
+    for ours, name in FIELDS.items(): say(name, config.get(ours))
+    say('attention.value_length', config.get('head_dim'))
+    if config.get('sliding_window') and arch in ('olmo2', 'exaone4'):   # others go by the architecture
+        out.add_sliding_window_pattern([o == 'sliding_attention' for o in config['layer_types']])
+    both = config['rope_parameters']
+    rope = both.get('full_attention', both)
+    head_dim = config.get('head_dim') or config['hidden_size'] // config['num_attention_heads']
+    turned = int(head_dim * rope.get('partial_rotary_factor', 1))
+    say('rope.dimension_count', turned)
+    kind = rope.get('rope_type')
+    if kind in ('linear', 'yarn'): out.add_string(f'{arch}.rope.scaling.type', kind)
+    for ours, name in ROPE.items():
+        if arch not in ('gemma', 'gemma2'): say(f'rope.{name}', rope.get(ours))   # 10,000 goes without saying
+    say('rope.freq_base_swa', both.get('sliding_attention', {}).get('rope_theta'))
+    say('attention.temperature_scale', rope.get('llama_4_scaling_beta'))
+    if kind == 'longrope':
+        longer = config['max_position_embeddings'] / (old := rope['original_max_position_embeddings'])
+        say('rope.scaling.attn_factor', math.sqrt(1 + math.log(longer) / math.log(old)))
+        for o in ('short', 'long'):
+            out.add_tensor(f'rope_factors_{o}.weight', np.array(rope[f'{o}_factor'], np.float32))
+
 def write(checkpoint: Path, file: Path) -> None:
     "A checkpoint as a GGUF file, in float32"
     config = json.loads((checkpoint/'config.json').read_text())
@@ -62,15 +110,8 @@ def write(checkpoint: Path, file: Path) -> None:
         out.add_tokenizer_model('none')
         out.add_vocab_size(config['vocab_size'])
         out.add_eos_token_id(config['eos_token_id'])
-    out.add_context_length(config['max_position_embeddings'])
-    out.add_embedding_length(config['hidden_size'])
-    out.add_feed_forward_length(config['intermediate_size'])
-    out.add_block_count(n)
-    out.add_head_count(heads := config['num_attention_heads'])
-    out.add_head_count_kv(kv_heads := config['num_key_value_heads'])
-    out.add_key_length(config['head_dim']), out.add_value_length(config['head_dim'])
-    out.add_layer_norm_rms_eps(config['rms_norm_eps'])
-    out.add_rope_freq_base(config['rope_parameters']['rope_theta'])
+    heads, kv_heads = config['num_attention_heads'], config.get('num_key_value_heads')
+    add_fields(out, arch, config)
     found, experts = tensors(checkpoint), config.get('num_experts') or config.get('num_local_experts')
     if experts:
         out.add_expert_count(experts), out.add_expert_used_count(config['num_experts_per_tok'])
@@ -82,8 +123,9 @@ def write(checkpoint: Path, file: Path) -> None:
                     for e in range(experts)])
     for name, weight in found.items():
         if name == 'lm_head.weight' and config['tie_word_embeddings']: continue
-        if arch == 'llama' and 'q_proj' in name: weight = pairs_together(weight, heads)
-        if arch == 'llama' and 'k_proj' in name: weight = pairs_together(weight, kv_heads)
+        if arch in PAIRED and 'q_proj' in name: weight = pairs_together(weight, heads)
+        if arch in PAIRED and 'k_proj' in name: weight = pairs_together(weight, kv_heads)
+        if arch in PLUS_ONE and name.endswith('norm.weight'): weight = weight + 1
         target = names.get_name(name, try_suffixes=('.weight', '.bias'))
         out.add_tensor(target or sys.exit(f'{name} has no name in the format'), np.ascontiguousarray(weight))
     out.write_header_to_file(), out.write_kv_data_to_file(), out.write_tensors_to_file()
