@@ -52,7 +52,7 @@ from .core.models.checkpoint import read_config
 from .families import dense, experts, llamas
 from .formats import ropes
 from .formats.hub import resolve_model
-from .core.models.operations import Weight
+from .core.models.operations import Scoring, Weight
 from .formats.quantization import (
     Compression, Quantization, pack_parts, stored_bytes, weight_bytes)
 from .formats.weight_update import Put, WeightUpdater
@@ -183,7 +183,7 @@ class ResolvedConfig(EngineSpec):
         shard = self.shard
         return choose_attention(self.config.attention, pool, page_table, shard.windows,
                                 num_heads=shard.num_heads, dtype=self.dtype,
-                                score_cap=shard.score_cap, sinks=shard.layer.sinks)
+                                scoring=Scoring(shard.score_cap, shard.layer.sinks))
 
     # %% ../nbs/assembly.ipynb #7da453c7
     def weights(

@@ -22,6 +22,7 @@ from ..core.attention.flashinfer import (
 from ..core.attention.torch import AttentionBackend, TorchAttention, make_backend
 from ..core.request import Batch, ForwardMode
 from ..core.host import warn_once
+from ..core.models.operations import Scoring
 from ..core.attention.library import KernelLibrary, load_library, unfit_reason
 from .library import numbers
 from .kv_formats import FP8
@@ -116,7 +117,7 @@ def attention_pairs(
     windows: Sequence[int | None],  # The different ones
     kernels: Kernels,           # Which of its kernels
     stored: torch.dtype,        # Of the cache
-    sinks: bool = False,        # Whether there are some beside the scores
+    scoring: Scoring = Scoring(),   # What is done to scores
 ) -> Pairs:
     "What kernels of attention answer and what torch does, in one layer for each window"
     num_heads, kv_heads, head_dim = shape
@@ -124,9 +125,10 @@ def attention_pairs(
     pool.buffer.copy_(numbers(*pool.buffer.shape, device=device, dtype=dtype))
     args = pool, torch.tensor([[0, 1]], dtype=torch.int32, device=device), windows
     ours = FlashInferAttention(*args, num_heads=num_heads, library=library, kernels=kernels,
-                               dtype=dtype, lister=page_lister(device))
-    beside = torch.linspace(-2, 2, num_heads, device=device) if sinks else None
-    pairs = partial(_trial_pairs, ours, TorchAttention(*args), beside)
+                               dtype=dtype, lister=page_lister(device), score_cap=scoring.cap)
+    sinks = torch.linspace(-2, 2, num_heads, device=device) if scoring.sinks else None
+    reference = TorchAttention(*args, score_cap=scoring.cap)
+    pairs = partial(_trial_pairs, ours, reference, sinks)
     if kind == 'prefill':
         both = _trial_batch(0, 5), _trial_batch(5, 7)
         return [pair for o in both for pair in pairs(o, ours.prepare(o))]
@@ -149,7 +151,7 @@ def attention_trial(
     shape: tuple[int, int, int],  # Query heads, key and value heads, head_dim
     windows: Sequence[int | None],  # Of each layer
     stored: torch.dtype,  # Of the cache
-    sinks: bool = False,  # Whether there are some beside the scores
+    scoring: Scoring = Scoring(),   # What is done to scores
 ) -> Trial:
     "The trial of a kernel of attention, in one layer for each different window"
     num_heads, kv_heads, head_dim = shape
@@ -162,7 +164,7 @@ def attention_trial(
                 f'*head_dim_qk_{head_dim}_*')
     compiles += '_sm90' if chosen == 'fa3' else 'e'   # its name ends in an option, True or False
     different = tuple(dict.fromkeys(windows)) or (None,)
-    args = kind, dtype, shape, different, kernels, stored, sinks
+    args = kind, dtype, shape, different, kernels, stored, scoring
     return Trial('minisgl_lit.kernels.attention_choice:_pairs_of_library', args, compiles)
 
 # %% ../../nbs/kernels/attention_choice.ipynb #3d2b17d5
@@ -173,28 +175,28 @@ def unsupported_reason(
     num_heads: int,  # Query heads of the model
     kernel: str | None = None,   # One of `KERNELS` of that kind; `None`: the usual one
     dtype: torch.dtype | None = None,   # Of queries; `None`: as keys and values are stored
-    sinks: bool = False,   # Whether the model has some, see `Layer`
+    scoring: Scoring = Scoring(),   # What the model does to scores
 ) -> str | None:     # A sentence, or `None` if it can
     "Why FlashInfer cannot compute such batches over this pool"
     device, stored = pool.buffer.device, pool.buffer.dtype
     kv_heads, head_dim = pool.buffer.shape[-2:]
     if why := unfit_reason(device, dtype or stored, stored, head_dim): return why
     shape = num_heads, kv_heads, head_dim
-    trial = attention_trial(kind, kernel, dtype or stored, shape, windows, stored, sinks)
+    trial = attention_trial(kind, kernel, dtype or stored, shape, windows, stored, scoring)
     failed = findings(device).of(trial)[0].failure
     return f'its kernels for {kind} fail: {failed}' if failed else None
 
 # %% ../../nbs/kernels/attention_choice.ipynb #4adc1794
 def _by_flashinfer(named: Mapping[str, str], pool: KVPool, page_table: torch.Tensor,
-                   windows: Sequence[int | None], num_heads: int,
-                   dtype: torch.dtype | None) -> FlashInferAttention:
+                   windows: Sequence[int | None], num_heads: int, dtype: torch.dtype | None,
+                   score_cap: float | None) -> FlashInferAttention:
     "FlashInfer's attention, with the named kernels in place of the usual ones"
     library = load_library(pool.buffer.device)
     assert not isinstance(library, str)   # that would have been a reason
     kernels = replace(usual_kernels(num_heads // pool.buffer.shape[-2]), **named)
     lister = page_lister(pool.buffer.device)
     return FlashInferAttention(pool, page_table, windows, num_heads=num_heads, library=library,
-                               kernels=kernels, dtype=dtype, lister=lister)
+                               kernels=kernels, dtype=dtype, lister=lister, score_cap=score_cap)
 
 # %% ../../nbs/kernels/attention_choice.ipynb #75232432
 def choose_attention(
@@ -205,8 +207,7 @@ def choose_attention(
     *,
     num_heads: int,            # Query heads of the model
     dtype: torch.dtype | None = None,   # Of queries; `None`: as keys and values are stored
-    score_cap: float | None = None,     # See `ModelConfig`
-    sinks: bool = False,       # Whether the model has some, see `Layer`
+    scoring: Scoring = Scoring(),   # What the model does to scores
 ) -> AttentionBackend:
     "The backend of that name; 'auto' takes the fastest that supports this pool"
     device, kernels = pool.buffer.device, usual_kernels(num_heads // pool.buffer.shape[-2])
@@ -214,17 +215,16 @@ def choose_attention(
         if part == 'auto' and device.type != 'cuda': return 'native'
         if backends.knows(part): return part
         kernel = part if part in KERNELS[kind] else kernels.of(kind)
-        reason = unsupported_reason(kind, pool, windows, num_heads, kernel, dtype, sinks)
-        if score_cap: reason = 'FlashInfer is not asked to cap scores, as this model does'
+        reason = unsupported_reason(kind, pool, windows, num_heads, kernel, dtype, scoring)
         if not reason: return kernel
         if part != 'auto': raise ValueError(f'attention cannot be {part!r} here: {reason}')
         warn_once(f'Attention in plain torch: {reason}')
         return 'torch'
     def make(part: str) -> AttentionBackend:
         if backends.knows(part):
-            return make_backend(backends.find(part), pool, page_table, windows, score_cap, sinks)
+            return make_backend(backends.find(part), pool, page_table, windows, scoring)
         named = {kind: o for kind, o in chosen.items() if not backends.knows(o)}
-        return _by_flashinfer(named, pool, page_table, windows, num_heads, dtype)
+        return _by_flashinfer(named, pool, page_table, windows, num_heads, dtype, scoring.cap)
     parts = name.split(',')
     chosen = dict(prefill=resolve(parts[0], 'prefill'), decode=resolve(parts[-1], 'decode'))
     prefill, decode = chosen.values()

@@ -20,6 +20,7 @@ def _attention(
     v: torch.Tensor,   # The same
     window_left: int,  # Tokens before its own that a query attends to; -1: all
     causal: bool,      # Whether it attends to none after its own
+    cap: float = 0.0,  # Scores stay between minus and plus this; 0: any
 ) -> tuple[torch.Tensor, torch.Tensor]:   # [n_new, num_heads, head_dim]; and without the last
     "Attention of one request, whose queries are its last tokens; log2 of what softmax divides by"
     key_at, query_at = torch.arange(len(k)), torch.arange(len(k) - len(q), len(k))[:, None]
@@ -29,6 +30,7 @@ def _attention(
     k, v = k.repeat_interleave(group_size, dim=1), v.repeat_interleave(group_size, dim=1)
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)   # heads first
     scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
+    if cap: scores = cap * torch.tanh(scores / cap)
     scores = scores.masked_fill(~mask, -torch.inf)
     out = scores.softmax(-1) @ v.float()
     return out.to(q.dtype).transpose(0, 1), scores.logsumexp(-1).T / math.log(2)
@@ -64,21 +66,23 @@ class RaggedPrefill:
 
     def plan(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor,
              num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
-             causal: bool = False, window_left: int = -1,
+             causal: bool = False, window_left: int = -1, logits_soft_cap: float = 0.0,
              q_data_type: torch.dtype = torch.float16,
              kv_data_type: torch.dtype | None = None) -> None:
         "Set where each request's queries, keys and values are"
         _check_on_host(qo_indptr, kv_indptr)
         self.qo, self.kv = qo_indptr.tolist(), kv_indptr.tolist()
         self.causal, self.window_left, self.dtype = causal, window_left, q_data_type
+        self.cap = logits_soft_cap
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
             return_lse: bool = False) -> torch.Tensor | tuple[torch.Tensor, ...]:
         "Attention of one layer, [n_tokens, num_heads, head_dim], and log2 of its sums if asked"
         _check_planned(q, self.qo[-1], self.dtype)
         spans = zip(self.qo, self.qo[1:], self.kv, self.kv[1:])
-        return _together([_attention(q[a:b], k[c:d], v[c:d], self.window_left, self.causal)
-                          for a, b, c, d in spans], return_lse)
+        how = self.window_left, self.causal, self.cap
+        parts = [_attention(q[a:b], k[c:d], v[c:d], *how) for a, b, c, d in spans]
+        return _together(parts, return_lse)
 
 # %% ../../nbs/testing/flashinfer_emulator.ipynb #30b5f0cc
 class Paged:
@@ -91,12 +95,12 @@ class Paged:
 
     def _plan(self, qo: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor,
               last_page_len: torch.Tensor,
-              causal: bool, window_left: int, dtype: torch.dtype) -> None:
+              causal: bool, window_left: int, cap: float, dtype: torch.dtype) -> None:
         _check_on_host(qo, indptr, last_page_len)
         n = int(indptr[-1])
         if len(indices) < n: raise ValueError(f'{len(indices)} pages, not {n}')
         self._keep(indptr, indices, last_page_len)
-        self.causal, self.window_left, self.dtype = causal, window_left, dtype
+        self.causal, self.window_left, self.cap, self.dtype = causal, window_left, cap, dtype
         self.qo = qo.tolist()
 
     def _keep(self, indptr: torch.Tensor, indices: torch.Tensor,
@@ -115,7 +119,7 @@ class Paged:
             n = (len(pages) - 1) * size + last
             k, v = (o[pages].flatten(0, 1)[:n].to(q.dtype) for o in paged_kv_cache)
             queries = q[self.qo[i]:self.qo[i + 1]]
-            out.append(_attention(queries, k, v, self.window_left, self.causal))
+            out.append(_attention(queries, k, v, self.window_left, self.causal, self.cap))
         return _together(out, return_lse)
 
 # %% ../../nbs/testing/flashinfer_emulator.ipynb #6d83d3d8
@@ -124,12 +128,12 @@ class PagedPrefill(Paged):
     def plan(self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor,
              paged_kv_indices: torch.Tensor, paged_kv_last_page_len: torch.Tensor,
              num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
-             causal: bool = False, window_left: int = -1,
+             causal: bool = False, window_left: int = -1, logits_soft_cap: float = 0.0,
              q_data_type: torch.dtype = torch.float16,
              kv_data_type: torch.dtype | None = None) -> None:
         "Set where each request's queries and pages are"
         self._plan(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
-                   causal, window_left, q_data_type)
+                   causal, window_left, logits_soft_cap, q_data_type)
 
 # %% ../../nbs/testing/flashinfer_emulator.ipynb #93c0c2f7
 class PagedDecode(Paged):
@@ -176,28 +180,30 @@ class PagedDecode(Paged):
 
     def plan(self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
              num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int,
-             window_left: int = -1, q_data_type: torch.dtype = torch.float16,
+             window_left: int = -1, logits_soft_cap: float = 0.0,
+             q_data_type: torch.dtype = torch.float16,
              kv_data_type: torch.dtype | None = None) -> None:
         "Set where each request's pages are"
         group_size = num_qo_heads // num_kv_heads
         if not self.tensor_cores and group_size not in (1, 2, 3, 4, 8):
             raise ValueError(f'Unsupported group_size: {group_size}')
         qo = torch.arange(len(indptr), dtype=torch.int32)
-        self._plan(qo, indptr, indices, last_page_len, False, window_left, q_data_type)
+        self._plan(qo, indptr, indices, last_page_len, False, window_left, logits_soft_cap,
+                   q_data_type)
         self.sign()
 
 # %% ../../nbs/testing/flashinfer_emulator.ipynb #6cfba0f3
 def fast_decode_plan(wrapper: PagedDecode, indptr: torch.Tensor, indices: torch.Tensor,
                      last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int,
                      head_dim: int, page_size: int, window_left: int = -1,
-                     q_data_type: torch.dtype = torch.float16,
+                     logits_soft_cap: float = 0.0, q_data_type: torch.dtype = torch.float16,
                      kv_data_type: torch.dtype | None = None) -> None:
     "As FlashInfer's: plans, but copies no arrays"
     _check_on_host(indptr, last_page_len)
     if not hasattr(wrapper, 'qo'): raise ValueError('plan once before planning fast')
     if len(last_page_len) != len(wrapper.last):
         raise ValueError('another number of requests')
-    wrapper.window_left = window_left
+    wrapper.window_left, wrapper.cap = window_left, logits_soft_cap
     wrapper.sign()
 
 # %% ../../nbs/testing/flashinfer_emulator.ipynb #f2583f49

@@ -154,6 +154,7 @@ def kind_of(
 class PlanOptions(TypedDict):
     "Keyword arguments of every plan."
     window_left: int   # Tokens before a query that it attends to; -1: all
+    logits_soft_cap: float   # Of scores; 0: none
     q_data_type: torch.dtype
     kv_data_type: torch.dtype
 
@@ -177,6 +178,7 @@ class FlashInferAttention(AttentionBackend):
         kernels: Kernels | None = None,   # Which of its kernels; `None`: the usual ones
         dtype: torch.dtype | None = None,     # Of queries; `None`: as keys and values are stored
         lister: Callable[..., None] | None = None,   # In the place of `plain_list`
+        score_cap: float | None = None,   # See `ModelConfig`
     ):
         self.pool, self.page_table, self.library = pool, page_table, library
         self.windows, self.device = dict(enumerate(windows)), page_table.device
@@ -191,7 +193,7 @@ class FlashInferAttention(AttentionBackend):
         self.record_event = partial(record_event, self.device)
         both = [self._make_plan_buffers() for _ in range(2)]
         self.plan_buffers = BufferPool(both, lambda: self.record_event())
-        self._lister = lister
+        self._lister, self.score_cap = lister, score_cap
         self._graph_memory: GraphMemory | None = None   # made by the first `static`
 
     # %% ../../../nbs/core/27_attention.flashinfer.ipynb #7fe07d39
@@ -202,7 +204,8 @@ class FlashInferAttention(AttentionBackend):
     def _plan_options(self, window: int | None) -> PlanOptions:
         "The keyword arguments of a plan; FlashInfer does not count the query in its window"
         left, stored = -1 if window is None else window - 1, self.pool.buffer.dtype
-        return PlanOptions(window_left=left, q_data_type=self.dtype, kv_data_type=stored)
+        return PlanOptions(window_left=left, logits_soft_cap=self.score_cap or 0.0,
+                           q_data_type=self.dtype, kv_data_type=stored)
 
     # %% ../../../nbs/core/27_attention.flashinfer.ipynb #ccd2f842
     def host_buffer(self) -> torch.Tensor:

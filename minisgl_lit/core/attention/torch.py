@@ -21,7 +21,7 @@ from ..config import backends
 from ..request import Batch
 from ..kv_cache.pool import KVPool
 from ..kv_cache.table import begin_pages, to_device
-from ..models.operations import Attend, Slots
+from ..models.operations import Attend, Scoring, Slots
 
 # %% ../../../nbs/core/25_attention.torch.ipynb #3c672a83
 class AttentionBackend:
@@ -257,17 +257,16 @@ def make_backend(
     pool: KVPool,              # Where keys and values lie
     page_table: torch.Tensor,  # On the pool's device, int32, [n_rows, max_pages]
     windows: Sequence[int | None],  # Of each layer, in tokens; `None` or none given: all
-    score_cap: float | None = None, # See `ModelConfig`
-    sinks: bool = False,       # Whether the model has some, see `Layer`
+    scoring: Scoring = Scoring(),   # What the model does to scores
 ) -> AttentionBackend:
     "A registered backend; `ValueError` if it lacks what the model's attention needs"
     name, more = getattr(make, '__name__', make), {}
     def lacks(what: str, where: Callable[..., object], parameter: str) -> None:
         if parameter in signature(where).parameters: return
         raise ValueError(f"{name} has no {what}, which this model needs; attention='torch' has")
-    if score_cap is not None:
+    if scoring.cap is not None:
         lacks('caps on scores', make, 'score_cap')
-        more = dict(score_cap=score_cap)
+        more = dict(score_cap=scoring.cap)
     made = make(pool, page_table, windows, **more)
-    if sinks: lacks('attention sinks', made.forward, 'sinks')
+    if scoring.sinks: lacks('attention sinks', made.forward, 'sinks')
     return made

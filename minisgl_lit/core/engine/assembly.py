@@ -26,7 +26,7 @@ from ..kv_cache.pool import KVPool, page_bytes
 from ..kv_cache.table import TableManager
 from ..models.checkpoint import read_config
 from ..models.decoder import Decoder, ModelConfig, Weights, dtypes
-from ..models.operations import Operations, find_operations
+from ..models.operations import Operations, Scoring, find_operations
 from ..models.weights import load_weights
 
 # %% ../../../nbs/core/40_engine.assembly.ipynb #f11698f9
@@ -98,12 +98,12 @@ class EngineSpec:
     ) -> AttentionBackend:
         "What attends; `ValueError` if it was named and cannot be had"
         asked, shard = self.config.attention, self.shard
-        where = pool, page_table, shard.windows, shard.score_cap, shard.layer.sinks
+        scoring = Scoring(shard.score_cap, shard.layer.sinks)
+        where = pool, page_table, shard.windows, scoring
         if backends.knows(asked): return make_backend(backends.find(asked), *where)
         plain = make_backend(TorchAttention, *where)
         if asked == 'auto' and self.device.type == 'cpu': return plain
         why = unfit_reason(self.device, self.dtype, self.kv_dtype, shard.head_dim)
-        if shard.score_cap: why = 'FlashInfer is not asked to cap scores, as this model does'
         if why and asked != 'auto': raise ValueError(f'attention cannot be {asked!r} here: {why}')
         if why:
             warn_once(f'Attention in plain torch: {why}')
@@ -111,7 +111,7 @@ class EngineSpec:
         library = load_library(self.device)
         assert not isinstance(library, str)   # that would have been a reason
         return FlashInferAttention(pool, page_table, shard.windows, num_heads=shard.num_heads,
-                                   library=library, dtype=self.dtype)
+                                   library=library, dtype=self.dtype, score_cap=scoring.cap)
 
     # %% ../../../nbs/core/40_engine.assembly.ipynb #489097f7
     def why_no_graphs(self) -> str | None:

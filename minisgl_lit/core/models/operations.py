@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['Weight', 'QKVHeads', 'Norms', 'Attend', 'Slots', 'Angles', 'How', 'Place', 'Activation', 'activations', 'plain',
-           'MakeOperations', 'operations', 'PackedWeight', 'linear', 'RotaryAngles', 'Operations', 'Llama3Scaling',
-           'inverse_frequencies', 'cos_and_sin', 'rotate', 'split_heads', 'in_torch', 'find_operations']
+           'MakeOperations', 'operations', 'PackedWeight', 'linear', 'RotaryAngles', 'Scoring', 'Operations',
+           'Llama3Scaling', 'inverse_frequencies', 'cos_and_sin', 'rotate', 'split_heads', 'in_torch',
+           'find_operations']
 
 # %% ../../../nbs/core/24_models.operations.ipynb #cdb846b3
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,11 @@ class RotaryAngles:
 QKVHeads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]   # Queries, keys, values
 Norms = tuple[torch.Tensor, torch.Tensor] | None   # QK norm: of queries, of keys, [head_dim]
 Attend = Callable[..., torch.Tensor]   # Of one batch: (q, k, v, layer, sinks=) -> the shape of q
+class Scoring(NamedTuple):
+    "What becomes of scores, beside masks."
+    cap: float | None = None   # They stay between minus and plus this; `None`: as they are
+    sinks: bool = False        # Whether each query head has a sink
+
 Slots = Callable[[int], KVSlots] | None   # Of a layer; `None`: attention stores by itself
 Angles = tuple[RotaryAngles, ...]    # Of a batch, for each kind of RoPE that some layer has
 How = tuple[Angles, Attend, Slots]   # What a layer needs to attend
