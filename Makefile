@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 LOCK := $(if $(shell command -v flock),flock .venv/.lock)
 PYTEST = $(BIN)/python -m pytest -n $(J) --dist worksteal
 need_nb = $(if $(NB),,$(error say which chapter: make $@ NB=core/10_kv_cache.table))
-.PHONY: help serve test test-browser test-clients replicas screenshot vendor test-long mutants docs wheel wheel-arm nbs export edit done check embedded readme try exercises lab cov install flashinfer clean
+.PHONY: help serve test test-browser test-clients replicas screenshot vendor test-long mutants docs wheel wheel-arm nbs export edit done check lint embedded readme try exercises lab cov install flashinfer clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## ?/\t/' | expand -t 14
@@ -42,6 +42,9 @@ check: .venv/.all        ## lint, types; package, notebooks, README and settings
 	$(BIN)/python -m pytest -q -n 0 tests/test_project.py tests/test_chapters.py || failed=tests; \
 	wait $$types || { cat .venv/.pyright; failed="$$failed types"; }; \
 	test -z "$$failed" || { echo "make check: these failed: $$failed"; exit 1; }
+lint: .venv/.all         ## lint and types alone
+	$(BIN)/ruff check --quiet minisgl_lit tests docs
+	$(BIN)/pyright --pythonpath $(BIN)/python
 docs: .venv/.all         ## build the book into docs/_build/html; any warning is an error
 	$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
 wheel: .venv/.all        ## sdist, and a wheel with kernels for machines like this (FOR=here: for this one alone), used in an empty environment

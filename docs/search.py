@@ -43,7 +43,7 @@ SAID = {
                           "Hunyuan, Apertus, Arcee, StarCoder2, StableLM, Nemotron, NoPE, soft cap, "
                           "logit softcapping, Phi-1, Phi 1.5, Phi-2, nanochat",
     "nbs/families/experts": "GLM 4.5, MiniMax, OLMoE, FlexOlmo, dots.llm1, AFMoE, Trinity, ERNIE, "
-                            "Granite MoE, gpt-oss, GPT-OSS, gpt-oss-20b",
+                            "Granite MoE, gpt-oss, gpt-oss-20b",
     "guides/serve-a-checkpoint": "supported models, which models, Phi-4, Mistral, Qwen3",
     "nbs/core/models.weights": "safetensors, weight loading",
     "nbs/distributed/tensor_parallel": "tensor parallel, TP, NCCL, all-reduce, multi GPU, sharding",
