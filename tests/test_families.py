@@ -68,6 +68,7 @@ FAMILIES = {   # by the name of their classes
                                     final_logit_softcapping=4.),
     'Olmo3': tokens | mixed | dict(rope_parameters=two), 'Exaone4': tokens | mixed,
     'Cohere': tokens | dict(logit_scale=.5), 'Cohere2': tokens | mixed | dict(logit_scale=.5),
+    'GraniteSWA': tokens | factors | mixed | dict(layer_rope_theta=[1e3, 0, 1e4]),
     'Glm4': tokens | half | dict(attention_bias=True), 'HunYuanDenseV1': tokens, 'Apertus': tokens,
     'Starcoder2': tokens | dict(sliding_window=9),
     'StableLm': stable | dict(use_qkv_bias=True),
@@ -277,7 +278,7 @@ TORCH = {'MoeMlp', 'RoutedMlp', 'ClampedMlp', 'PlainMlp', 'XieluMlp', 'LayerNorm
          'capped logits', 'sharpened queries'}
 
 @recorded.needs_compiler
-@those(('Olmo3',))
+@those(('Olmo3', 'GraniteSWA'))
 def test_a_recorded_step_has_the_bits_of_layers(tmp_path, monkeypatch, name):
     "Or torch computes a part of it, and that is the reason why there is none"
     make(name, tmp_path)
@@ -292,26 +293,6 @@ def test_a_recorded_step_has_the_bits_of_layers(tmp_path, monkeypatch, name):
             with pytest.raises(recorded.NotRecordable, match='is computed by torch'):
                 recorded.RecordedSteps(engine.model, engine.attention, engine.token_pool, 3).capture_all()
         assert (type(engine) is recorded.GraphEngine) == (not used(engine.model.config) & TORCH)
-    finally: runtime.close()
-
-@recorded.needs_compiler
-def test_sinks_are_recorded(tmp_path, monkeypatch):
-    "Those of a dense model, which no family has yet: the bits of layers"
-    make_checkpoint('Llama', tmp_path)
-    index, config = tmp_path/'model.safetensors.index.json', tmp_path/'config.json'
-    raw, sinks = json.loads(index.read_text()), {
-        f'model.layers.{i}.self_attn.sinks.weight': torch.linspace(-1, 3, 4) for i in range(3)}
-    file = raw['weight_map']['model.norm.weight']
-    save_file(load_file(tmp_path/file) | sinks, tmp_path/file, metadata=dict(format='pt'))
-    index.write_text(json.dumps(raw | dict(weight_map=raw['weight_map'] | dict.fromkeys(sinks, file))))
-    config.write_text(json.dumps(json.loads(config.read_text()) | dict(architectures=['NovaForCausalLM'])))
-    monkeypatch.setitem(families, 'NovaForCausalLM', Family(layer=layers.WithSinks()))
-    runtime = recorded.start(tmp_path, monkeypatch)
-    try:
-        assert type(runtime.engine) is recorded.GraphEngine
-        seen = recorded.watch(runtime)
-        recorded.serve(runtime)
-        assert not seen.apart and {*seen.replayed} == {*range(1, 7)}, seen
     finally: runtime.close()
 
 @pytest.mark.long

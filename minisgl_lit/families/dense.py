@@ -22,9 +22,10 @@ from .edits import (
 from .edits import norms_of_heads
 from .layers import (
     ClippedHeads, LayerNorms, NormAfterRope, Olmo, ParallelLayerNorms, PostNorm, Sandwich)
-from .layers import HeadLayerNorms, ParallelBiasedNorms, ParallelHeadLayerNorms
+from .layers import (
+    HeadLayerNorms, ParallelBiasedNorms, ParallelHeadLayerNorms, WithSinks)
 from .llamas import (
-    NOWHERE, Raw, in_every, on_logits, sees, text_of, usual)
+    NOWHERE, Raw, factors, granite, in_every, on_logits, sees, text_of, usual)
 from .mlps import PlainMlp, XieluMlp
 
 # %% ../../nbs/families/dense.ipynb #9bb0cd05
@@ -141,6 +142,30 @@ def _exaone(raw: Raw) -> Raw:
     "Windows and positions in three layers of four, or in none and all"
     raw = _exaone_usual(raw)
     return raw if raw['sliding_window'] is None else windowed(raw, 'sliding_window_pattern', 4)
+
+# %% ../../nbs/families/dense.ipynb #fb2cbf49
+def _granite_swa(raw: Raw) -> Raw:
+    "The first of four layers sees everything"
+    raw = granite(usual(
+        rms_norm_eps=1e-5, sliding_window=128, num_key_value_heads=4, tie_word_embeddings=True,
+        max_position_embeddings=8192)(raw))
+    n = read_count(raw, 'num_hidden_layers')
+    kinds = ['sliding_attention' if i % 4 else 'full_attention' for i in range(n)]
+    return raw | dict(layer_types=raw.get('layer_types') or kinds)
+
+def _by_theta(raw: Mapping) -> list[Mapping]:
+    "For `Family.ropes`: the theta of each layer, if they are listed"
+    n = read_count(raw, 'num_hidden_layers')
+    thetas = read_field(raw, 'layer_rope_theta', list, [])
+    if not thetas: return [raw] * n
+    if len(thetas) != n or not all(type(o) in (int, float) for o in thetas):
+        raise ValueError(f'layer_rope_theta={thetas!r:.80} of config.json must be {n} numbers')
+    rope = read_field(raw, 'rope_parameters', dict, {})
+    def of(theta: float) -> Mapping:
+        return {**raw, 'rope_theta': theta, 'rope_parameters': {**rope, 'rope_theta': theta}}
+    return [of(o) if o else {**raw, **NOWHERE} for o in thetas]
+
+_sinks = renamed({'self_attn.sinks': 'self_attn.sinks.weight'})
 
 # %% ../../nbs/families/dense.ipynb #245f4e5c
 def norm_eps(
@@ -328,6 +353,9 @@ table: Mapping[str, Row] = dict(
         Family(qk_norm=True, qkv_bias=False, o_bias=False, layer=PostNorm(), has_window=none,
                window_switch=False, partial_rope=True, ropes=only_in_windows,
                as_llama=_exaone), ()),
+    GraniteSWAForCausalLM=(
+        Family(layer=WithSinks(), has_window=none, window_switch=False, partial_rope=True,
+               ropes=_by_theta, as_llama=_granite_swa), (_sinks, factors)),
     CohereForCausalLM=(Family(layer=ParallelLayerNorms(), as_llama=_cohere),
                        (planes(True), scaled(norm=on_logits(_cohere_logits)))),
     Cohere2ForCausalLM=(
