@@ -80,7 +80,7 @@ QUERIES = {
     "layernorm": "nbs/families/layers",
     "NoPE": "nbs/families/dense",
     "soft cap": "nbs/families/dense nbs/core/models.decoder",
-    "gpt-oss": "guides/serve-a-checkpoint guides/coming-from",
+    "gpt-oss": "nbs/families/experts guides/coming-from",
     "grammar": "nbs/text/grammar",
     "tokenizer": "nbs/text/tokenizer nbs/core/tokenizer",
     "chat template": "nbs/text/chat_template",
