@@ -19,7 +19,8 @@ from minisgl_lit.core.models.decoder import shard_config, weight_shapes
 from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.kernels.compiler import cache_folder
 from minisgl_lit.formats.gguf import (
-    _architectures as architectures, block_formats, gguf_folder, read_blocks, read_index, read_tensor)
+    GgufTensor, _architectures as architectures, block_formats, gguf_folder, index_tensors, read_blocks,
+    read_index, read_tensor)
 from minisgl_lit.formats.quantization import pack_parts
 from minisgl_lit.core.models.weights import Assembly, load_weights, open_checkpoint
 from minisgl_lit.formats.coded_rows import CodedAssembly
@@ -273,3 +274,10 @@ def test_files_of_other_families(name, tmp_path):
 def test_the_guide_lists_what_is_read():
     guide = (Path(__file__).parents[1]/'docs/guides/serve-a-compressed-model.md').read_text(encoding='utf-8')
     assert [o for o in architectures if f'`{o}`' not in guide] == []
+
+def test_a_name_may_hold_anything():
+    "What is not known keeps its name, by which it is refused"
+    one = GgufTensor('', 0, 8, 'F32', (2,))
+    config = dict(model_type='llama', num_attention_heads=1, num_key_value_heads=1, head_dim=2)
+    names = ('x{}', '{}{}', 'blk.0.{0}{a}.weight', 'blk.0.ffn_gate_exps{}.weight', '.')
+    assert index_tensors(dict.fromkeys(names, one), config) == dict.fromkeys(names, one)

@@ -330,9 +330,13 @@ def test_experts_in_mxfp4(tmp_path, capfd):
     assert len({tuple(o) for o in right}) > 2
     tensors = load_file(packed/'model.safetensors')
     name = 'model.layers.1.mlp.experts.down_proj_scales'
-    save_file(tensors | {name: tensors[name][:, 1:].contiguous()}, packed/'model.safetensors')
-    with pytest.raises(ValueError, match=r'blocks of \[5, 64, 1, 16\] do not fit scales of \[5, 63, 1\]'):
-        LLM(packed, device='cpu')
+    blocks = name.replace('scales', 'blocks')
+    odd = [{name: tensors[name][:, 1:]}, {name: tensors[name].float()}, {blocks: tensors[blocks].float()},
+           {blocks: tensors[blocks].flatten()}, {blocks: tensors[blocks][0], name: tensors[name][0]}]
+    for wrong in odd:
+        save_file(tensors | {o: w.contiguous() for o, w in wrong.items()}, packed/'model.safetensors')
+        with pytest.raises(ValueError, match=r'blocks of \[.* do not fit scales of \['):
+            LLM(packed, device='cpu')
     save_file({o: w for o, w in tensors.items() if o != name}, packed/'model.safetensors')
     with pytest.raises(ValueError, match="'scales' is missing"): LLM(packed, device='cpu')
     save_file(tensors | {name: torch.full_like(tensors[name], 255)}, packed/'model.safetensors')

@@ -1,6 +1,7 @@
 """Checkpoints that `minisgl-lit quantize` writes: read by others as they are meant, served to the token, and
 refused in a sentence where that cannot be."""
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,20 @@ def test_the_embedded_model_calibrated(tmp_path):
         out = llm.chat([dict(role='user', content='What is a page table?')],
                        SamplingParams(max_tokens=30, temperature=0))
     assert 'page' in out.text
+
+@pytest.mark.parametrize('family, fields', [
+    ('Gemma2', dict(attn_logit_softcapping=1., query_pre_attn_scalar=20)),
+    ('GraniteSWA', dict(sliding_window=9, layer_rope_theta=[1e3, 0, 1e4]))])
+def test_what_becomes_of_scores_is_calibrated_too(family, fields, tmp_path):
+    "Caps and sinks: without them codes would be chosen for other inputs"
+    make_checkpoint(family, tmp_path, hidden_size=64, bos_token_id=197, pad_token_id=196, **fields)
+    config, texts = read_config(tmp_path), [torch.tensor(prompts()[4])]
+    def codes(config): return {name: o.dequantize() for name, o in calibrate(tmp_path, config, texts, 4, 16)}
+    right = codes(config)
+    assert len(right) >= 4 * config.num_layers
+    if config.score_cap:
+        other = codes(replace(config, score_cap=None))
+        assert any(not torch.equal(o, other[name]) for name, o in right.items())
 
 def test_experts_are_rounded_and_not_calibrated(tmp_path):
     family, fields = VARIANTS['experts']

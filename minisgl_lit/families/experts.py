@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from ..core.models.checkpoint import (
     Family, read_count, read_experts, read_field, read_optional)
 from ..core.models.decoder import DenseMlp, Mlp
-from .dense import hunyuan, none, only_in_windows, windowed
+from .dense import hunyuan, none, only_in_windows, sinks, windowed
 from .edits import Model, Row, TensorPart, planes, renamed, serve
 from .layers import GatedSandwich, NormAfterRope, Olmo, WholeNorm, WithSinks
 from .llamas import Raw, factors, granite, usual
@@ -179,14 +179,15 @@ def _stacked(part: TensorPart, model: Model) -> list[TensorPart]:
     before, found, _ = part.name.partition('block_sparse_moe.')
     if not found: return [part]
     hidden, width = model.config.hidden_size, read_count(model.raw, 'intermediate_size')
+    each = range(min(part.n, _experts(model)))   # another number is refused by the shape
     def cut(e: int, name: str, begin: int, n: int, of: tuple[int, int]) -> TensorPart:
         return TensorPart(f'{before}mlp.experts.{e}.{name}.weight', e, 1,
                           lambda rows: rows[0, begin:begin + n], (n, of[1]), (_experts(model), *of))
     if part.name.endswith('.input_linear.weight'):
-        return [cut(e, name, width * i, width, (2 * width, hidden)) for e in range(part.n)
+        return [cut(e, name, width * i, width, (2 * width, hidden)) for e in each
                 for i, name in enumerate(('gate_proj', 'up_proj'))]
     if part.name.endswith('.output_linear.weight'):
-        return [cut(e, 'down_proj', 0, hidden, (hidden, width)) for e in range(part.n)]
+        return [cut(e, 'down_proj', 0, hidden, (hidden, width)) for e in each]
     return [part._replace(name=part.name.replace('block_sparse_moe.router.layer', 'mlp.gate'))]
 
 def _exact_bias(part: TensorPart, model: Model) -> list[TensorPart]:
@@ -211,9 +212,10 @@ def _by_expert(part: TensorPart, model: Model) -> list[TensorPart]:
         return TensorPart(f'{before}mlp.experts.{e}.{one}.{kind}', e, 1,
                           lambda rows: rows[0][..., i::len(names)].movedim(-1, 0),
                           (n_out, *inputs), (mlp.num_experts, *inputs, n_out * len(names)))
-    return [of(e, i, one) for e in range(part.n) for i, one in enumerate(names)]
+    return [of(e, i, one) for e in range(min(part.n, mlp.num_experts))
+            for i, one in enumerate(names)]
 
-_oss_names = renamed({'mlp.router.': 'mlp.gate.', 'self_attn.sinks': 'self_attn.sinks.weight'})
+_oss_names = renamed({'mlp.router.': 'mlp.gate.'})
 _shared_names = renamed({'mlp.shared_experts.': 'mlp.shared_expert.'})
 _ernie_names = renamed({'mlp.moe_statics.': 'mlp.gate.'})
 _minimax_names = renamed({'block_sparse_moe.e_score_correction_bias': BIAS,
@@ -264,7 +266,7 @@ table: Mapping[str, Row] = dict(
     GptOssForCausalLM=(
         Family(qkv_bias='attention_bias', o_bias='attention_bias', layer=WithSinks(),
                has_window=none, window_switch=False, mlps=_clamped, as_llama=_oss),
-        (_oss_names, _by_expert)),
+        (sinks, _oss_names, _by_expert)),
     GraniteMoeForCausalLM=(Family(mlps=routed('chosen'), as_llama=_granite), (_stacked, factors)))
 
 serve(table)

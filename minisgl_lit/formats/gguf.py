@@ -332,8 +332,10 @@ def index_tensors(
                  k_proj=config['num_key_value_heads']) if kind in _pairs else {}
     for name, tensor in tensors.items():
         if name.startswith('rope_f'): continue
-        # unknown ones are refused by their own name
-        ours, rows = their_name(name, _modules | _own.get(kind, {})) or name, tensor.shape[0]
+        ours, rows = their_name(name, _modules | _own.get(kind, {})), tensor.shape[0]
+        if ours is None:   # refused by its own name
+            found[name] = tensor
+            continue
         parts, size, first = _parts_of(ours, rows, config), tensor.nbytes // rows, 0
         if sum(parts.values()) != rows:
             raise ValueError(f'{name} of this GGUF file has {rows} rows; its fields ask for '

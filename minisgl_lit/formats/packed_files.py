@@ -165,10 +165,9 @@ FP4 = torch.tensor([*_positive, *(-o for o in _positive)], dtype=torch.bfloat16)
 def read_mxfp4(layer: Layer, settings: Settings) -> torch.Tensor:
     "Open Compute Project, \"OCP Microscaling Formats (MX) Specification\", 2023"
     blocks, scales = layer['blocks'], layer['scales'].view(torch.float8_e8m0fnu)
-    *experts, n_out, n_blocks, _ = blocks.shape
-    wide = torch.empty(*experts, 32 * n_blocks, n_out, dtype=torch.bfloat16)
-    for rows, some, scale in zip(wide.view(-1, *wide.shape[-2:]), blocks.flatten(0, -4),
-                                 scales.flatten(0, -3)):   # expert by expert, as it takes memory
+    experts, n_out, n_blocks, _ = blocks.shape
+    wide = torch.empty(experts, 32 * n_blocks, n_out, dtype=torch.bfloat16)
+    for rows, some, scale in zip(wide, blocks, scales):   # expert by expert, as it takes memory
         codes = torch.stack([some & 15, some >> 4], -1).flatten(-2).int()
         rows.copy_((FP4[codes] * scale.bfloat16()[..., None]).flatten(-2).T)
     return wide
@@ -217,11 +216,12 @@ def form_of_compressed(sizes: Sizes, small: Layer, settings: Settings) -> Form:
 
 def form_of_blocks(sizes: Sizes, small: Layer, settings: Settings) -> Form:
     "Of MXFP4: all experts, inputs before outputs, as plain files have them; dequantized"
-    *experts, n_out, n_blocks, n_bytes = sizes['blocks'][0]
-    if sizes['scales'][0] != (*experts, n_out, n_blocks) or n_bytes != 16:
-        raise ValueError(f'blocks of {[*sizes["blocks"][0]]} do not fit scales of '
-                         f'{[*sizes["scales"][0]]}')
-    return (*experts, 32 * n_blocks, n_out), None
+    (blocks, kind), (scales, scale_kind) = sizes['blocks'], sizes['scales']
+    if len(blocks) != 4 or blocks != (*scales, 16) or {kind, scale_kind} != {'U8'}:
+        raise ValueError(f'blocks of {[*blocks]} in {kind} do not fit scales of {[*scales]} in '
+                         f'{scale_kind}; MXFP4 has 16 bytes for a scale of a byte')
+    experts, n_out, n_blocks, _ = blocks
+    return (experts, 32 * n_blocks, n_out), None
 
 def form_of_weight(sizes: Sizes, small: Layer, settings: Settings) -> Form:
     "Of a layer whose tensor `weight` has the shape that is meant, and is dequantized"

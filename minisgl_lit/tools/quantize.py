@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
+from ..core.attention.torch import attend, attend_by_scores
 from ..kernels.quantized import QuantizedWeight, quantize
 from ..core.models.checkpoint import read_config
 from ..formats.hub import resolve_model
@@ -104,15 +105,17 @@ def causal(
     q: torch.Tensor,     # Queries of a whole text, [n_tokens, num_heads, head_dim]
     k: torch.Tensor,     # Its keys, [n_tokens, num_kv_heads, head_dim]
     v: torch.Tensor,     # Its values, the same
-    window: int | None,  # Tokens that each attends to, itself included; `None`: all
+    window: int | None = None,  # Tokens that each attends to, itself included; `None`: all
+    cap: float | None = None,   # See `attend_by_scores`, and so the next
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:       # [n_tokens, num_heads, head_dim]
     "Attention within one text, without a cache"
     at = torch.arange(len(q))
     mask = at <= at[:, None]
     if window is not None: mask &= at > at[:, None] - window
-    q, k, v = (o.transpose(0, 1) for o in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return out.transpose(0, 1)
+    one = q[None], k[None], v[None], mask[None, None]
+    if cap is None and sinks is None: return attend(*one)[0]
+    return attend_by_scores(*one, cap, sinks)[0]
 
 State = tuple[torch.Tensor, torch.Tensor | None, Angles]   # Of a text, between two layers
 
@@ -131,12 +134,13 @@ def calibrate(
     operations = find_operations(torch.device('cpu'), config.dtype)
     decoder = Decoder(config, load_weights(path, config, config.dtype), operations=operations)
     windows = dict(enumerate(config.windows))
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        return causal(q, k, v, windows.get(layer))
+    def look(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int,
+             sinks: torch.Tensor | None = None) -> torch.Tensor:
+        return causal(q, k, v, windows.get(layer), config.score_cap, sinks)
     def through(i: int, state: State) -> State:
         x, more, angles = state
         copied = None if more is None else more.clone()      # a layer overwrites its input
-        how = angles, attend, None
+        how = angles, look, None
         x, more = config.layer.forward(decoder, i, x.clone(), copied, how)
         return x, more, angles
     def start(ids: torch.Tensor) -> State:
