@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-from nbrun import _ansi, _key, cfg, chapter, directives, execute, notebooks, root
+from nbrun import _ansi, _key, cfg, chapter, directives, execute, notebooks, prose_of, root
 
 @dataclass
 class Exercise:
@@ -42,8 +42,7 @@ def quotes(name, answer):
 
 def exercises(path):
     "All exercises of a chapter; `ValueError` if one has no solution that can be tried"
-    prose = "\n\n".join(c.source for c in nbformat.read(path, as_version=4).cells
-                        if c.cell_type == "markdown")
+    prose = "\n\n".join(prose_of(path))
     tasks = {int(n): task for n, task in re.findall(r"(?s)\*\*Exercise (\d+)\.\*\*(.*?)(?=\n\n|\Z)", prose)}
     answers = {int(n): answer
                for n, answer in re.findall(r"(?s)<summary>Solution (\d+)</summary>(.*?)</details>", prose)}

@@ -45,6 +45,11 @@ def chapter(path):
     "A notebook's name: its place in nbs/, without the ending"
     return Path(path).resolve().relative_to(root/"nbs").with_suffix("").as_posix()
 
+def prose_of(path):
+    "The texts of a notebook's markdown cells, which nbformat would take twenty times as long to read"
+    cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
+    return ["".join(c["source"]) for c in cells if c["cell_type"] == "markdown"]
+
 def directives(cell):
     "The `#| name: value` lines at the top of a code cell, as a dict."
     res = {}

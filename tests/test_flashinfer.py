@@ -195,7 +195,7 @@ def test_answers_are_those_of_transformers(checkpoint, page_size, halves, monkey
     """Through `LLM` and `build`, with the stand-in as its attention, and for half of them in its layers;
     twice, the second time from the cache"""
     family = request.node.callspec.params["checkpoint"]
-    if not long and family != "Qwen3" and (page_size, halves) != (16, False):
+    if not long and (page_size, halves) not in [(16, False)] + [(1, True)] * (family == "Qwen3"):
         pytest.skip("long: --long or TST_LONG=1")
     (path, right), comparison = checkpoint, Comparison()
     if page_size == 1:

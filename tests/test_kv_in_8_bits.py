@@ -40,7 +40,8 @@ SETTINGS = (
     dict(attention='native', page_size=16, overlap=False, num_pages=5, admission='optimistic'),
     dict(attention='native', page_size=4, cache='none', num_pages=60, threads=2))
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.long] * (o in ('Qwen2', 'Llama')))
+                                  for o in MODELS])
 def test_parity(name, tmp_path):
     make_checkpoint(MODELS[name][0], tmp_path, **MODELS[name][1])
     want = {i: expected(tmp_path, prompt) for i, prompt in enumerate(prompts())}

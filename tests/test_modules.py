@@ -2,11 +2,10 @@
 first cell calls **Purpose** is one."""
 import re
 import nbformat, pytest
-from nbrun import chapter, directives, notebooks
+from nbrun import chapter, directives, notebooks, prose_of
 
 modules = {chapter(nb): nb for nb in notebooks()
-           if any(c.source.startswith("# ") and "\n**Purpose.** " in c.source
-                  for c in nbformat.read(nb, as_version=4).cells if c.cell_type == "markdown")}
+           if any(o.startswith("# ") and "\n**Purpose.** " in o for o in prose_of(nb))}
 every = pytest.mark.parametrize("stem", modules)
 
 def cells(stem): return nbformat.read(modules[stem], as_version=4).cells

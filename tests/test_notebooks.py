@@ -29,14 +29,25 @@ FOR_A_WHILE = ["experiments/fewer_bits", "experiments/prefill_apart", "experimen
 # of the others, cells of half a second and more of which no later cell needs a name: by chapter, their ids.
 # These only measure,
 MEASURES = {
+    "00_one_evening": ["f37bc766"],   # the tree serves in the next section, too
     "async_llm": ["17055993"], "llm": ["84ab2425"],
     "core/09_kv_cache.pool": ["b6da4c30"], "core/10_kv_cache.table": ["236d4cb8"],
-    "core/13_kv_cache.namespaces": ["e937674a"], "core/22_scheduler.scheduler": ["707d84df"],
+    "core/11_kv_cache.eviction": ["969f67e1"], "core/13_kv_cache.namespaces": ["e937674a"],
+    "core/16_scheduler.policy": ["4bfa9c3f"], "core/22_scheduler.scheduler": ["707d84df"],
     "core/25_attention.torch": ["c2012896"], "core/31_models.moe": ["8cf65537"],
     "core/36_engine.sampler": ["024f1f22"], "core/41_tokenizer": ["0163ef9a"],
     "kernels/cpu_attention": ["c8cef341", "a769cc73"], "kernels/quantized": ["0f1b7035"],
-    "kernels/recorded_steps": ["3c5c27f9"], "tools/roofline": ["e2f096a4", "416a8c6d"],
-    "weekend/01_model": ["99ea1209"]}
+    "kernels/linear": ["6a5fbe12", "e65bace7", "279c0322"], "kernels/recorded_steps": ["3c5c27f9"],
+    "server/api_server": ["f2482b5c"], "server/middleware": ["978e1fa6"],
+    "testing/toy_engine": ["308ef041"], "text/grammar": ["900fa0b9"], "text/stop": ["67ecb718"],
+    "text/tokenizer": ["4d578e00"], "tools/roofline": ["e2f096a4", "416a8c6d"],
+    "tools/traces": ["979cfe4b"], "weekend/01_model": ["99ea1209", "d2496ba7", "bcc52d72"],
+    "weekend/02_pages": ["1d6818c8"], "weekend/03_batch": ["0b87fdac"], "weekend/04_decode": ["a50e4485"],
+    "weekend/05_radix": ["23e0c461"], "weekend/06_prefill": ["c48fce2a"],
+    "weekend/08_overlap": ["a57e995f", "b7540c7b"],
+    "weekend/09_cuda": ["ef209a25"], "weekend/10_server": ["63d188a5"]}
+# these draw or check what was measured,
+MEASURED = {"00_one_evening": ["21a0b7fe", "f6512aaa"], "server/api_server": ["d1054d9c"]}
 # and these check what the tests behind them check, too
 CHECKED = {
     "weekend/08_overlap": ["f6fbbaa2"], "weekend/09_cuda": ["c82e8ee8"],     # test_weekend
@@ -52,7 +63,7 @@ CHECKED = {
                                   for o in notebooks()], ids=chapter)
 def test_notebook(path, long):
     name = chapter(path)
-    skip = [] if long else MEASURES.get(name, []) + CHECKED.get(name, [])
+    skip = [] if long else [o for ids in (MEASURES, MEASURED, CHECKED) for o in ids.get(name, ())]
     err, stale, _ = run(path, flags, package=package, skip=skip)
     if err: pytest.fail(err, pytrace=False)
     if package: return   # which need not print what the cells' own functions do
@@ -69,6 +80,7 @@ def test_what_is_left_out_is_there_and_marked(ids, mark):
     for path in notebooks():
         cells = {c.id: directives(c) for c in nbformat.read(path, as_version=4).cells}
         for id in ids.get(chapter(path), ()): assert mark in cells.get(id, ()), (path, id)
+        assert {*MEASURED.get(chapter(path), ())} <= {*cells}, path
 
 def test_a_volatile_output_is_compared_without_its_numbers():
     "A difference of two times may be below zero"

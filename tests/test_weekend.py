@@ -118,9 +118,10 @@ def reference(model):
     assert generate(model, ids, most) == made[name]
     return made
 
-@pytest.mark.parametrize('setting', [dict(), dict(overlap=True), dict(budget=7), dict(budget=7, overlap=True),
-    dict(page_size=1, num_pages=480), dict(rows=1), dict(rows=7, num_pages=150)],
-                         ids=str)
+@pytest.mark.parametrize('setting', [
+    dict(budget=7, overlap=True), dict(page_size=1, num_pages=480), dict(rows=7, num_pages=150),
+    *(pytest.param(o, marks=pytest.mark.long)
+      for o in (dict(), dict(overlap=True), dict(budget=7), dict(rows=1)))], ids=str)
 def test_greedy_tokens_are_those_of_transformers(model, reference, setting):
     scheduler = engine_of(model, **setting)
     assert served(scheduler, fixed_requests()) == reference
