@@ -23,7 +23,7 @@ test: .venv/.all         ## run every notebook and every test (T=tests/test_poli
 test-long: .venv/.all .venv/.triton .venv/.ray  ## the same with the long tests and the slow cells (TST_FLAGS="slow gpu" for GPU cells too)
 	TST_LONG=1 TST_FLAGS="$(or $(TST_FLAGS),slow)" $(PYTEST)
 test-browser: .venv/.browser  ## use the page in Chromium as people do
-	TST_BROWSER=1 $(BIN)/python -m pytest -q tests/browser
+	TST_BROWSER=1 $(PYTEST) -q tests/browser
 test-clients: .venv/.all  ## clients that others have written, each in an environment of its own (.clients)
 	TST_CLIENTS=1 $(BIN)/python -m pytest -q -n 0 tests/test_other_clients.py
 replicas: .venv/.all     ## three engines that sleep behind the router: predicted against measured
@@ -46,7 +46,7 @@ lint: .venv/.all         ## lint and types alone
 	$(BIN)/ruff check --quiet minisgl_lit tests docs
 	$(BIN)/pyright --pythonpath $(BIN)/python
 docs: .venv/.all         ## build the book into docs/_build/html; any warning is an error
-	$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
+	$(BIN)/python -m sphinx -j auto -b html -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
 wheel: .venv/.all        ## sdist, and a wheel with kernels for machines like this (FOR=here: for this one alone), used in an empty environment
 	@rm -rf dist build/lib* build/bdist.*
 	$(BIN)/python tests/ship_kernels.py $(FOR)

@@ -281,7 +281,7 @@ def test_exercises_name_their_command_and_can_be_tried(stem):
         for quote in [*exercise.fails, *exercise.changes]: place(nb, quote)
 
 def mark(exercise):
-    "Those of the weekend path: `make exercises`, which CI calls; the others are long"
+    "Those of the weekend path: `make exercises`, and in CI; the others are long"
     if exercise.chapter not in weekend: return pytest.mark.long
     return pytest.mark.skipif("TST_EXERCISES" not in os.environ and not os.environ.get("TST_LONG"),
                               reason="make exercises")
