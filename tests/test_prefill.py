@@ -19,7 +19,7 @@ from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.testing.manual_stream import ManualStream
 from minisgl_lit.distributed.handoff import Handoffs
 from minisgl_lit.distributed.page_file import PageFile
-from minisgl_lit.process import own_folder
+from minisgl_lit.process import _locked, own_folder
 from minisgl_lit.server import prefill_router
 from minisgl_lit.server.engine_client import AsyncEngineClient
 from minisgl_lit.loop.messages import UserMsg
@@ -613,10 +613,12 @@ def test_a_folder_of_the_dead_is_removed_and_one_of_the_living_never(tmp_path):
     assert [*tmp_path.iterdir()] == [tmp_path/'notes']
 
 def test_a_link_is_no_leftover(tmp_path):
+    "What it leads to is neither removed nor locked"
     config = ServerConfig(replicas=2, prefill_replicas=1, kv_handoff_path=str(tmp_path/'a'))
     with handoff_folder(config) as path: name = Path(path).name
     (tmp_path/'kept').mkdir()
     (tmp_path/'a'/name).symlink_to(tmp_path/'kept')
+    with pytest.raises(OSError): _locked(tmp_path/'a'/name).__enter__()
     (tmp_path/'a'/(name + 'f')).write_text('a file')
     with handoff_folder(config): pass
     assert (tmp_path/'kept').is_dir() and (tmp_path/'a'/(name + 'f')).exists()
