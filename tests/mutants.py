@@ -712,7 +712,7 @@ def failing_test(folder: Path, files: list[str]) -> str | None:
     "The first test of these files that fails on a copy"
     env = {**os.environ, 'TST_PACKAGE': '1', 'TST_LIVES': '300', 'TST_SHRINK': '0', 'OMP_NUM_THREADS': '1',
            'PYTHONDONTWRITEBYTECODE': '1', 'PYTHONPATH': str(folder)}
-    found = subprocess.run([sys.executable, '-m', 'pytest', '-qx', '--timeout=120', '-p', 'no:cacheprovider',
+    found = subprocess.run([sys.executable, '-m', 'pytest', '-qx', '--timeout=900', '-p', 'no:cacheprovider',
                             '-p', 'no:xdist', '-k', 'not every', *files], cwd=folder,
                            env=env, capture_output=True, text=True)
     if found.returncode == 1:

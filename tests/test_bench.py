@@ -113,9 +113,17 @@ def test_a_gigabyte_is_enough(monkeypatch):
     "How much is read, and that the rate is in bytes"
     read = []
     monkeypatch.setattr(limits, "best_time", lambda work, device: read.append(work.__self__.nbytes) or .5)
-    monkeypatch.setattr(torch, "ones", lambda n, device: torch.empty(n, device="meta"))
-    rates = [limits.memory_bandwidth(n, "cpu") for n in (1, 2**22 + 1., 2**40)]
+    monkeypatch.setattr(torch, "ones", lambda *n, device: torch.empty(n, device="meta"))
+    rates = [limits.memory_bandwidth(n, "meta") for n in (1, 2**22 + 1., 2**40)]
     assert read == [2**20, 2**22, 2**30] and rates == [2 * n for n in read]
+
+
+def test_the_limit_of_memory_is_that_of_the_fastest_reader(monkeypatch):
+    "On a CPU a matmul of one row may fetch better than a sum: its numbers are right, and the best time counts"
+    told, times = [], iter((4., .5))
+    monkeypatch.setattr(limits, "best_time", lambda work, device: told.append(work()) or next(times))
+    assert limits.memory_bandwidth(2**20, "cpu") == 2 * 2**20
+    assert told[0] == 2**18 and told[1].shape == (1, 2**8) and told[1].unique() == 1024
 
 
 def test_a_product_multiplies_and_adds(monkeypatch):

@@ -122,8 +122,12 @@ def memory_bandwidth(
     device: torch.device | str,  # Whose memory
 ) -> float:
     "Bytes a second"
-    data = torch.ones(int(min(max(n_bytes, 2**20), 2**30)) // 4, device=device)
-    return data.nbytes / best_time(data.sum, device)
+    data = torch.ones(int(min(max(n_bytes, 2**20), 2**30)) // 4096, 1024, device=device)
+    seconds = best_time(data.sum, device)
+    if torch.device(device).type == 'cpu':
+        row, weight = torch.ones(1, 1024), pack_weight(data)
+        seconds = min(seconds, best_time(lambda: linear(row, weight), device))
+    return data.nbytes / seconds
 
 # %% ../../nbs/tools/roofline.ipynb #b72858ad
 def matmul_rate(
