@@ -725,6 +725,7 @@ def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     "The first chapter or test that fails on a mutant"
     name, module, line, instead = mutant
     callers = ROUTED if module in ('process', 'distributed/handoff') or module.startswith('server/') else []
+    if name.startswith('below:'): callers = ['tests/test_tier.py']   # a tier below the prefix tree
     own = chapters[module].split(' or ')
     above = ([] if module.startswith(gpu)
              else [part for o in chapters.values() if o > chapters[module] for part in o.split(' or ')])
