@@ -732,8 +732,9 @@ def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     with tempfile.TemporaryDirectory() as found:
         folder = Path(found)
         make(folder, module, line, instead)
-        return (failing_chapter(folder, own) or failing_chapter(folder, above)
-                or failing_test(folder, KERNELS if module.startswith(gpu) else callers + LIVES))
+        return (failing_chapter(folder, own) or callers and failing_test(folder, callers)
+                or failing_chapter(folder, above)
+                or failing_test(folder, KERNELS if module.startswith(gpu) else LIVES))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__,
