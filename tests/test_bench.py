@@ -119,7 +119,7 @@ def test_a_gigabyte_is_enough(monkeypatch):
 
 
 def test_the_limit_of_memory_is_that_of_the_fastest_reader(monkeypatch):
-    "On a CPU a matmul of one row may fetch better than a sum: its numbers are right, and the best time counts"
+    "On a CPU a matmul of one row may read better than a sum; its numbers are right, and the best time counts"
     told, times = [], iter((4., .5))
     monkeypatch.setattr(limits, "best_time", lambda work, device: told.append(work()) or next(times))
     assert limits.memory_bandwidth(2**20, "cpu") == 2 * 2**20
