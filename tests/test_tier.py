@@ -70,6 +70,14 @@ def test_a_page_comes_back(server):
     server.go_down()
     assert server.ask('b') == (RIGHT, 8) and server.cache.sources['tier'].counts['from_disk'] == 4
 
+def test_who_shares_nothing_asks_for_nothing(server):
+    "As one that is computed again because what it had read was wrong"
+    server.ask('a')
+    server.go_down()
+    pending = server.add('b')
+    pending.shares_cache = False
+    assert server.run(pending) == [(RIGHT, 0)] and server.below.tier.counts['from_disk'] == 0
+
 def test_others_run_while_pages_travel(server):
     server.ask('a')
     server.go_down()
