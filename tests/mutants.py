@@ -724,7 +724,8 @@ def failing_test(folder: Path, files: list[str]) -> str | None:
 def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     "The first chapter or test that fails on a mutant"
     name, module, line, instead = mutant
-    callers = ROUTED if module in ('process', 'distributed/handoff') or module.startswith('server/') else []
+    routed = module in ('process', 'distributed/handoff') or module.startswith('server/')
+    callers = ROUTED if routed or name.startswith('handed over:') else []
     if name.startswith('below:'): callers = ['tests/test_tier.py']   # a tier below the prefix tree
     own = chapters[module].split(' or ')
     above = ([] if module.startswith(gpu)
