@@ -121,7 +121,7 @@ def memory_bandwidth(
     n_bytes: float,              # How much to read at a time; a gigabyte of it at most
     device: torch.device | str,  # Whose memory
 ) -> float:
-    "Bytes a second"
+    "Bytes a second, of a sum; on a CPU also of a matmul with one row, if that reads faster"
     data = torch.ones(int(min(max(n_bytes, 2**20), 2**30)) // 4096, 1024, device=device)
     seconds = best_time(data.sum, device)
     if torch.device(device).type == 'cpu':
