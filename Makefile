@@ -84,8 +84,9 @@ clean:           ## remove what was built, .venv included
 
 .venv/bin/python:
 	$(PY) -m venv .venv
-# what pip fetches for a first start, a line for each file of a megabyte or more; standard output is the server's
-pip_install = set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e '$(1)' | \
+# what pip fetches for a first start, a line for each file of a megabyte or more; standard output is the server's.
+# Python compiles what is imported; pip would compile all files of all packages, one after the other
+pip_install = set -o pipefail; $(BIN)/python -m pip install --no-compile --disable-pip-version-check --progress-bar off -e '$(1)' | \
 	  sed -nE 's/^ *(Downloading|Using cached) ([^ ]+) \(([0-9.]+ [MG]B)\)$$/  \1 \2, \3/p' >&2
 .venv/.core: settings.ini setup.py | .venv/bin/python
 	@echo 'Installing into .venv what settings.ini requires: torch, transformers and some fifty packages more (README says how large)' >&2

@@ -26,7 +26,7 @@ from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.testing.random_family import logits_of
 from minisgl_lit.tools.doctor import what_fits
 from minisgl_lit.tools.quantize import packed_tensors, quantize_checkpoint, stated
-from minisgl_lit.kernels.quantized import quantize
+from minisgl_lit.kernels.codes import quantize
 import test_recorded_steps as recorded
 from reference import MAX_NEW, Comparison, generate, load, make_checkpoint, prompts, rope
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minisgl_lit.text.sampling_params import SamplingParams
-from minisgl_lit.kernels.quantized import quantize
+from minisgl_lit.kernels.codes import quantize
 from minisgl_lit.llm import LLM
 from minisgl_lit.core.models.checkpoint import read_config
 from minisgl_lit.core.models.weights import open_checkpoint

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from minisgl_lit.kernels.cpu_operations import cpu_operations
 from minisgl_lit.kernels.linear import pack_weight
-from minisgl_lit.kernels.quantized import QuantizedWeight, join_rows, pack_groups, quantize
+from minisgl_lit.kernels.codes import QuantizedWeight, quantize
+from minisgl_lit.kernels.quantized import PackedGroups, join_rows, pack_groups
 from minisgl_lit.core.models.checkpoint import read_config
 from minisgl_lit.core.models.decoder import Decoder
 from minisgl_lit.core.models.operations import Operations, inverse_frequencies, linear
@@ -20,17 +21,24 @@ from test_products import needs_compiler
 BF16 = torch.bfloat16
 shapes = st.tuples(st.integers(0, 300), st.integers(1, 150), st.sampled_from([8, 24, 32, 64, 96, 128]),
                    st.integers(1, 9))
-forms = st.tuples(st.sampled_from([4, 8]), st.booleans(), st.booleans())   # bits, minima, scales of float32
+# bits, minima, and what the scales and minima are: numbers of this dtype, or multiples of the steps of blocks
+forms = st.tuples(st.sampled_from([4, 5, 6, 8]), st.booleans(),
+                  st.sampled_from([BF16, torch.float16, torch.float32, "steps"]))
 
 
 def some(shape, form, seed):
     "Rows, and any quantized weight: also ones that no rounding would make"
-    (rows, n_out, group, groups), (bits, minima, wide), g = shape, form, torch.Generator().manual_seed(seed)
-    def numbers(): return torch.rand(n_out, groups, generator=g) + .01
+    (rows, n_out, group, groups), (bits, minima, kind), g = shape, form, torch.Generator().manual_seed(seed)
+    if group % {5: 32, 6: 16}.get(bits, 8): bits = 4
+    n_blocks = groups // 2 if groups % 2 == 0 else groups
+    steps = (torch.rand(n_out, n_blocks, 1 + minima, generator=g) * .01).half() if kind == "steps" else None
+    def numbers(which):
+        if steps is None: return (torch.rand(n_out, groups, generator=g) + .01).to(kind).float()
+        multiples = torch.randint(-128, 128, (n_out, n_blocks, groups // n_blocks), generator=g)
+        return (multiples * steps[..., which, None].float()).flatten(1)
     codes = torch.randint(0, 2**bits, (n_out, group * groups), generator=g, dtype=torch.uint8)
-    scales = numbers() if wide else numbers().bfloat16().float()
     return (torch.randn(rows, group * groups, generator=g),
-            QuantizedWeight(bits, codes, scales, numbers() if minima else None))
+            QuantizedWeight(bits, codes, numbers(0), numbers(1) if minima else None, steps))
 
 
 @needs_compiler
@@ -94,14 +102,19 @@ def test_parts_of_a_weight_are_as_if_they_were_alone(parts, rows, half_groups, d
     assert torch.equal(whole.rows(ids), whole.unpack()[ids])
 
 
-@given(st.integers(1, 30), st.sampled_from([(8, 6), (32, 2)]), st.booleans(), st.data())
-def test_a_part_of_a_weight_is_that_of_the_weights_that_are_meant(n_out, groups, minima, data):
-    (group, n), weight = groups, some((0, n_out, *groups), (4, minima, False), 0)[1]
+@given(st.integers(1, 30), st.sampled_from([(8, 6), (32, 2)]), st.booleans(),
+       st.sampled_from([BF16, "steps"]), st.data())
+def test_a_part_of_a_weight_is_that_of_the_weights_that_are_meant(n_out, groups, minima, kind, data):
+    (group, n), weight = groups, some((0, n_out, *groups), (4, minima, kind), 0)[1]
     rows, columns = (slice(*data.draw(st.lists(st.integers(0, o), min_size=2, max_size=2,
                                                unique=True).map(sorted))) for o in (n_out, group * n))
     got = weight.part(rows, columns)
     if got is None: assert columns.start % group or columns.stop % group
-    else: assert torch.equal(got.dequantize(), weight.dequantize()[rows, columns])
+    else:
+        assert torch.equal(got.dequantize(), weight.dequantize()[rows, columns])
+        packed = pack_groups(got, torch.float32)
+        whole = packed.unpack() if isinstance(packed, PackedGroups) else packed
+        assert torch.equal(whole, got.dequantize())
 
 
 @given(st.sampled_from([(4, 32), (4, 64), (8, 64), (8, 128)]), st.booleans(), st.floats(1e-3, 1e3),
@@ -113,7 +126,8 @@ def test_each_weight_is_the_nearest(how, minima, size, seed):
     q = quantize(weight, bits, group, minima)
     gap = (q.dequantize() - weight).abs().unflatten(1, (-1, group))
     assert (gap <= q.scales[..., None] * (.5 + 2**bits / 2**8)).all()
-    assert q.wide is False and q.group == group and int(q.codes.max()) < 2**bits
+    assert torch.equal(q.scales.bfloat16().float(), q.scales)
+    assert q.group == group and int(q.codes.max()) < 2**bits
 
 
 @needs_compiler

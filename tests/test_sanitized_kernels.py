@@ -17,7 +17,9 @@ from minisgl_lit.kernels.cpu_attention import tasks_c
 from minisgl_lit.kernels.recorded_steps import tokens_c
 from minisgl_lit.kernels.compiler import LEVELS, find_compiler, flags, run_compiler
 from minisgl_lit.kernels.linear import linear_c
-from minisgl_lit.kernels.quantized import bytes_c, panel_order, quantize
+from minisgl_lit.kernels.codes import quantize
+from minisgl_lit.kernels.code_panels import panel_order
+from minisgl_lit.kernels.quantized import bytes_c
 from minisgl_lit.kernels.plan import entries, load_kernels, parameters, team_c
 from minisgl_lit.kernels.compiler import exp_c
 from minisgl_lit.kernels.cpu_operations import layers_c
@@ -174,29 +176,33 @@ def forms(*parts: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([*parts, [0] * len(parts[0])])
 
 def add_quantized(c: Calls, rows: int, bf16: bool) -> None:
-    "Both products, with and without minima; scales of two and four bytes"
-    for n_out, n_in, group, bits, minima, wide in ((1, 64, 32, 4, False, False), (70, 192, 64, 8, True, True),
-            (129, 24, 8, 4, True, False)):
-        q = quantize(c.some(n_out, n_in), bits, group, minima)
-        if wide: q = replace(q, scales=q.scales * 1.01)
-        parts = [q, quantize(c.some(5, n_in), 12 - bits, 8)]   # a second one, of another form
-        packed = [panel_order(o, c.panel).flatten() for o in parts]
-        data, all_out = torch.cat(packed), n_out + 5
+    "Both products, with and without minima; numbers stored in each way, codes of each width"
+    for n_out, n_in, group, bits, minima, scale in ((1, 64, 32, 4, False, 1), (70, 192, 64, 8, True, 1.01),
+            (129, 24, 8, 4, True, 1), (7, 64, 16, 6, True, 0), (70, 128, 32, 5, False, 0)):
+        q = quantize(c.some(n_out, n_in), 4 if bits < 8 else 8, group, minima)
+        q = replace(q, bits=bits, scales=q.scales * scale)
+        if not scale:   # multiples, by blocks of two groups
+            steps = c.some(n_out, n_in // group // 2, 1 + minima).half()
+            numbers = [o.float().repeat_interleave(2, 1) * 7 for o in steps.unbind(-1)]
+            q = replace(q, scales=numbers[0], minima=numbers[1] if minima else None, steps=steps)
+        parts = [q, quantize(c.some(5, n_in), 8 if bits < 8 else 4, 8)]   # a second one, of another form
+        packed, kinds = zip(*(panel_order(o, c.panel) for o in parts))
+        data, all_out = torch.cat([o.flatten() for o in packed]), n_out + 5
         ids = torch.randint(0, all_out, (rows,), generator=c.g, dtype=torch.int32)
         for whole in (False, True):
             x, y, b = (c.some(rows, n_in, bf16=bf16), c.some(rows, all_out, bf16=bf16),
                        c.some(all_out, bf16=bf16) if minima else None)
-            form = forms((n_out, len(packed[0]), bits, group, wide, minima, whole),
-                         (5, len(packed[1]), 12 - bits, 8, False, False, whole))
+            form = forms(*((len(o), data.nbytes, o.bits, o.group, *kind, whole, 0 if o.steps is None else 2)
+                           for o, data, kind in zip(parts, packed, kinds)))
             shared = c.shared(rows, n_in, 8, whole)
             c.call('grouped_linear', y, x, data, form, b, shared, rows, all_out, n_in, bf16, out=[y])
             taken = c.some(rows, n_in, bf16=bf16)
             c.call('grouped_rows', taken, data, form, ids, rows, n_in, bf16, out=[taken])
     hidden, n, some, group = 24, 40, min(rows, 256), 8
     for whole in (False, True):
-        weights = [panel_order(quantize(c.some(*shape), 4, group), c.panel)
+        weights = [panel_order(quantize(c.some(*shape), 4, group), c.panel)[0]
                    for shape in ((2 * n, hidden), (hidden, n))]
-        up, down = (forms((n_out, w.nbytes, 4, group, False, False, whole))
+        up, down = (forms((n_out, w.nbytes, 4, group, 1, 0, whole, 0))
                     for n_out, w in zip((2 * n, hidden), weights))
         shared = c.shared(some, n, group, whole)
         (x, y), wide, narrow = ((c.some(rows, hidden, bf16=bf16) for _ in range(2)),

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from .gguf import GgufTensor, block_formats, read_index, read_tensor
+from .gguf import GgufTensor, read_index, read_tensor
+from .gguf_blocks import block_formats
 from .gguf_text import has_index
 from .packed_files import method_of
 from ..core.models.weights import (
@@ -34,7 +35,7 @@ class GgufFiles:
             kind, form = found.kind, block_formats.get(found.kind)
             return TensorInfo(Path(found.file), found.shape, kind,
                               0 if kind in NUMBER_BYTES else found.nbytes,
-                              form and (form.bits, form.group, form.minima))
+                              form and (form.bits, form.group, form.more))
         self.tensors = {name: describe(o) for name, o in self._index.items()}
 
     def get(

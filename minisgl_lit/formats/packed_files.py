@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeGuard
 
 import torch
 
-from ..kernels.quantized import QuantizedWeight
+from ..kernels.codes import QuantizedWeight
 from ..core.models.weights import quant_methods
 
 # %% ../../nbs/formats/packed_files.ipynb #58c9c1f5
@@ -174,7 +174,7 @@ def read_mxfp4(layer: Layer, settings: Settings) -> torch.Tensor:
 
 # %% ../../nbs/formats/packed_files.ipynb #e6a4565d
 Sizes = Mapping[str, tuple[tuple[int, ...], str]]   # Shape and dtype, by the last part of the name
-Form = tuple[tuple[int, ...], tuple[int, int, bool] | None]   # `None`: it will be dequantized
+Form = tuple[tuple[int, ...], tuple[int, int, int] | None]   # `None`: it will be dequantized
 
 def _form(
     shape: tuple[int, int],       # [n_out, n_in]
@@ -183,9 +183,9 @@ def _form(
     stated: torch.Tensor | None,  # See `groups_of_inputs`
     minima: bool,                 # Whether there may be minima
 ) -> Form:
-    "The shape of a layer; and its bits, group, and whether it may have minima"
+    "The shape of a layer; and its bits, group, and the bits of a group's float32 beside them"
     group = served_group(groups_of_inputs(shape[1], n_groups, stated), n_groups)
-    return shape, None if group is None else (bits, group, minima)
+    return shape, None if group is None else (bits, group, 32 * (1 + minima))
 
 def form_of_words(
     sizes: Sizes,        # Of the tensors of a layer

@@ -20,8 +20,8 @@ from ..core.host import large_pages
 from ..kernels.fp8 import Fp8Weight
 from ..kernels.linear import pack_weight
 from ..core.models.operations import Weight
-from ..kernels.quantized import (
-    PackedGroups, QuantizedWeight, join_rows, pack_groups, quantize)
+from ..kernels.codes import QuantizedWeight, quantize
+from ..kernels.quantized import PackedGroups, join_rows, pack_groups
 from ..core.models.decoder import ModelConfig, weight_shapes
 from ..core.models.weights import TensorInfo
 from .coded_rows import PartRows
@@ -186,10 +186,10 @@ def stored_bytes(
     dtype: torch.dtype,    # Of what is not compressed
     packed: bool,          # Whether there is a kernel for what is; else it is widened
 ) -> int:
-    "Bytes that the weights will take, scales and minima as float32"
+    "Bytes that the weights will take"
     def nbytes(info: TensorInfo) -> int:
         n = prod(info.shape)
         if info.groups is None or not packed: return n * dtype.itemsize
-        bits, group, minima = info.groups
-        return n * bits // 8 + n // group * 4 * (1 + minima)
+        bits, group, more = info.groups
+        return n * bits // 8 + n // group * more // 8
     return sum(map(nbytes, tensors.values()))

@@ -25,7 +25,7 @@ from ..core.models.weights import NUMBER_BYTES, formats, quant_methods, sources
 from ..kernels.cpu_operations import CpuOperations
 from ..kernels.gpu_operations import FlashInferOperations, TritonOperations
 from ..families.edits import EditedSource
-from ..formats.gguf import block_formats
+from ..formats.gguf_blocks import block_formats
 from ..assembly import choose_kv_dtype   # and all families, positions and formats
 
 # %% ../../nbs/tools/models.ipynb #a92335c0

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
 from ..core.attention.torch import attend, attend_by_scores
-from ..kernels.quantized import QuantizedWeight, quantize
+from ..kernels.codes import QuantizedWeight, quantize
 from ..core.models.checkpoint import read_config
 from ..formats.hub import resolve_model
 from ..core.models.decoder import Decoder, DenseMlp, ModelConfig

@@ -149,7 +149,7 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
     dtype: str   # As the file names it, such as 'BF16'
     packed_bytes: int = 0   # In the file, if it is quantized
-    groups: tuple[int, int, bool] | None = None   # Bits, inputs of a group, whether with a minimum
+    groups: tuple[int, int, int] | None = None   # Bits, inputs of a group, its bits beside codes
 
     @property
     def nbytes(self) -> int:
