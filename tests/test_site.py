@@ -12,6 +12,8 @@ sys.path.insert(0, str(root/"docs"))
 import contents, measured, redirects, search
 from chapters import Book
 from check_links import trouble
+from furo.navigation import get_navigation_tree
+from menu import Menu
 from names import Names, Terms
 
 GOOD = '<html lang="en"><head><title>One</title></head><body>%s</body></html>'
@@ -285,3 +287,24 @@ def test_old_pages_of_the_map_lead_to_rings():
     moved = dict(redirects.pages())
     assert (moved["made/part-8"] == "made/ring-server" and moved["made/part-10"] == "made/ring-experiments"
             and 'url=ring-server.html"' in redirects.page("made/part-8", "made/ring-server"))
+
+
+def tree(inside: dict, page: str, level: int = 1) -> str:
+    "A menu as Sphinx writes it on a page"
+    def holds(o: dict) -> bool: return page in o or any(map(holds, o.values()))
+    found = '<ul class="current">\n' if holds(inside) else "<ul>\n"
+    for o, below in inside.items():
+        on_the_way = " current" if o == page or holds(below) else ""
+        link = (f'<a class="current reference internal" href="#">{o}</a>' if o == page
+                else f'<a class="reference internal" href="{o}">{o}</a>')
+        more = tree(below, page, level + 1) if below else ""
+        found += f'<li class="toctree-l{level}{on_the_way}">{link}{more}</li>\n'
+    return found + "</ul>\n"
+
+
+@pytest.mark.parametrize("page", ["none", "a", "b", "c", "d", "e", "f"])
+def test_the_menu_is_the_themes(page):
+    "Made once for all pages, and marked"
+    pages = [{"a": {}, "b": {"c": {}, "d": {"e": {}}}}, {"f": {}}]
+    theirs, ours = ("".join(tree(o, p) for o in pages) for p in (page, "none"))
+    assert Menu(get_navigation_tree(ours)).open_at(page) == get_navigation_tree(theirs)
