@@ -169,7 +169,7 @@ def add_matmuls(c: Calls, rows: int, bf16: bool) -> None:
         wide, narrow = c.some(some, 2 * n, bf16=bf16), c.some(some, n, bf16=bf16)
         x, y = (c.some(rows, hidden, bf16=bf16) for _ in range(2))
         c.call('gated_mlp', y, x, weights[0], None, biases[0], weights[1], None, biases[1], wide, narrow,
-               None, rows, hidden, n, bf16, out=[y])
+               None, rows, hidden, n, rows % 2, bf16, out=[y])
 
 def forms(*parts: tuple[int, ...]) -> torch.Tensor:
     "The form of a weight with these parts"
@@ -208,7 +208,7 @@ def add_quantized(c: Calls, rows: int, bf16: bool) -> None:
         (x, y), wide, narrow = ((c.some(rows, hidden, bf16=bf16) for _ in range(2)),
                                 c.some(some, 2 * n, bf16=bf16), c.some(some, n, bf16=bf16))
         c.call('gated_mlp', y, x, weights[0], up, None, weights[1], down, None, wide, narrow, shared, rows,
-               hidden, n, bf16, out=[y])
+               hidden, n, whole, bf16, out=[y])
 
 def add_layers(c: Calls, rows: int, bf16: bool) -> None:
     "What stands between matmuls; the rows of some inputs lie further apart than they are long"
@@ -254,14 +254,16 @@ def add_attention(c: Calls, bf16: bool) -> None:
         out, parts = (torch.zeros_like(q, memory_format=torch.contiguous_format),
                       torch.zeros(int(merges[:, 2].sum()), q.shape[1], dim + 2))
         keys, values = pool.k(1).clone(), pool.v(1).clone()   # each in memory of its own
+        cap, sinks = (0., None) if i % 2 else (5., c.some(q.shape[1], bf16=bf16))
         c.call('attend', out, q, k, v, keys, values, loc, table.page_table, table.page_table.stride(0),
                pool.page_size,
                len(q), q.shape[1], kv_heads, dim, q.stride(0), k.stride(0), v.stride(0), window or NO_WINDOW,
-               tasks, parts, merges, counts, bf16, stored_as.index(keys.dtype), out=[out[:sum(extend)]])
+               cap, sinks, tasks, parts, merges, counts, bf16, stored_as.index(keys.dtype),
+               out=[out[:sum(extend)]])
     c.call('attend', out, q, k, v, keys, values, loc, table.page_table, table.page_table.stride(0),
            pool.page_size,
-           0, q.shape[1], kv_heads, dim, q.stride(0), k.stride(0), v.stride(0), NO_WINDOW, tasks, parts,
-           merges, torch.zeros_like(counts), bf16, stored_as.index(keys.dtype))
+           0, q.shape[1], kv_heads, dim, q.stride(0), k.stride(0), v.stride(0), NO_WINDOW, 0., None, tasks,
+           parts, merges, torch.zeros_like(counts), bf16, stored_as.index(keys.dtype))
 
 def calls(panel: int) -> Calls:
     "Every kernel, with sizes that fit nothing"
@@ -284,6 +286,10 @@ def calls(panel: int) -> Calls:
         c.call('write_tokens', pool, 7, places, lens, next_ids, len(places), out=[pool])
         x, y = c.some(rows, 13, bf16=True), c.some(rows, 13)
         c.call('widen', y, x, rows, 13, out=[y])
+        for bf16 in (False, True):
+            x, more = c.some(rows, 13, bf16=bf16), c.some(rows, 13, bf16=bf16)
+            c.call('scale', x, .7, rows, 13, bf16, out=[x])
+            c.call('add', x, more, rows, 13, bf16, out=[x])
     assert {name for name, _ in c.ops} == {*NAMES}
     return c
 
@@ -291,6 +297,11 @@ def test_all_kernels_are_in_one_text():
     "Each kernel stands in it once, so that the driver has all that chapters compile"
     assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(tasks_c), *parameters(tokens_c)})
     assert ALL_C.count(team_c) == ALL_C.count(linear_c) == ALL_C.count(exp_c) == ALL_C.count(bytes_c) == 1
+
+def test_every_call_has_all_its_arguments():
+    "The tests below run with `--long` alone; what became of a kernel since is noticed here"
+    wanted = {name: len(o) for name, o in parameters(ALL_C).items()}
+    assert [(name, len(args)) for name, args in calls(16).ops if len(args) != wanted[name]] == []
 
 @pytest.fixture(scope='module')
 def sanitizers(tmp_path_factory):
@@ -326,14 +337,14 @@ def test_kernels_keep_to_their_memory(more, sanitizers, tmp_path, record_propert
     record_property('kernels under sanitizers', agree(compile_driver(DRIVER_C, tmp_path, *more), tmp_path))
 
 @pytest.mark.long
-def test_kernels_on_arm64(tmp_path, record_property):
+@pytest.mark.parametrize('level', LEVELS['aarch64'], ids=lambda o: o.name)
+def test_kernels_on_arm64(level, tmp_path, record_property):
     """Cross-compiled, with the flags of a wheel, and run by an emulator: the results are those of this
     processor"""
     cc, emulator = (shutil.which('aarch64-linux-gnu-gcc'),
                     shutil.which('qemu-aarch64') or shutil.which('qemu-aarch64-static'))
     if not (cc and emulator):
         pytest.skip('no aarch64-linux-gnu-gcc or no qemu-aarch64 (Debian: gcc-aarch64-linux-gnu, qemu-user)')
-    [level] = LEVELS['aarch64']
     (tmp_path/'driver.c').write_text(DRIVER_C)
     build, _ = flags('Linux', 'aarch64', level.target)
     run_compiler([cc, *build, '-static', str(tmp_path/'driver.c'), '-o', str(tmp_path/'driver'), '-lm'])

@@ -13,7 +13,10 @@ import torch
 # %% ../../nbs/kernels/codes.ipynb #c0503575
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    "A weight matrix in few bits: what its numbers are, exactly."
+    """A weight matrix in few bits: what its numbers are, exactly.
+
+    A group has a multiple of 32 codes if they have 5 bits, of 16 if they have 6.
+    """
     bits: int              # Of a code: 8, 6, 5 or 4
     codes: torch.Tensor    # uint8, below `2**bits`, [n_out, n_in]
     scales: torch.Tensor   # Of each group, float32, [n_out, n_groups]

@@ -156,7 +156,8 @@ LEVELS = dict(   # by machine, the best first
             Level('avx512', '-march=x86-64-v4', _AVX512),
             Level('avx2', '-march=x86-64-v3', _AVX2),
             Level('sse2', '-march=x86-64', 'sse2')],
-    aarch64=[Level('neon', '-march=armv8-a', 'asimd')])
+    aarch64=[Level('dotprod', '-march=armv8.2-a+dotprod', 'asimd asimddp'),
+             Level('neon', '-march=armv8-a', 'asimd')])
 
 def processor_features() -> frozenset[str]:
     "Instructions that this processor has, as Linux names them; none on other systems"

@@ -171,6 +171,9 @@ typedef __m512i pairs;      // of 16 bits
 typedef __m256i pairs;
 #define OF_PAIRS(name) _mm256_##name
 #define SIGNS      // 8 bits are multiplied as numbers with a sign
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#define SIGNS
 #endif
 #ifdef SIGNS
 enum { LESS = 128 };      // what `dot` takes off each code
@@ -180,6 +183,8 @@ enum { LESS = 0 };
 INLINE vi dot(vi sum, vu codes, uint32_t x) {      // += four codes times four numbers of x
 #if defined(__AVX512VNNI__)
     asm volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"((vu){0} + x));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)(codes ^ 0x80808080u), (int8x16_t)((vu){0} + x));
 #elif defined(SIGNS)
     pairs less = (pairs)(codes ^ 0x80808080u), sizes = OF_PAIRS(abs_epi8)(less);
     pairs all = OF_PAIRS(maddubs_epi16)(sizes, OF_PAIRS(sign_epi8)((pairs)((vu){0} + x), less));
@@ -204,6 +209,9 @@ INLINE vi dot_twice(vi sum, vu first, vu second, uint32_t x, uint32_t y) {   // 
     pairs more = OF_PAIRS(maddubs_epi16)((pairs)second, (pairs)((vu){0} + y));
     pairs all = OF_PAIRS(add_epi16)(some, more);
     return sum + (vi)OF_PAIRS(madd_epi16)(all, OF_PAIRS(set1_epi16)(1));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    int32x4_t some = vdotq_s32((int32x4_t)sum, (int8x16_t)first, (int8x16_t)((vu){0} + x));
+    return (vi)vdotq_s32(some, (int8x16_t)second, (int8x16_t)((vu){0} + y));
 #endif
     return dot(dot(sum, first, x), second, y);
 }
