@@ -184,7 +184,8 @@ INLINE vi dot(vi sum, vu codes, uint32_t x) {      // += four codes times four n
 #if defined(__AVX512VNNI__)
     asm volatile("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"((vu){0} + x));
 #elif defined(__ARM_FEATURE_DOTPROD)
-    return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)(codes ^ 0x80808080u), (int8x16_t)((vu){0} + x));
+    int8x16_t less = (int8x16_t)(codes ^ 0x80808080u), by = (int8x16_t)((vu){0} + x);
+    return (vi)vdotq_s32((int32x4_t)sum, less, by);
 #elif defined(SIGNS)
     pairs less = (pairs)(codes ^ 0x80808080u), sizes = OF_PAIRS(abs_epi8)(less);
     pairs all = OF_PAIRS(maddubs_epi16)(sizes, OF_PAIRS(sign_epi8)((pairs)((vu){0} + x), less));
