@@ -40,7 +40,7 @@ def menu(app, folder):
                                   titles_only=True, maxdepth=-1)
     return Menu(get_navigation_tree(app.builder.render_partial(tree)["fragment"]))
 
-def instead(app, page, template, context, doctree):
+def leave_out_tree(app, page, template, context, doctree):
     "The theme asks for `toctree`, of which it makes the menu; without one it makes an empty one"
     context.pop("toctree", None)
 
@@ -50,6 +50,6 @@ def set_menu(app, page, template, context, doctree):
         app.builder.get_relative_uri(posixpath.join(folder, "no page"), page))
 
 def setup(app):
-    app.connect("html-page-context", instead, priority=1)
+    app.connect("html-page-context", leave_out_tree, priority=1)
     app.connect("html-page-context", set_menu, priority=999)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
