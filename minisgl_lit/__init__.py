@@ -1,6 +1,9 @@
 """minisgl_lit: a book that runs. Names are imported when they are first used (PEP 562)."""
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -9,6 +12,18 @@ from typing import TYPE_CHECKING
 # how torch's threads wait, which it asks when it is loaded: shortly awake, then asleep (chapter `process`)
 threads_wait = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "100000"}
 if "torch" not in sys.modules and not threads_wait.keys() & os.environ.keys(): os.environ.update(threads_wait)
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    "For imports, which make objects by the million and drop none: nobody looks for garbage, now or among these later"
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try: yield
+    finally:
+        gc.freeze()
+        if was_enabled: gc.enable()
+
 
 if TYPE_CHECKING:   # for editors and type checkers, which do not run `__getattr__`
     from minisgl_lit.async_llm import AsyncLLM as AsyncLLM
@@ -23,7 +38,8 @@ __all__ = ["LLM", "AsyncLLM", "SamplingParams", "serve", "__version__"]
 
 def __getattr__(name):
     from importlib import metadata
-    if name in _lazy: value = getattr(import_module(f"{__name__}.{_lazy[name]}"), name)
+    if name in _lazy:
+        with no_garbage(): value = getattr(import_module(f"{__name__}.{_lazy[name]}"), name)
     elif name == "__version__":
         try: value = metadata.version(__name__)
         except metadata.PackageNotFoundError: value = "0+source"   # run from the source tree, not installed

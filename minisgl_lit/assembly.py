@@ -34,7 +34,7 @@ from .core.engine.engine import Engine
 from .distributed.tensor_parallel import (
     LeaderTable, RankError, RankProcesses, RankReady, TorchProcessGroup, follow, read_messages)
 from .log import unblock_stderr
-from .process import start_module
+from .process import start_program
 from .core.engine.memory import (
     MemoryPlan, WeightsNeed, free_memory, gib, set_threads)
 from .core.kv_cache.pool import KVPool
@@ -392,8 +392,8 @@ def start_ranks(
     size: int,   # All ranks, this one included
 ) -> RankProcesses:
     "Start the processes of the others; they wait for their first message"
-    killed = partial(start_module, orphaned=signal.SIGKILL)
-    return RankProcesses(size, partial(killed, 'minisgl_lit.assembly'))
+    killed = partial(start_program, orphaned=signal.SIGKILL)
+    return RankProcesses(size, partial(killed, 'minisgl_lit.assembly:worker_main'))
 
 # %% ../nbs/assembly.ipynb #5c9303d6
 def load_model(
@@ -435,6 +435,3 @@ def make_engine(
     table, attention = make_tables(resolved, memory.num_pages, table_type)
     stream, largest = make_stream(resolved.device, overlap), resolved.config.cuda_graph_max_bs
     return join_engine(decoder, attention, table, stream, sizes, largest), table, memory
-
-# %% ../nbs/assembly.ipynb #93377c4c
-if __name__ == '__main__' and '__file__' in globals(): worker_main()

@@ -3,4 +3,6 @@ import sys
 
 from script import load
 
-if __name__ == "__main__": load("tools/sleeping_replicas")["main"](*sys.argv[1:])
+main = load("tools/sleeping_replicas")["main"]
+
+if __name__ == "__main__": main(*sys.argv[1:])

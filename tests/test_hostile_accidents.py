@@ -155,12 +155,12 @@ def test_ranks_are_killed_with_rank_0(monkeypatch):
     monkeypatch.setattr(process.subprocess, 'Popen', popen)
     for name in policy: monkeypatch.delenv(name, raising=False)
     worker.start_ranks(2)
-    process.start_module('json.tool', stdin=0, stdout=1)
+    process.start_program('json.tool:main', stdin=0, stdout=1)
     monkeypatch.setenv('OMP_WAIT_POLICY', 'active')
-    process.start_module('json.tool', stdin=0, stdout=1)
+    process.start_program('json.tool:main', stdin=0, stdout=1)
     me = str(os.getpid())
     assert [command[5:7] for command, _ in started] == [[str(o), m] for o, m in (
-        (9, 'minisgl_lit.assembly'), (int(signal.SIGCONT), 'json.tool'), (int(signal.SIGCONT), 'json.tool'))]
+        (9, 'minisgl_lit.assembly:worker_main'), *2*[(int(signal.SIGCONT), 'json.tool:main')])]
     assert all(command[3:5] == ['minisgl_lit.process', me] for command, _ in started)
     assert [env for _, env in started] == [policy, policy, dict(OMP_WAIT_POLICY='active')]
 
@@ -207,9 +207,9 @@ time.sleep(100)
 
 PARENT = ('''
 import signal, subprocess, time
-from minisgl_lit.process import start_module
-child = start_module('http.server', '0', '--bind', '127.0.0.1', stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, orphaned=signal.SIGKILL)
-child.stdout.readline()
+from minisgl_lit.process import start_program
+child = start_program('code:interact', stdin=subprocess.PIPE, stdout=subprocess.PIPE, orphaned=signal.SIGKILL)
+child.stdout.read(1)
 print(child.pid, flush=True)
 time.sleep(100)
 ''')   # noqa: E501

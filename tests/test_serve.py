@@ -265,9 +265,9 @@ def test_wrong_starts(tmp_path, server, monkeypatch):
 def before_engine_core(monkeypatch, code):
     "Engine processes that are started from now on do this first"
     program = f'{code}\nimport sys\nfrom minisgl_lit.server.engine_process import main\nmain(*sys.argv[1:])'
-    def start(module, *args, **streams):
+    def start(_, *args, **streams):
         return subprocess.Popen([sys.executable, '-c', program, *args], start_new_session=True, **streams)
-    monkeypatch.setattr('minisgl_lit.server.engine_client.start_module', start)
+    monkeypatch.setattr('minisgl_lit.server.engine_client.start_program', start)
 
 
 def hang(monkeypatch, what='time.sleep(600)'):

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from ..core.host import warn_once
 from .compiler import cache_folder, is_ours
-from ..process import start_module
+from ..process import start_program
 
 # %% ../../nbs/kernels/trials.ipynb #d38da8f2
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]   # what a kernel computes, and what torch does
@@ -172,8 +172,8 @@ def run_here(
 @contextmanager
 def _child(order: Order) -> Iterator[subprocess.Popen[bytes]]:
     "A child with its order; at the end it and its compilers are killed"
-    child = start_module('minisgl_lit.kernels.trials', stdin=subprocess.PIPE,
-                         stdout=subprocess.PIPE, orphaned=signal.SIGKILL)
+    child = start_program('minisgl_lit.kernels.trials:child_main', stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, orphaned=signal.SIGKILL)
     assert child.stdin and child.stdout
     try:
         with suppress(BrokenPipeError), child.stdin: pickle.dump(order, child.stdin)
@@ -325,8 +325,3 @@ def _tell_what_compiles(trials: Sequence[Trial]) -> None:
                if not fnmatch.filter(compiled, o)]
     if missing: warn_once('FlashInfer has to compile what this GPU computes with. That takes '
                           f'minutes, but only once: {", ".join(missing)}')
-
-# %% ../../nbs/kernels/trials.ipynb #858e902e
-if __name__ == '__main__' and '__file__' in globals():
-    from minisgl_lit.kernels.trials import child_main as run_child   # the module that others import
-    run_child()

@@ -28,7 +28,7 @@ from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import FinishReason
 from ..core.sampling_params import QueueFull, RequestError
 from ..distributed.kv_events import KVEvents
-from ..process import own_folder, start_module
+from ..process import own_folder, start_program
 from ..loop.messages import (
     AbortMsg, ControlMsg, ControlReply, FailMsg, FromScheduler, KVEventsMsg, MessageError,
     ReadyMsg, RefusedMsg, StopMsg, UserMsg, decode, encode)
@@ -123,7 +123,7 @@ class EngineCoreHandle:
 
     It owns all of them, and `close` ends them. Made inside an event loop, and used from
     there only."""
-    module = 'minisgl_lit.server.engine_process'   # what the process runs
+    program = 'minisgl_lit.server.engine_process:main'   # what the process runs
 
     def __init__(
         self,
@@ -139,8 +139,8 @@ class EngineCoreHandle:
         settings = json.dumps(engine_settings(config))
         self._heartbeat_socket, its_end = socket.socketpair()
         args = self._bind(), self.folder, str(os.getpid()), settings, str(replica)
-        with its_end: self.process = start_module(
-            self.module, *args, stdin=its_end.fileno(), stdout=_STDERR)
+        with its_end: self.process = start_program(
+            self.program, *args, stdin=its_end.fileno(), stdout=_STDERR)
         self.loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self.loop.create_future()
         threading.Thread(target=self._wait_for_exit, daemon=True).start()

@@ -226,6 +226,3 @@ def main(
         run_engine_core(socket, runtime.core, config.max_recv_per_step)
         watched.clear()
         runtime.close()
-
-# %% ../../nbs/server/engine_process.ipynb #03f3e839
-if __name__ == '__main__' and '__file__' in globals(): main(*sys.argv[1:])
