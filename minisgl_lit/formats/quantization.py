@@ -81,7 +81,8 @@ class Quantization:
         table = module in ('embed_tokens', 'lm_head')
         if len(shape) != 2 or not (table or module.endswith('_proj')): return None
         groups = [g for g in range(8, self.group + 1, 8) if shape[1] % g == 0]
-        return (8 if table else self.bits, groups[-1]) if groups else None
+        if not groups or not table: return (self.bits, groups[-1]) if groups else None
+        return (6 if self.bits == 4 and groups[-1] % 16 == 0 else 8), groups[-1]
 
     def nbytes(
         self,

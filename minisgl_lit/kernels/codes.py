@@ -61,23 +61,32 @@ class QuantizedWeight:
 # %% ../../nbs/kernels/codes.ipynb #c0a70ae7
 def quantize(
     weight: torch.Tensor,  # [n_out, n_in]
-    bits: int = 4,         # Of a code: 8 or 4
+    bits: int = 4,         # Of a code: 8, 6 or 4
     group: int = 64,       # Inputs that share a scale
     minima: bool = False,  # Whether a group has a minimum, too
 ) -> QuantizedWeight:
     "Round each weight to the nearest code of its group; `ValueError` if groups do not fit"
-    if bits not in (4, 8): raise ValueError(f'bits must be 4 or 8, not {bits}')
+    if bits not in (4, 6, 8): raise ValueError(f'bits must be 4, 6 or 8, not {bits}')
     if weight.shape[1] % group or group % 8:
         raise ValueError(f'group={group} must be a multiple of 8, and divide {weight.shape[1]}')
-    groups, top = weight.float().unflatten(1, (-1, group)), 2**bits - 1
-    def scaled(width: torch.Tensor, codes: int) -> torch.Tensor:
-        return (width / codes).bfloat16().float().clamp(min=1e-30)   # of zeros: any scale
+    groups, half = weight.float().unflatten(1, (-1, group)), 2**(bits - 1)
+    def stored(scales: torch.Tensor) -> torch.Tensor:
+        scales = scales.bfloat16().float()
+        return scales.where(~(scales.abs() < 1e-30), 1e-30)   # of zeros: any scale
+    def nearest(scales: torch.Tensor) -> torch.Tensor:
+        return groups.div(scales).round_().clamp_(-half, half - 1)
     if minima:
-        least = groups.amin(-1).clamp(max=0)
-        scales = scaled(groups.amax(-1).clamp(min=0) - least, top)
-        codes = (groups - least[..., None]) / scales[..., None]
+        least = groups.amin(-1, keepdim=True).clamp(max=0)
+        scales = stored((groups.amax(-1, keepdim=True).clamp(min=0) - least) / (2 * half - 1))
+        groups = groups - least - half * scales
+        codes = nearest(scales)
     else:
-        least, scales = None, scaled(groups.abs().amax(-1), top // 2)
-        codes = groups / scales[..., None] + 2**(bits - 1)
-    codes = codes.round().clamp(0, top).to(torch.uint8).flatten(1)
-    return QuantizedWeight(bits, codes, scales, None if least is None else -least)
+        least = None
+        largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+        codes = nearest(scales := stored(largest / -half))
+        if bits < 8:
+            best = (groups * codes).sum(-1, keepdim=True)
+            best /= codes.square().sum(-1, keepdim=True).clamp(min=1)   # all codes may be 0
+            codes = nearest(scales := stored(best))
+    codes = codes.add_(half).to(torch.uint8).flatten(1)
+    return QuantizedWeight(bits, codes, scales[..., 0], None if least is None else -least[..., 0])

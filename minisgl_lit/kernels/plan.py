@@ -28,7 +28,7 @@ from .compiler import load, vectors
 # %% ../../nbs/kernels/plan.ipynb #f71e9cde
 team_c = vectors + r"""
 #include <stdatomic.h>
-typedef struct { _Atomic int arrived, round, asleep; _Atomic i64 taken; } meeting;
+typedef struct { _Atomic int arrived, round, asleep; _Atomic i64 taken, late; } meeting;
 typedef struct { i64 id, size; meeting *at; } team;      // as one of its threads sees it
 #define EACH(i, n) i64 i = t->id * (n) / t->size; i < (t->id + 1) * (n) / t->size; i++
 INLINE i64 take(team *t) { return atomic_fetch_add(&t->at->taken, 1); }
@@ -69,7 +69,7 @@ static void barrier(team *t) {
         return;
     }
     for (int i = 0; i < SPINS; i++) { if (m->round != round) return; PAUSE(); }
-    atomic_fetch_add(&m->asleep, 1);
+    atomic_fetch_add(&m->asleep, 1), atomic_fetch_add(&m->late, 1);
     while (m->round == round) sleep_while(&m->round, round);
     atomic_fetch_sub(&m->asleep, 1);
 }
@@ -85,7 +85,7 @@ static i64 now(void) {      // nanoseconds
 }
 int omp_get_thread_num(void), omp_get_num_threads(void);
 typedef void (*entry)(const i64 *args, team *t);
-void run(const i64 *plan, i64 words, i64 threads, i64 *times) {
+i64 run(const i64 *plan, i64 words, i64 threads, i64 *times) {
     meeting at = {0};
     #pragma omp parallel num_threads(threads) if(threads > 1)
     {
@@ -99,6 +99,7 @@ void run(const i64 *plan, i64 words, i64 threads, i64 *times) {
             if (noted) *noted++ = now();
         }
     }
+    return at.late;
 }
 INLINE float as_float(i64 bits) { float f; memcpy(&f, &bits, sizeof f); return f; }
 """
@@ -181,6 +182,7 @@ def load_kernels(
     if lib is None: return None
     run = lib.run
     run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    run.restype = ctypes.c_int64
     def kernel(name: str, params: list[Param]) -> Kernel:
         entry = ctypes.cast(getattr(lib, f'{name}_entry'), ctypes.c_void_p).value
         return Kernel(name, params, entry or 0, run)
@@ -304,10 +306,10 @@ class Plan:
         self,
         rows: int,     # As recorded, or fewer
         threads: int,  # In the team
-    ) -> None:
+    ) -> int:          # How often one waited so long for the others that it fell asleep
         "Compute it, in one call"
         self.words[self._rows_at] = rows
-        self._run(self._address, len(self.words), threads, self._times_at)
+        return self._run(self._address, len(self.words), threads, self._times_at)
 
     def time_kernels(self) -> np.ndarray:
         "When a replay began and each kernel had ended, ns, int64; every replay writes them anew"

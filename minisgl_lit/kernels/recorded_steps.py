@@ -19,6 +19,7 @@ from ..core.engine.cuda_graph import recorders
 from ..core.engine.engine import Launched
 from ..core.kv_cache.table import TableManager
 from .plan import Arena, Plan, PlanRecorder, NotRecordable, load_kernels, team_c
+from .team import Team
 from ..core.models.decoder import Decoder
 from ..core.models.operations import RotaryAngles
 
@@ -49,6 +50,7 @@ class RecordedSteps:
     ):
         self.model, self.attention, self.token_pool = model, attention, token_pool
         self.most, self.metadata = most, attention.static(most)
+        self.team = Team(self.metadata.threads)
         self.positions = np.zeros(most, dtype=np.int32)
         shape = len(model.ropes), token_pool.shape[1], model.config.head_dim
         self.angles = model.norm.new_empty(shape)
@@ -99,7 +101,7 @@ class RecordedSteps:
         if (last := int(positions.max())) >= self.n_angles: self._add_angles(last)
         self.positions[:n] = positions
         self.attention.update(self.metadata, batch)
-        self.plan.replay(n, self.metadata.threads)
+        self.team.run(partial(self.plan.replay, n))
         launched.logits, launched.largest, launched.written = self.results[n]
 
     # %% ../../nbs/kernels/recorded_steps.ipynb #42a0c0d6

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WorkloadName', 'T', 'benchmarks', 'TokenTimes', 'BenchmarkRun', 'peak_memory', 'median_run', 'BenchmarkTarget',
-           'speeds', 'offline', 'prefix', 'latency', 'limits', 'cpu', 'control_time', 'scheduler', 'start']
+           'speeds', 'offline', 'prefix', 'latency', 'limits', 'cpu', 'busy', 'control_time', 'scheduler', 'start']
 
 # %% ../../nbs/tools/bench.ipynb #7fef9ad4
 import gc
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
@@ -31,6 +32,7 @@ from ..core.engine.cuda_graph import GraphEngine
 from ..core.engine.engine import Engine
 from ..core.engine.memory import set_threads
 from ..kernels.recorded_steps import RecordedSteps
+from ..kernels.team import Team
 from ..assembly import choose_dtype
 from ..llm import LLM
 from ..core.models.checkpoint import read_config
@@ -407,6 +409,46 @@ def cpu(
         Measurement('beyond its kernels', beyond, 'ms'),
         Measurement('memory read', bandwidth / 1e9, 'GB/s')])
 
+# %% ../../nbs/tools/bench.ipynb #5b1e7a02
+class _Always(Team):
+    "A team that stays as it is."
+    def _decide(self) -> None: self._steps = 0
+
+@contextmanager
+def _others(n: int) -> Iterator[None]:
+    "So many programs that compute"
+    started = [subprocess.Popen([sys.executable, '-c', 'while True: pass']) for _ in range(n)]
+    try: yield
+    finally:
+        for program in started:
+            program.kill()
+            program.wait()
+
+def busy(
+    config: EngineConfig,   # Which model, in which dtype; it runs on the CPU
+    programs: int = 1,      # Others that compute meanwhile, each with one thread
+    output_len: int = 60,   # Tokens of each answer
+    repeat: int = 3,        # Answers with each team, in turn, of which the median is reported
+) -> Report:
+    "One request on a CPU beside other programs: by a team that shrinks, by all threads, by one"
+    _check_sizes(output_len=output_len, repeat=repeat)
+    if not (type(programs) is int and 0 <= programs <= 100):
+        raise ValueError(f'programs must be a whole number from 0 to 100, not {programs!r}')
+    with BenchmarkTarget(replace(config, device='cpu', overlap=False)) as target:
+        recorded, threads = _recorded_steps(target.llm.runtime.engine, 1), torch.get_num_threads()
+        work = _uniform_shape(1, 8, output_len).draw(target.model.vocab_size)
+        teams = {'a team': Team(threads), 'all threads': _Always(threads), 'one thread': _Always(1)}
+        rates: dict[str, list[float]] = {name: [] for name in teams}
+        with _others(programs):
+            for _ in range(repeat):
+                for name, recorded.team in teams.items():
+                    rates[name].append(output_len / target.run(work).seconds)
+        setting: dict[str, object] = dict(
+            model=config.model, dtype=_name(target.dtype), threads=threads, programs=programs,
+            output_len=output_len, repeat=repeat)
+    return Report('busy', setting, [Measurement(name, float(np.median(o)), 'tokens/s')
+                                    for name, o in rates.items()])
+
 # %% ../../nbs/tools/bench.ipynb #d68b9eb7
 def control_time() -> float:
     "Microseconds of a fixed piece of work, half of it numpy: the median of five"
@@ -505,7 +547,8 @@ def start(
 ) -> Report:
     "Times from nothing to the import, to the first answer, and to the first over HTTP"
     _model(model)   # so that a wrong name is reported before anything is timed
-    tiny_module, torch_alone = _import_seconds('keyword'), _import_seconds('torch')
+    quickly = 'from minisgl_lit import no_garbage\nwith no_garbage(): import torch'
+    tiny_module, torch_alone = _import_seconds('keyword'), _seconds('-c', quickly)
     generate = '-m', 'minisgl_lit', 'generate', 'Hello', f'--model={model}', '--max-tokens=1'
     return Report('start', dict(model=model, cpus=os.cpu_count()), [
         Measurement('import minisgl_lit', _import_seconds('minisgl_lit'), 's', tiny_module),
@@ -515,4 +558,4 @@ def start(
 
 # %% ../../nbs/tools/bench.ipynb #759cd6c9
 benchmarks: dict[str, Callable[..., Report]] = {
-    run.__name__: run for run in (model, offline, prefix, latency, cpu, scheduler, limits, start)}
+    run.__name__: run for run in (model, offline, prefix, latency, cpu, busy, scheduler, limits, start)}
