@@ -202,7 +202,7 @@ benchmarks = dict(
     prefix='Requests with a common beginning, with the prefix cache and without',
     latency='Time to the first token (TTFT), and between tokens (ITL)',
     cpu='A decode step on a CPU, kernel by kernel, each beside the bandwidth of memory',
-    busy='One request on a CPU beside other programs: by a team that shrinks, by all threads, by one',
+    busy='One request on a CPU beside others: by a team that shrinks, by all threads, by one',
     serving='What callers of a server wait for, when they come by chance, by plan or in turn',
     scheduler='What a decode step costs the host, part by part; beside each measurement a control',
     limits='What this machine could do at best for a model, whose weights are not read',
@@ -250,7 +250,7 @@ def _fill_bench(parser: Parser) -> None:
         from minisgl_lit.tools.load_generator import LoadConfig as config
         run = serving
     else:
-        from minisgl_lit.tools.bench import benchmarks as functions
+        from minisgl_lit.tools.busy import benchmarks as functions
         config, run = settings_of(functions[name]), partial(_measure, functions[name])
     parser.set_defaults(parser=parser, config=config, measure=run)
     parser.add_argument('--json', action='store_true', help='print JSON, in one line')

@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 from minisgl_lit.tools import bench, roofline as limits
 from minisgl_lit import cli
-from minisgl_lit.tools.bench import TokenTimes, BenchmarkTarget, benchmarks, percentiles
+from minisgl_lit.tools.bench import TokenTimes, BenchmarkTarget, percentiles
+from minisgl_lit.tools.busy import benchmarks
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.tools.roofline import (

@@ -262,7 +262,7 @@ def test_doctor_lists_what_a_file_is(run):
 # bench
 
 def test_every_benchmark_has_flags_for_all_it_takes():
-    from minisgl_lit.tools.bench import benchmarks
+    from minisgl_lit.tools.busy import benchmarks
     assert (cli.benchmarks.keys() - benchmarks.keys() == {'serving'}
             and not benchmarks.keys() - cli.benchmarks.keys())
     for name, function in benchmarks.items():

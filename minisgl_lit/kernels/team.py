@@ -25,7 +25,7 @@ class Team:
         self.clock = clock
         self._steps, self._slept, self._began = 0, 0, 0.   # of this window; when it began
         self._seconds = 0.
-        self._before: tuple[int, float] | None = None      # size and seconds, while another is tried
+        self._before: tuple[int, float] | None = None   # size and seconds, while another is tried
         self._rest, self._next_rest = 0, 1                 # windows until the next try
 
     def run(
