@@ -16,12 +16,11 @@ if "torch" not in sys.modules and not threads_wait.keys() & os.environ.keys(): o
 
 @contextmanager
 def no_garbage() -> Iterator[None]:
-    "For imports, which make objects by the million and drop none: nobody looks for garbage, now or among these later"
+    "For imports, which make objects by the million and drop none: nobody looks for garbage meanwhile"
     was_enabled = gc.isenabled()
     gc.disable()
     try: yield
     finally:
-        gc.freeze()
         if was_enabled: gc.enable()
 
 

@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../nbs/main.ipynb #42ebee5c
+import atexit
+import gc
 import signal
 import sys
 
@@ -13,5 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)   # until a command begins, Ctrl-C just ends us
 
 from .cli import main
+
+atexit.register(gc.freeze)   # the end needs no search for garbage: all is about to go
 
 if __name__ == '__main__': sys.exit(main())

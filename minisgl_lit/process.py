@@ -7,6 +7,7 @@ __all__ = ['signal_when_orphaned', 'main', 'HasFileno', 'start_program', 'own_fo
 
 # %% ../nbs/process.ipynb #b44417c4
 import ctypes
+import gc
 import os
 import shutil
 import signal
@@ -47,6 +48,7 @@ def main(
     signal_when_orphaned(int(parent), int(number))
     sys.argv, (module, _, function) = [program, *args], program.partition(':')
     with no_garbage(): sys.modules['__main__'] = imported = import_module(module)
+    gc.freeze()   # what was imported stays
     getattr(imported, function)(*args)
 
 # %% ../nbs/process.ipynb #11076b70

@@ -23,10 +23,9 @@ class Team:
     ):
         self.most = self.size = most
         self.clock = clock
-        self._steps, self._slept, self._began = 0, 0, 0.   # of this window; when it began
-        self._seconds = 0.
+        self._steps, self._slept, self._seconds = 0, 0, 0.   # of this window
         self._before: tuple[int, float] | None = None   # size and seconds, while another is tried
-        self._rest, self._next_rest = 0, 1                 # windows until the next try
+        self._rest, self._next_rest = 0, 1              # windows until the next try
 
     def run(
         self,
