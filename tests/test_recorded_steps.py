@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_lit.core.attention.torch import TorchAttention
+from minisgl_lit import LLM
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import ForwardMode
 from minisgl_lit.text.sampling_params import SamplingParams
@@ -193,6 +194,20 @@ def test_engines_in_one_process_do_not_meet(tmp_path, monkeypatch):
     runtimes = both()
     with ThreadPoolExecutor(2) as pool: assert [o for o, _ in pool.map(serve, runtimes)] == alone
     for runtime in runtimes: runtime.close()
+
+@needs_compiler
+@pytest.mark.parametrize('settings', [{}, dict(quantization='int4'), dict(kv_dtype='int8', page_size=4)])
+def test_no_bit_depends_on_company_or_threads(settings):
+    "Logprobs of greedy answers, alone and together, where contexts differ and are cut into parts"
+    rng, params = random.Random(0), SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
+    texts = [[rng.randrange(5, 500) for _ in range(n)] for n in (3, 61, 64, 200, 513)]
+    def told(threads, together):
+        with LLM(dtype='bfloat16', device='cpu', threads=threads, num_pages=800, cache='none', **settings) as llm:
+            outs = llm.generate(texts, params) if together else [llm.generate([o], params)[0] for o in texts]
+        return [(o.token_ids, o.logprobs) for o in outs]
+    first = told(1, False)
+    assert told(1, True) == first == told(2, True)
+
 
 @needs_compiler
 @torch.inference_mode()
