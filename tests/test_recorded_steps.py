@@ -196,13 +196,14 @@ def test_engines_in_one_process_do_not_meet(tmp_path, monkeypatch):
     for runtime in runtimes: runtime.close()
 
 @needs_compiler
-@pytest.mark.parametrize('settings', [{}, dict(quantization='int4'), dict(kv_dtype='int8', page_size=4)])
-def test_no_bit_depends_on_company_or_threads(settings):
+@pytest.mark.parametrize('change', [{}, dict(quantization='int4'), dict(kv_dtype='int8', page_size=4)])
+def test_no_bit_depends_on_company_or_threads(change):
     "Logprobs of greedy answers, alone and together, where contexts differ and are cut into parts"
     rng, params = random.Random(0), SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1)
     texts = [[rng.randrange(5, 500) for _ in range(n)] for n in (3, 61, 64, 200, 513)]
     def told(threads, together):
-        with LLM(dtype='bfloat16', device='cpu', threads=threads, num_pages=800, cache='none', **settings) as llm:
+        here = dict(dtype='bfloat16', device='cpu', num_pages=800, cache='none')
+        with LLM(threads=threads, **here | change) as llm:
             outs = llm.generate(texts, params) if together else [llm.generate([o], params)[0] for o in texts]
         return [(o.token_ids, o.logprobs) for o in outs]
     first = told(1, False)
