@@ -42,7 +42,7 @@ class Team:
 
     def _decide(self) -> None:
         "At the end of a window: keep the size, or try another"
-        seconds, slept, larger = self._seconds, self._slept, self.size + max(1, self.size // 4)
+        seconds, slept, some = self._seconds, self._slept, max(1, self.size // 4)
         self._steps, self._slept, self._seconds = 0, 0, 0.
         if self._before:
             size, before = self._before
@@ -53,8 +53,8 @@ class Team:
             self._rest = self._next_rest
         elif self._rest: self._rest -= 1
         elif slept > _OFTEN * _WINDOW and self.size > 1:
-            self._try(self.size - max(1, self.size // 4), seconds)
-        elif self.size < self.most: self._try(min(larger, self.most), seconds)
+            self._try(self.size - some, seconds)
+        elif self.size < self.most: self._try(min(self.size + some, self.most), seconds)
 
     def _try(self, size: int, seconds: float) -> None:
         self._before, self.size = (self.size, seconds), size
