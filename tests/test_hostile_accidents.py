@@ -175,6 +175,14 @@ def test_the_command_line_waits_asleep():
     assert (subprocess.run([sys.executable, '-c', code], env=env, cwd=ROOT, capture_output=True, text=True,
                            timeout=60).stdout == 'passive 100000\n')
 
+def test_an_import_keeps_nothing_of_the_user_for_ever():
+    "The collector rests meanwhile, and then works on all there is; one that the user has stopped stays so"
+    code = ('import gc, minisgl_lit\nif {0}: gc.disable()\nminisgl_lit.LLM\n'
+            'print(gc.isenabled(), gc.get_freeze_count())')
+    told = [subprocess.run([sys.executable, '-c', code.format(o)], cwd=ROOT, capture_output=True, text=True,
+                           timeout=60).stdout for o in (False, True)]
+    assert told == ['True 0\n', 'False 0\n']
+
 def test_a_driver_that_is_forgotten_ends_its_engine():
     closed = []
     runtime = SimpleNamespace(core=None, tokenizer=None, close=lambda: closed.append(1))
