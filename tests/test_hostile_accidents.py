@@ -1,6 +1,6 @@
 """Accidents: damaged and planted libraries, orphans, engines that fail again and again, bugs that one request
 meets, idle hours, busy cores."""
-import asyncio, itertools, os, signal, subprocess, sys, time
+import asyncio, itertools, os, signal, subprocess, sys, threading, time
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,10 +280,18 @@ def test_nothing_outlives_a_server_that_is_killed(tmp_path, stopped):
 
 # --- an engine that fails again and again
 
+def no_sleep(monkeypatch):
+    "Nobody sleeps in this thread (servers of other tests may live in theirs); the seconds that were asked for"
+    slept, here, sleeps = [], threading.get_ident(), asyncio.sleep
+    async def sleep(seconds):
+        if threading.get_ident() != here: await sleeps(seconds)
+        else: slept.append(seconds)
+    monkeypatch.setattr(asyncio, 'sleep', sleep)
+    return slept
+
 def test_an_engine_that_always_fails_is_given_up(monkeypatch, capfd):
     "Four more starts, each later than the one before, then an error; a start that fails counts, too"
-    slept, loads = [], []
-    async def sleep(seconds): slept.append(seconds)
+    slept, loads = no_sleep(monkeypatch), []
     async def load(replica):
         loads.append(1)
         if len(loads) % 2: raise RuntimeError('it has no memory')
@@ -297,7 +305,6 @@ def test_an_engine_that_always_fails_is_given_up(monkeypatch, capfd):
         {0: client.process}, None)
     server._stopping, server._log_file = asyncio.Event(), sys.stderr
     server._loop = SimpleNamespace(time=lambda: 0.)
-    monkeypatch.setattr(asyncio, 'sleep', sleep)
     with pytest.raises(RuntimeError, match='^the engine process has ended with code 70; 5 failures within 10 '
                                            'minutes, so it is not started again$'):
         asyncio.run(server._supervise(0, client))
@@ -308,7 +315,7 @@ def test_an_engine_that_always_fails_is_given_up(monkeypatch, capfd):
 def test_a_replica_that_has_failed_for_good_is_said_and_ended(restart, monkeypatch, capfd):
     "The others go on; a start that fails for want of anything is one more failure"
     closed = []
-    async def sleep(seconds): pass
+    no_sleep(monkeypatch)
     async def load(replica): raise OSError("no space is left")
     async def fails(): raise RuntimeError("the engine process has ended with code 70")
     async def lives(): await asyncio.Event().wait()
@@ -326,7 +333,6 @@ def test_a_replica_that_has_failed_for_good_is_said_and_ended(restart, monkeypat
         asyncio.Event(), sys.stderr)
     server._cluster = None
     server._loop = SimpleNamespace(time=lambda: 0.)
-    monkeypatch.setattr(asyncio, "sleep", sleep)
     async def main():
         supervising = asyncio.ensure_future(server._supervise_all(clients))
         await asyncio.wait({supervising}, timeout=.1)

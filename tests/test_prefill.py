@@ -229,9 +229,8 @@ def test_a_folder_that_cannot_be_looked_into(impatient):
             assert e.handoffs('a')._stream._error is e.handoffs('p')._stream._error is None
     run(main())
 
-def test_an_engine_whose_file_never_came_is_passed_by(impatient, monkeypatch):
+def test_an_engine_whose_file_never_came_is_passed_by(impatient):
     "For a while: then it gets prompts again"
-    monkeypatch.setattr(prefill_router, 'REST', .2, raising=False)
     async def main():
         async with Engines() as e:
             sent = e.handoffs('p').send
@@ -240,7 +239,7 @@ def test_an_engine_whose_file_never_came_is_passed_by(impatient, monkeypatch):
             assert await e.ask('x') and computed() == 20
             assert await e.ask('y', PROMPT[::-1]) and computed() == 20   # it does not go there
             e.handoffs('p').send = sent
-            await asyncio.sleep(.25)
+            for replica in (rests := e.router._rests): rests[replica] -= prefill_router.REST   # it is over
             assert (await e.ask('z', PROMPT[::-2]*2) and computed() == 40
                     and e.handoffs('p').counts['sent'] == 4)
     run(main())
