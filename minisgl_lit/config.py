@@ -18,7 +18,8 @@ from importlib import import_module
 from typing import Literal, Self, TypeVar
 
 from .core.config import EngineConfig as CoreConfig
-from .core.config import accepts, allowed, backends, compressions, policies, setting
+from .core.config import (
+    accepts, allowed, backends, compressions, guessers, policies, setting)
 from .text.reasoning import reasoning_formats
 
 # %% ../nbs/config.ipynb #b699604a
@@ -28,6 +29,7 @@ ProductName = Literal['int8', 'exact']
 policies.announce('minisgl_lit.rules.fairness', 'fair')
 backends.announce('minisgl_lit.kernels.cpu_attention', 'native')
 compressions.announce('minisgl_lit.formats.quantization', 'int8', 'int4', 'fp8')
+guessers.announce('minisgl_lit.speculation.ngram', 'ngram')
 _backend = 'auto|native|torch|flashinfer'
 _attention = f'({_backend})|({_backend}|fa2|fa3),({_backend}|cuda_cores|tensor_cores)'
 
@@ -99,6 +101,9 @@ class EngineConfig(CoreConfig):
         'they are plain text')
     additional_properties: bool = setting(
         False, 'Whether objects of a JSON schema that does not say so may have keys of their own')
+    speculation: str = setting(
+        'off', 'Guess several tokens and check them in one step, which changes no answer: ngram guesses '
+        'what the text has said before', form='off', words="'off'", choices=guessers)
     tp: int = setting(
         1, 'Processes that share the model, each on a GPU or some cores of its own',
         low=1, high=64)

@@ -30,6 +30,7 @@ from .core.kv_cache.radix import make_prefix_cache
 from .core.models.decoder import ModelConfig, shard_config
 from .formats.weight_update import WeightUpdater
 from .loop.engine_core import EngineCore
+from .speculation.drafts import Speculation
 from .core.scheduler.scheduler import Observer
 from .core.scheduler.scheduler import Scheduler
 from .text.answer_rules import TextRules
@@ -199,6 +200,8 @@ def build(
             model.vocab_size, clock, replace(config, overlap=overlap), eos, model.generation,
             TextRules(TextStopChecks(tokenizer), grammars, thinking_maker(tokenizer)),
             headless=model.headless)
+        if config.speculation != 'off' and not model.headless:
+            scheduler.drafter = Speculation.of(config.speculation, leader or engine, table)
         if on_gpu: count_compilations(scheduler.counts)
         if observe: scheduler.observer = observe(scheduler)
         scheduler.idle_step()

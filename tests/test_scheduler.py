@@ -2,6 +2,7 @@
 in either loop."""
 import os, shutil, tempfile
 from collections import Counter
+from copy import copy
 from dataclasses import fields
 from statistics import median
 from unittest.mock import patch
@@ -77,11 +78,12 @@ class InThrees:
         assert token % 3 == self.n % 3, 'not what the mask has said'
         self.n += 1
         return self.n == 5
+    def fork(self): return copy(self)
 
-def in_threes(prompt: list[int], n: int, stop) -> list[int]:
-    "The answer of that form"
+def in_threes(prompt: list[int], n: int, stop, first=0) -> list[int]:
+    "The answer of that form, or the rest of it"
     tokens = list(prompt)
-    for i in range(min(n, 5)):
+    for i in range(first, min(first + n, 5)):
         token = expected_output(tokens, 1, VOCAB)[0]
         tokens.append(next(t % VOCAB for t in range(token, token + VOCAB) if t % VOCAB % 3 == i % 3))
         if tokens[-1] in stop: break
@@ -188,6 +190,24 @@ class Notes(Observer):
         assert (n == min(chunk, o.n_tokens - int(batch.cached_lens[0])) or batch.mode is ForwardMode.MIXED
                 and n >= 1)
 
+class Guesser:
+    "Guesses what an answer would say without thinking: now right, now wrong, and often too far"
+    def __init__(self, far, wrong): self.far, self.wrong, self.seen = far, wrong, Counter()
+    def wants(self, reqs): return self.far > 0 and any(self.length(o) for o in reqs)
+    def length(self, req): return (7*req.pending.n_tokens + req.pending.input_len) % (self.far + 1)
+    def propose(self, reqs):
+        assert not any(o.pending.ended or o.pending.n_tokens != o.device_len for o in reqs)
+        return [self.guess(o.pending, self.length(o)) for o in reqs]
+    def guess(self, pending, n):
+        known = pending.input_ids.tolist()
+        likely = (in_threes(known, n, (), len(pending.output_ids)) if pending.params.regex
+                  else expected_output(known, n, VOCAB))
+        return np.array([(o + ((len(known) + i) % self.wrong == 0)) % VOCAB for i, o in enumerate(likely)],
+                        dtype=np.int64)
+    def learn(self, reqs, proposed, accepted):
+        assert all(0 <= b <= a for a, b in zip(proposed, accepted, strict=True))
+        self.seen.update(drafted=sum(proposed), accepted=sum(accepted))
+
 def pass_over(adder: PrefillAdder, *args, really=PrefillAdder._pass_over) -> bool:
     "What a `PrefillAdder` does, noted in its `Ledger`"
     passed = really(adder, *args)
@@ -204,8 +224,9 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
                     first=st.integers(2, 4),
                     at_least=st.sampled_from([1, 4, 32]), moving=st.sampled_from([1, 3, 40]),
                     least=st.sampled_from([1, 1, 2]), warm=st.sampled_from([False, True, True]),
-                    damaged=st.sampled_from([None, 0, 1]))
-        def start(self, setting, faulty, first, at_least, moving, least, warm, damaged):
+                    damaged=st.sampled_from([None, 0, 1]), far=st.sampled_from([0, 1, 3, 7]),
+                    wrong=st.sampled_from([1, 2, 3, 100]))
+        def start(self, setting, faulty, first, at_least, moving, least, warm, damaged, far, wrong):
             page_size = setting['page_size']
             num_pages = -(-MAX_SEQ_LEN // page_size) + setting['num_pages'] // page_size
             table = TableManager(setting['max_running_req'], MAX_SEQ_LEN, page_size, dummy_page=num_pages)
@@ -222,7 +243,7 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
                                  make_prefix_cache(setting['cache'], page_size, setting['eviction']), sources)
             self.notes = Notes(config)
             self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes,
-                               rules=TextRules(None, InThrees, Thoughts))
+                               rules=TextRules(None, InThrees, Thoughts), drafter=Guesser(far, wrong))
             # tokens worth waiting for, if somebody else computes them
             self.s.prefill.policy.min_shared_tokens = at_least
             self.right, self.told, self.ends, self.pooled, self.aborted, self.n = {}, {}, {}, {}, set(), 0
@@ -461,13 +482,14 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             self.marks |= {name for name, holds in dict(
                 hit=self.notes.hit, eviction=self.ledger.evicted_pages, dedup=self.ledger.deduped,
                 retraction=self.s.counts['retracted'], beside=self.notes.beside,
-                passed_over=self.ledger.passed_over).items() if holds}
+                passed_over=self.ledger.passed_over, accepted=self.s.counts['accepted_tokens'],
+                rejected=self.s.counts['drafted_tokens'] > self.s.counts['accepted_tokens']).items() if holds}
             seen.update(self.marks)
 
     return Serving
 
 SEEN = ('hit', 'eviction', 'chunk', 'beside', 'passed_over', 'abort in flight', 'dedup', 'retraction',
-        'grammar', 'thinking')
+        'grammar', 'thinking', 'accepted', 'rejected')
 SEEN_HANDED = 'sent', 'received', 'missed'
 SEEN_BELOW = 'from_disk', 'from_host', 'dropped', 'lost', 'restarts'
 

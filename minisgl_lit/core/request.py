@@ -6,7 +6,7 @@
 __all__ = ['AnswerEnd', 'PendingFinish', 'Caller', 'PendingReq', 'Lengths', 'CacheHandle', 'Req', 'Logprob',
            'PromptLogprobs', 'PooledStates', 'FinishReason', 'ForwardResult', 'SamplingArrays', 'ForwardMode',
            'LogitEdits', 'LogprobRequests', 'PoolingRequests', 'Batch', 'Event', 'LogprobResults', 'ForwardOutput',
-           'EngineProtocol', 'Grammar', 'SearchedTokens', 'StopCheck', 'AnswerRules']
+           'EngineProtocol', 'Grammar', 'SearchedTokens', 'StopCheck', 'AnswerRules', 'Drafter']
 
 # %% ../../nbs/core/02_request.ipynb #a29a3ccb
 from dataclasses import dataclass, field, fields
@@ -109,8 +109,11 @@ class Lengths:
 
     def advance(self, rows: np.ndarray) -> None:
         "Rows of a launched batch move on: what was to be computed is cached, one token is to come"
-        self.cached_len[rows] = self.device_len[rows]
-        self.device_len[rows] += 1
+        self.reach(rows, self.device_len[rows])
+
+    def reach(self, rows: np.ndarray, cached: np.ndarray) -> None:
+        "So many tokens of these rows are cached now, and one is to come; of a row named twice the last"
+        self.cached_len[rows], self.device_len[rows] = cached, cached + 1
 
 # %% ../../nbs/core/02_request.ipynb #821e1147
 class CacheHandle(Protocol):
@@ -321,7 +324,8 @@ class Batch:
 
     `n` counts requests; entries beyond `len(reqs)` are padding, with the dummy row. Token
     ids are read on the device, from `token_pool[token_rows, positions]`; the next one of
-    each sampled request is written there, to `token_pool[rows, device_lens]`.
+    each sampled request is written there, to `token_pool[rows, device_lens]`. With `drafts` a
+    request has one more entry for each guess of what it says next, each a token longer.
     """
     reqs: list[Req]          # The requests, in order
     mode: ForwardMode        # What is computed
@@ -337,6 +341,7 @@ class Batch:
     logit_edits: LogitEdits | None = None             # Changes to their logits
     logprob_requests: LogprobRequests | None = None   # Which logprobs are reported
     pooling_requests: PoolingRequests | None = None   # Which hidden states are added up
+    drafts: np.ndarray | None = None   # The token of each if it is a guess, else -1; `None`: none is
 
     # %% ../../nbs/core/03_request.step.ipynb #cbaf203d
     @property
@@ -414,6 +419,9 @@ class Grammar(Protocol):
     def accept(self, token: int) -> bool:
         "Take in a new token; whether it completes the answer"
         ...
+    def fork(self) -> 'Grammar | None':
+        "Another one that goes on from here by itself; `None` if that cannot be had now"
+        ...
 
 # %% ../../nbs/core/03_request.step.ipynb #3078fa75
 @dataclass(slots=True)
@@ -448,4 +456,17 @@ class AnswerRules(Protocol):
         ...
     def search(self, checks: Sequence[StopCheck]) -> None:
         "Let these search, for a bounded time together"
+        ...
+
+# %% ../../nbs/core/03_request.step.ipynb #c26e2354
+class Drafter(Protocol):
+    "Guesses what requests will say next, so that a step may look at several positions of each."
+    def wants(self, reqs: Sequence[Req]) -> bool:
+        "Whether to guess for a step of these, which must then wait for the step before it"
+        ...
+    def propose(self, reqs: Sequence[Req]) -> Sequence[np.ndarray]:
+        "What may come next for each, token by token; no request is longer than the host knows"
+        ...
+    def learn(self, reqs: Sequence[Req], proposed: Sequence[int], accepted: Sequence[int]) -> None:
+        "How many tokens of each were looked at, and how many of them came"
         ...

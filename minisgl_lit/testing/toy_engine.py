@@ -149,13 +149,16 @@ class ToyKV:
         batch: Batch,  # What to compute
     ) -> np.ndarray:   # The number of each request's whole prefix, uint64, [n]
         "Compute and store; each request goes on from what the slot before it holds"
-        start, n = batch.cached_lens, batch.extend_lens
-        before = np.where(start > 0, self.hash[self.slots(batch.rows, start - 1)], np.uint64(0))
+        rows, start, n = batch.rows, batch.cached_lens, batch.extend_lens
+        if batch.drafts is not None:   # each request goes on by several tokens, all of which are asked for
+            first = np.flatnonzero(batch.drafts < 0)
+            rows, start, n = rows[first], start[first], np.diff(first, append=len(rows))
+        before = np.where(start > 0, self.hash[self.slots(rows, start - 1)], np.uint64(0))
         terms, lost = self.terms(batch.token_rows, batch.positions), before == nan_hash
         hashes = before + terms if len(terms) == len(n) else running_sums(terms, n, before)
         if lost.any(): hashes[lost.repeat(n)] = nan_hash
         self.hash[batch.out_loc], self.position[batch.out_loc] = hashes, batch.positions
-        return hashes if len(hashes) == len(n) else hashes[n.cumsum() - 1]
+        return hashes if len(hashes) == len(batch.rows) else hashes[n.cumsum() - 1]
 
     # %% ../../nbs/testing/toy_engine.ipynb #949b359e
     def check_reads(
@@ -272,6 +275,8 @@ class ToyLaunch:
         batch, arrays = self.batch, {k: o.copy() for k, o in _arrays(self.batch).items()}
         self.copy = replace(batch, reqs=[*batch.reqs], **arrays)
         self.known = [o.pending.input_ids for o in batch.reqs]
+        for i, guess in enumerate([] if batch.drafts is None else batch.drafts):
+            if guess >= 0: self.known[i] = np.append(self.known[i - 1], guess)
         for resource, rid in _used(batch, kv, np.zeros_like(batch.rows)):
             self.users.setdefault(resource, set()).add(rid)
 

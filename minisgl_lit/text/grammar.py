@@ -12,12 +12,13 @@ import math
 import re
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import cached_property
 from importlib import import_module
 from itertools import accumulate
 from threading import Lock
 from time import thread_time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import tokenizers
@@ -123,6 +124,12 @@ class GrammarMatcher:
         if self._state.is_accepting(): out |= self._end_mask
         if not out.any():
             raise _refusal(self._spec, 'stop_token_ids and ignore_eos leave nothing to go on with')
+
+    def fork(self) -> Self:
+        "Another one that goes on from here by itself"
+        fork = copy(self)
+        fork._state = self._state.deep_copy()
+        return fork
 
     def accept(self, token: int) -> bool:
         "Advance by a token; whether nothing can follow"

@@ -98,6 +98,11 @@ class AnswerAfterThinking:
         self._answering = self._thinking.over and not self._forced
         return False
 
+    def fork(self) -> Grammar | None:
+        "That of the answer, from here on; `None` while it is not known whether the model thinks"
+        if not (self._grammar and self._answering) or self._undecided: return None
+        return self._grammar.fork()
+
     # %% ../../nbs/text/thinking.ipynb #b88631a1
     def _due(self) -> Sequence[int]:
         "Tokens that must come next"

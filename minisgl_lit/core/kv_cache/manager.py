@@ -290,6 +290,19 @@ class CacheManager:
         own = sum(len(self._own_pages(o)) for o in reqs)
         return own + self.prefix.freed_by([_locked_prefix(o) for o in reqs])
 
+    # %% ../../../nbs/core/15_kv_cache.release.ipynb #68a103ad
+    def truncate(
+        self,
+        rows: np.ndarray,  # Rows of running requests, each once, [n]
+        lens: np.ndarray,  # So many of their cached tokens stay, [n]
+        step: int,         # Number of the last batch with them
+    ) -> None:
+        "Undo what was computed behind these tokens, and free its pages"
+        first, end = self.pages_for(lens), self.pages_for(self.table.lengths.cached_len[rows])
+        pages = [self.table.pages[row, i:j] for row, i, j in zip(rows, first, end)]
+        self._release(np.concatenate(pages).astype(np.int64), step)
+        self.table.lengths.reach(rows, lens)
+
     # %% ../../../nbs/core/15_kv_cache.release.ipynb #d209e757
     def checks(self) -> Iterator[None]:
         "`check_integrity` while no request has a row, bit by bit; nothing may change meanwhile"

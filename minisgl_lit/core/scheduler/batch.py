@@ -34,14 +34,25 @@ class BatchPlan:
         reqs: list[Req],      # The requests of the batch, in order
         cache: CacheManager,  # Allocates the pages; its table has the rows
         rows: np.ndarray | None = None,  # Their rows, if they are known already, [n]
+        drafts: Sequence[np.ndarray] = (),   # What each may say next; empty: nothing is guessed
     ):
         self.reqs, self.cache, lengths = reqs, cache, cache.table.lengths
         if rows is None: rows = np.array([o.table_idx for o in reqs], dtype=np.int64)
-        self.rows, page_size = rows, cache.page_size
+        self.rows, page_size, self.drafts = rows, cache.page_size, None
         self.cached_lens, self.device_lens = lengths.cached_len[rows], lengths.device_len[rows]
+        if any(map(len, drafts)): self._add_drafts(drafts)
         self.first_pages = -(-self.cached_lens // page_size)   # rounded up: first to allocate
         self.end_pages = -(-self.device_lens // page_size)     # and one past the last
         self.new_pages = int((self.end_pages - self.first_pages).sum())
+
+    def _add_drafts(self, drafts: Sequence[np.ndarray]) -> None:
+        "An entry for each guess, behind that of its request and one token longer than the one before"
+        n = np.array([1 + len(o) for o in drafts])
+        owner, ahead = flatten(np.zeros_like(n), n)
+        self.reqs, self.rows = [self.reqs[i] for i in owner], self.rows[owner]
+        self.cached_lens = self.cached_lens[owner] + ahead
+        self.device_lens = self.device_lens[owner] + ahead
+        self.drafts = np.concatenate([o for draft in drafts for o in ([-1], draft)])
 
 # %% ../../../nbs/core/21_scheduler.batch.ipynb #d1821809
 def _add_pages(plan: BatchPlan, mode: ForwardMode) -> None:
@@ -58,6 +69,15 @@ def _tokens(plan: BatchPlan, mode: ForwardMode) -> tuple[np.ndarray, np.ndarray,
         return indices, plan.cached_lens, indices
     sampled = np.flatnonzero([not isinstance(o, ChunkedReq) for o in plan.reqs])
     return *flatten(plan.cached_lens, plan.device_lens), sampled
+
+# %% ../../../nbs/core/21_scheduler.batch.ipynb #962b65e5
+def _write_drafts(plan: BatchPlan) -> None:
+    "Write what a plan guesses into the token pool"
+    assert plan.drafts is not None
+    first = np.flatnonzero(plan.drafts < 0)
+    for i, end in zip(first.tolist(), [*first[1:].tolist(), len(plan.drafts)]):
+        start = int(plan.device_lens[i])
+        plan.cache.table.write_tokens(int(plan.rows[i]), start, plan.drafts[i + 1:end])
 
 # %% ../../../nbs/core/21_scheduler.batch.ipynb #06010dff
 def _biases(req: Req, n_made: int) -> Iterator[tuple[int, float]]:
@@ -143,6 +163,7 @@ def make_batch(
     table, rows = plan.cache.table, plan.rows
     if plan.new_pages: _add_pages(plan, mode)
     table.flush()
+    if plan.drafts is not None: _write_drafts(plan)
     owner, positions, sampled = _tokens(plan, mode)
     token_rows, more = rows[owner], []
     if table.sampling['uses_logits'][rows].any():
@@ -150,4 +171,4 @@ def make_batch(
                 make_pooling_requests(plan)]
     return Batch(plan.reqs, mode, step, rows, plan.cached_lens, plan.device_lens,
                  token_rows, positions, table.slots(token_rows, positions),
-                 sampled, table.sampling.at(rows[sampled]), *more)
+                 sampled, table.sampling.at(rows[sampled]), *more, drafts=plan.drafts)

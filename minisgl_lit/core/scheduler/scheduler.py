@@ -4,23 +4,24 @@
 
 # %% auto #0
 __all__ = ['Observer', 'Deferred', 'Deadlines', 'Scheduler', 'no_token', 'check_finish', 'request_failure',
-           'may_finish']
+           'may_finish', 'right_so_far', 'masks_ahead']
 
 # %% ../../../nbs/core/19_scheduler.lifecycle.ipynb #d50a02cc
 import logging
 import gc
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set, Iterator
+from collections.abc import Callable, Mapping, Sequence, Set, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import compress, islice
+from itertools import compress, takewhile, islice
+from contextlib import suppress
 
 import numpy as np
 
 from ..config import EngineConfig, admissions
 from ..request import (
-    AnswerRules, Batch, Caller, EngineProtocol, FinishReason, ForwardOutput, Logprob, PendingReq,
-    Req, StopCheck, AnswerEnd, Lengths, LogprobRequests, LogprobResults, PoolingRequests,
-    ForwardMode, PooledStates, PromptLogprobs)
+    AnswerRules, Drafter, Batch, Caller, EngineProtocol, FinishReason, ForwardOutput, Logprob,
+    PendingReq, Req, StopCheck, AnswerEnd, Lengths, LogprobRequests, LogprobResults,
+    PoolingRequests, ForwardMode, Grammar, PooledStates, PromptLogprobs)
 from ..sampling_params import QueueFull, RequestError, SamplingParams
 from ..kv_cache.manager import CacheManager, ReleaseList
 from ..kv_cache.table import TableManager, dummy_batch
@@ -98,9 +99,10 @@ class Scheduler:
         rules: AnswerRules | None = None,   # What else answers must follow; `None`: nothing
         observer: Observer | None = None,   # Sees every batch
         headless: bool = False,   # Whether the model makes hidden states only
+        drafter: Drafter | None = None,   # Guesses what comes next; `None`: nothing is guessed
     ):
         self.engine, self.cache, self.clock, self.config = engine, cache, clock, config
-        self.rules, self.observer = rules, observer or Observer()
+        self.rules, self.observer, self.drafter = rules, observer or Observer(), drafter
         self.validator = RequestValidator(cache, vocab_size, eos_token_ids, defaults, headless,
                                           config.seed)
         ratio = admissions.find(config.admission)(config.schedule_conservativeness)
@@ -109,7 +111,8 @@ class Scheduler:
         chunk = config.chunked_prefill_size or budget
         self.prefill = PrefillManager(cache, budget, chunk, policy, ratio.clip_max_new_tokens)
         self.decode = DecodeManager(cache.table, ratio)
-        names = 'prompt_tokens', 'cached_tokens', 'generated_tokens', 'retracted'
+        names = ('prompt_tokens', 'cached_tokens', 'generated_tokens', 'retracted',
+                 'drafted_tokens', 'accepted_tokens')
         self.counts: dict[str, int] = dict.fromkeys(names, 0)
         self.alive: dict[str, PendingReq] = {}
         self.launched = self.completed = self.n_steps = 0
@@ -286,6 +289,7 @@ class Scheduler:
         ends, lengths = self.validator.is_eos, self.table.lengths
         special = may_finish(output.next_tokens, n_tokens, rows, lengths, ends)
         special |= ~output.finite
+        counts = np.ones(len(rows), bool) if batch.drafts is None else self._check_drafts(batch, output)
         pendings = [o.pending for o in batch.sampled_reqs]
         tokens, logprobs = output.next_tokens.tolist(), {}
         if batch.logprob_requests:
@@ -294,14 +298,29 @@ class Scheduler:
                 top_n = pendings[i].params.logprobs or 0
                 logprobs[i] = [_logprob(output.logprobs, k, tokens[i], top_n, pendings[i].params)]
                 special[i] = True
-        if special.any():
-            for i in np.flatnonzero(special).tolist():
+        if batch.drafts is not None: special = np.isin(rows, rows[special & counts])   # in order
+        if special.any() or not counts.all():
+            for i in np.flatnonzero(special & counts).tolist():
                 finite = bool(output.finite[i])
                 self._process_one_token(pendings[i], tokens[i], finite, logprobs.get(i))
-            plain = (~special).tolist()
+            plain = (counts & ~special).tolist()
             pendings, tokens = list(compress(pendings, plain)), list(compress(tokens, plain))
         for pending, token in zip(pendings, tokens): pending.append(token)
         self._emit_tokens(pendings, tokens)
+
+    # %% ../../../nbs/core/20_scheduler.results.ipynb #16781f5c
+    def _check_drafts(self, batch: Batch, output: ForwardOutput) -> np.ndarray:
+        "Which tokens of a batch with drafts count; all that was computed behind them is undone"
+        counts = right_so_far(batch.drafts, output.next_tokens)
+        first = np.flatnonzero(batch.drafts < 0)
+        proposed = np.diff(first, append=len(counts)) - 1
+        accepted = np.add.reduceat(counts, first, dtype=np.int64) - 1
+        reqs, lens = [batch.reqs[i] for i in first], batch.device_lens[first] + accepted
+        self.cache.truncate(batch.rows[first], lens, batch.step)
+        self.drafter.learn(reqs, proposed.tolist(), accepted.tolist())
+        self.counts['drafted_tokens'] += int(proposed.sum())
+        self.counts['accepted_tokens'] += int(accepted.sum())
+        return counts
 
     # %% ../../../nbs/core/20_scheduler.results.ipynb #2d2db60b
     def _process_one_token(self, pending: PendingReq, token: int, finite: bool,
@@ -449,7 +468,22 @@ class Scheduler:
         self._run_deferred()
         if self.paused: return None
         reqs, mode = self._select_reqs()
+        guesses = mode is ForwardMode.DECODE and self.drafter and reqs and self.drafter.wants(reqs)
+        if guesses: return self._prepare_drafts()
         return self._prepare_batch(reqs, mode) if reqs else None
+
+    # %% ../../../nbs/core/22_scheduler.scheduler.ipynb #fd99b435
+    def _prepare_drafts(self) -> Batch | None:
+        "A decode step with guesses of what comes next"
+        self.quiesce()
+        reqs, rows, lengths = self.decode.schedule(), self.decode.rows, self.table.lengths
+        left = (lengths.max_device_len - lengths.device_len)[rows] - 1
+        guesses = zip(reqs, self.drafter.propose(reqs), left.tolist())
+        drafts = [self._allowed(o.pending, guess[:n]) for o, guess, n in guesses]
+        plan = BatchPlan(reqs, self.cache, rows, drafts)
+        if plan.drafts is None or plan.new_pages > self.cache.ready_size:
+            return self._prepare_batch(reqs, ForwardMode.DECODE) if reqs else None
+        return make_batch(plan, ForwardMode.DECODE, self.launched + 1)
 
     # %% ../../../nbs/core/22_scheduler.scheduler.ipynb #117a7496
     def _select_reqs(self) -> tuple[list[Req], ForwardMode]:
@@ -531,8 +565,8 @@ class Scheduler:
         lengths = self.table.lengths
         lengths.launched[batch.rows] = batch.step
         if batch.mode is ForwardMode.DECODE:
-            lengths.advance(batch.rows)
-            self.decode.filter_reqs()
+            lengths.reach(batch.rows, batch.device_lens)
+            if batch.drafts is None: self.decode.filter_reqs()
         else:
             lengths.cached_len[batch.rows] = batch.device_lens
             lengths.advance(batch.rows[batch.sampled])
@@ -575,10 +609,13 @@ class Scheduler:
         constrained = [(i, o.pending, o.pending.grammar) for i, o in enumerate(batch.sampled_reqs)
                        if o.pending.grammar and not o.pending.ended]
         if not constrained: return None
-        shape = len(batch.sampled), -(-self.validator.vocab_size // 32)
-        mask = np.full(shape, -1, dtype=np.int32)   # all bits set: all tokens allowed
+        mask = np.full((len(batch.sampled), self._mask_words), -1, dtype=np.int32)   # all bits set: all tokens allowed
+        drafts = np.full(len(mask), -1) if batch.drafts is None else batch.drafts
         for i, pending, grammar in constrained:
-            try: grammar.mask(mask[i])
+            if drafts[i] >= 0: continue   # written with the one before it
+            guess = takewhile(lambda token: token >= 0, drafts[i + 1:].tolist())
+            try:
+                for out, made in zip(mask[i:], masks_ahead(grammar, guess, mask.shape[1])): out[:] = made
             except Exception as e:
                 self.mark_to_finish(pending, FinishReason.ERROR, request_failure(e, pending))
         return mask
@@ -587,6 +624,19 @@ class Scheduler:
         "Let the engine sample; the batch has been in flight since its forward"
         output = self.engine.sample(batch, forwarded, self._grammar_mask(batch))
         self._in_flight = batch, output
+
+    # %% ../../../nbs/core/22_scheduler.scheduler.ipynb #b15263d8
+    @property
+    def _mask_words(self) -> int:
+        return -(-self.validator.vocab_size // 32)
+
+    def _allowed(self, pending: PendingReq, guess: np.ndarray) -> np.ndarray:
+        "As much of a guess as the grammar of its request allows"
+        if not (pending.grammar and len(guess)): return guess
+        n = -1   # the first mask is that of the next token
+        with suppress(Exception):
+            for n, _ in enumerate(masks_ahead(pending.grammar, guess.tolist(), self._mask_words)): pass
+        return guess[:max(n, 0)]
 
     # %% ../../../nbs/core/22_scheduler.scheduler.ipynb #1d35f27d
     def _drain(self) -> None:
@@ -613,6 +663,7 @@ class Scheduler:
         self._drain()
         if batch and batch.step > self.completed:   # else the engine failed on the one before
             self._sample(batch, forwarded)
+            if batch.drafts is not None: self._drain()   # only then is known how long its requests are
 
     # %% ../../../nbs/core/22_scheduler.scheduler.ipynb #c06358a1
     def step(self) -> EngineCoreOutputs:
@@ -822,6 +873,18 @@ def may_finish(
     is_full = n_tokens >= lengths.max_device_len[rows]
     return is_eos[tokens] | lengths.watched[rows] | is_full
 
+# %% ../../../nbs/core/20_scheduler.results.ipynb #16781f5c
+def right_so_far(
+    drafts: np.ndarray,   # Of a batch, [n]
+    tokens: np.ndarray,   # What was sampled behind each, [n]
+) -> np.ndarray:          # bool, [n]
+    "Which sampled tokens count: those before which every guess of their request is right"
+    known = drafts < 0
+    right = known.copy()
+    right[1:] |= tokens[:-1] == drafts[1:]
+    wrong, first = (~right).cumsum(), np.flatnonzero(known)
+    return wrong == wrong[first][known.cumsum() - 1]
+
 # %% ../../../nbs/core/20_scheduler.results.ipynb #e1af016d
 no_token = -1   # in place of a token that was not sampled
 
@@ -831,6 +894,24 @@ def _logprob(results: LogprobResults, i: int, token: int, top_n: int,
     top = zip(results.top_ids[i, :top_n].tolist(), results.top[i, :top_n].tolist())
     named = zip(params.token_ids_logprob, results.named[i].tolist())
     return Logprob(token, float(results.logprobs[i]), list(top), list(named))
+
+# %% ../../../nbs/core/22_scheduler.scheduler.ipynb #b15263d8
+def masks_ahead(
+    grammar: Grammar,      # Of a request; it stays where it is
+    guess: Iterable[int],  # Tokens that may come next
+    n_words: int,          # Numbers in a mask
+) -> Iterator[np.ndarray]: # int32, [n_words]
+    "What may be next, and what after each token of a guess, as far as the grammar goes with it"
+    def mask_of(grammar: Grammar) -> np.ndarray:
+        mask = np.empty(n_words, dtype=np.int32)
+        grammar.mask(mask)
+        return mask
+    yield mask_of(grammar)
+    guess = [*guess]
+    ahead = grammar.fork() if guess else None
+    for token in guess if ahead else ():
+        ahead.accept(token)
+        yield mask_of(ahead)
 
 # %% ../../../nbs/core/23_scheduler.control.ipynb #4ede0ff7
 _CHECKS_PER_SLICE = 4096   # some milliseconds

@@ -1,0 +1,154 @@
+"""Guesses change no token: greedy and sampled, with grammars, stops, penalties and logprobs, in any company, by
+every kind of engine; and they end where a request does."""
+import itertools, re
+from copy import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from minisgl_lit import LLM, SamplingParams
+from minisgl_lit.core.config import EngineConfig as CoreConfig
+from minisgl_lit.core.kv_cache.manager import CacheManager
+from minisgl_lit.core.kv_cache.radix import RadixCache
+from minisgl_lit.core.kv_cache.table import TableManager
+from minisgl_lit.core.sampling_params import SamplingParams as P
+from minisgl_lit.core.scheduler.scheduler import Scheduler
+from minisgl_lit.testing.toy_engine import ToyEngine, ToyRules, expected_output
+from minisgl_lit.speculation.drafts import Speculation, StepCosts
+from minisgl_lit.speculation.ngram import NgramGuesser
+
+VOCAB = 50
+
+class Far:
+    "Guesses what a toy says, far too far, whatever the end of a request"
+    def __init__(self, n=9): self.n, self.told = n, []
+    def wants(self, reqs): return True
+    def propose(self, reqs):
+        return [np.array(expected_output(o.pending.input_ids.tolist(), self.n, VOCAB)) for o in reqs]
+    def learn(self, reqs, proposed, accepted): self.told += zip(proposed, accepted)
+
+def toy(grammar=None, rows=2, longest=24, **settings):
+    table = TableManager(rows, longest, 2, dummy_page=40)
+    engine = ToyEngine(table.page_table, table.token_pool, 2, 40, VOCAB)
+    clock = map(float, itertools.count()).__next__
+    return Scheduler(engine, CacheManager(40, table, RadixCache(2)), VOCAB, clock, CoreConfig(**settings),
+                     rules=ToyRules(grammar) if grammar else None, drafter=Far())
+
+def served(s, *prompts, **params):
+    asked = [s.add(str(i), o, P(**params)) for i, o in enumerate(prompts)]
+    errors = [o.error for _ in itertools.takewhile(lambda _: s.has_work, itertools.count())
+              for o in s.step() if o.error]
+    s.self_check()
+    return [o.output_ids.tolist() for o in asked], errors
+
+@pytest.mark.parametrize('n', [1, 2, 5, 20])
+def test_guesses_end_where_their_request_does(n):
+    "Up to the last token of the longest sequence there is; and nothing is computed that nobody needs"
+    s = toy()
+    answers, errors = served(s, [1, 2, 3, 4], [5, 6, 7, 8], max_tokens=n)
+    assert answers == [expected_output(o, n, VOCAB) for o in ([1, 2, 3, 4], [5, 6, 7, 8])] and not errors
+    # the first token comes from the prompt, and a step makes one without a guess
+    assert sum(a + 1 for _, a in s.drafter.told) <= 2*(n - 1)
+    assert [a for a, b in s.drafter.told] == [b for a, b in s.drafter.told]
+
+class Even:
+    "Even tokens only; it fails in a text that has `fails` tokens, and says how far it was led"
+    def __init__(self, pending, fails=99, forks=True): self.n, self.fails, self.forks = 0, fails, forks
+    def mask(self, out):
+        if self.n == self.fails: raise ValueError('nothing goes on from here')
+        out[:] = 0x55555555
+    def accept(self, token):
+        self.n += 1
+        return False
+    def fork(self): return copy(self) if self.forks else None
+
+def test_a_guess_that_a_grammar_cannot_follow_harms_nobody():
+    "It fails behind a token that is only guessed: if another one comes, that must not have been an error"
+    right, _ = served(toy(Even), [1, 2, 3], max_tokens=9)
+    s = toy(lambda pending: Even(pending, fails=4))
+    s.drafter.propose = lambda reqs: [np.array([right[0][o.pending.n_tokens - 3], 1, 1, 1, 1]) for o in reqs]
+    answers, errors = served(s, [1, 2, 3], max_tokens=4)   # the fifth would fail
+    assert answers == [right[0][:4]] and not errors and sum(a for a, _ in s.drafter.told) > 0
+    answers, errors = served(toy(lambda pending: Even(pending, fails=4)), [1, 2, 3], max_tokens=9)
+    assert answers == [right[0][:4]] and len(errors) == 1
+
+def test_where_a_grammar_cannot_be_led_ahead_nothing_is_guessed():
+    s = toy(lambda pending: Even(pending, forks=False))
+    s.drafter.propose = lambda reqs: [np.array([right[o.pending.n_tokens - 3]] * 3) for o in reqs]
+    [right], _ = served(toy(Even), [1, 2, 3], max_tokens=9)
+    assert served(s, [1, 2, 3], max_tokens=9)[0] == [right] and not s.drafter.told
+
+def test_every_guess_is_told_of():
+    s = toy()
+    s.drafter.propose = lambda reqs: [np.array([], dtype=np.int64) if o.rid == '0' else
+        np.array(expected_output(o.pending.input_ids.tolist(), 1, VOCAB) + [49, 49]) for o in reqs]
+    served(s, [1, 2, 3], [4, 5], max_tokens=8)
+    assert {*s.drafter.told} <= {(0, 0), (3, 1), (2, 1), (1, 1)} and (3, 1) in s.drafter.told
+    assert s.counts['drafted_tokens'] == sum(a for a, _ in s.drafter.told)
+    assert s.counts['accepted_tokens'] == sum(b for _, b in s.drafter.told)
+
+# --- real models
+
+class Seldom:
+    "Guesses n-grams, and now and then nonsense"
+    def __init__(self): self.ngrams, self.calls = NgramGuesser(), 0
+    def guess(self, pendings, most):
+        self.calls += 1
+        guesses = self.ngrams.guess(pendings, most)
+        return [o if len(o) and self.calls % 3 else np.full(min(n, 3), self.calls % 90)
+                for o, n in zip(guesses, most)]
+
+class Always(Speculation):
+    "Guesses whether it pays or not"
+    def _far(self, reqs): return np.full(len(reqs), 1 + len(self.chances) % 5)
+
+TEXT = 'name: ann, age: 31\nname: bob, age: 32\nname: '
+ASKED = [(TEXT, dict(max_tokens=40)), (TEXT*2, dict(max_tokens=30, temperature=1., seed=3)),
+         ('one two one two one', dict(max_tokens=30, ignore_eos=True, logprobs=2)),
+         ('a', dict(max_tokens=24, ignore_eos=True, presence_penalty=.7, frequency_penalty=.2, logprobs=1)),
+         (TEXT, dict(max_tokens=40, stop=['2\n', 'bo'])), (TEXT, dict(max_tokens=30, min_tokens=20)),
+         (TEXT, dict(max_tokens=24, regex=r'(ab|ba)+[0-9]{4}')),
+         (TEXT, dict(max_tokens=40, json_schema='{"type": "array", "items": {"type": "integer"}, "minItems": 4}')),
+         (TEXT, dict(max_tokens=16, ignore_eos=True, temperature=.8, top_p=.8, top_k=9, seed=5,
+                     repetition_penalty=1.2)), (TEXT, dict(max_tokens=0)), ('b', dict(max_tokens=1))]
+
+def answers(monkeypatch, speculation, **settings):
+    monkeypatch.setattr('minisgl_lit.runtime.Speculation', Always)
+    with LLM(speculation=speculation, **dict(dtype='float32', num_pages=400, max_running_req=16) | settings) as llm:
+        out = llm.generate([o for o, _ in ASKED], [SamplingParams(**p) for _, p in ASKED])
+        counts = llm.runtime.scheduler.counts
+        llm.runtime.scheduler.self_check()
+    said = [(o.text, o.token_ids, str(o.finish_reason), [(t.token, [i for i, _ in t.top]) for t in o.logprobs or ()])
+            for o in out]
+    return said, np.array([t.logprob for o in out for t in o.logprobs or ()]), counts
+
+@pytest.fixture(scope='module')
+def alone():
+    with pytest.MonkeyPatch.context() as patch: return answers(patch, 'off')
+
+@pytest.mark.parametrize('settings', [
+    dict(), dict(overlap=True), dict(page_size=1, num_pages=4000), dict(attention='torch'), dict(cuda_graph_max_bs=0),
+    dict(mixed_chunk=True, chunked_prefill_size=16), dict(max_running_req=3), dict(cache='none', page_size=5, num_pages=900),
+    dict(tp=2)], ids=lambda o: ' '.join(f'{k}={v}' for k, v in o.items()) or 'as it is')
+def test_no_answer_is_changed(alone, monkeypatch, settings):
+    said, logprobs, counts = answers(monkeypatch, 'test_speculation:Seldom', **settings)
+    assert said == alone[0]
+    np.testing.assert_allclose(logprobs, alone[1], atol=2e-4)
+    assert 0 < counts['accepted_tokens'] < counts['drafted_tokens'] and not alone[2]['drafted_tokens']
+
+def test_a_guesser_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=re.escape("speculation must be 'off'")): LLM(speculation='oracle')
+
+def test_a_wrong_guess_costs_its_row_alone():
+    "At no chance at all, tries are so rare that they cost a hundredth"
+    s, row = Speculation(None, StepCosts(1., .1)), replace
+    class Stub:
+        pending = type('Pending', (), {})()
+    spent = 0
+    for step in range(1000):
+        if not s.wants([Stub]): continue
+        n = int(s._far([Stub])[0])
+        s.learn([Stub], [n], [0])
+        spent += .1*n
+    assert 0 < spent < 25, spent
