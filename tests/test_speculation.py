@@ -2,7 +2,6 @@
 every kind of engine; and they end where a request does."""
 import itertools, re
 from copy import copy
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -142,7 +141,7 @@ def test_a_guesser_that_is_not_there_is_refused():
 
 def test_a_wrong_guess_costs_its_row_alone():
     "At no chance at all, tries are so rare that they cost a hundredth"
-    s, row = Speculation(None, StepCosts(1., .1)), replace
+    s = Speculation(None, StepCosts((1, 2), (1., 1.1)))
     class Stub:
         pending = type('Pending', (), {})()
     spent = 0

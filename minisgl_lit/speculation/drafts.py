@@ -18,19 +18,21 @@ from ..core.config import guessers
 from ..core.kv_cache.table import TableManager
 from ..core.request import Batch, EngineProtocol, ForwardMode, PendingReq, Req
 
-# %% ../../nbs/speculation/drafts.ipynb #ed37ff10
+# %% ../../nbs/speculation/drafts.ipynb #94906beb
 @dataclass(frozen=True)
 class StepCosts:
-    "What a decode step takes, as a line."
-    step: float   # Seconds of a step of one row
-    row: float    # Seconds of each further row
+    "What decode steps take: as measured for some numbers of rows, on straight lines elsewhere."
+    rows: tuple[int, ...]      # Of a step, ascending; at least two
+    times: tuple[float, ...]   # Seconds of each
 
     def seconds(
         self,
-        rows: np.ndarray | int,   # Of a step
-    ) -> np.ndarray | float:      # The same shape
-        "What it takes"
-        return self.step + self.row*(rows - 1)
+        rows: np.ndarray,   # Of steps, [n]
+    ) -> np.ndarray:        # [n]
+        "What they take"
+        (a, b), (x, y) = self.rows[-2:], self.times[-2:]
+        beyond = np.maximum(rows - b, 0) * (y - x) / (b - a)
+        return np.interp(rows, self.rows, self.times) + beyond
 
     @classmethod
     def measure(
@@ -39,16 +41,16 @@ class StepCosts:
         table: TableManager,      # Has a dummy row
         times: int = 3,           # The best of so many
     ) -> Self:
-        "Take the time of a step of one row and of one of eight"
+        "Take the times of steps; one with more rows never takes less"
         def seconds(n: int) -> float:
             batch, start = _rows_of_nobody(table, n), time.perf_counter()
             engine.sample(batch, engine.forward(batch)).copy_done.synchronize()
             return time.perf_counter() - start
-        for n in 1, _MANY: seconds(n)   # what is compiled or recorded is so now
-        one, many = (min(seconds(n) for _ in range(times)) for n in (1, _MANY))
-        return cls(one, max(many - one, 0) / (_MANY - 1))
+        seconds(1)   # what is recorded or compiled is so now
+        best = [min(seconds(n) for _ in range(times)) for n in _MEASURED]
+        return cls(_MEASURED, tuple(np.maximum.accumulate(best).tolist()))
 
-_MANY = 8   # rows
+_MEASURED = 1, 2, 4, 8   # rows
 
 def _rows_of_nobody(table: TableManager, n: int) -> Batch:
     "A decode step of padding alone"
@@ -72,7 +74,7 @@ def how_far(
     taken[order[:best]] = 1
     return taken.reshape(gains.shape).sum(1)
 
-# %% ../../nbs/speculation/drafts.ipynb #34fec68f
+# %% ../../nbs/speculation/drafts.ipynb #e6e254cd
 class Guesser(Protocol):
     "Guesses what texts say next."
     def guess(self, pendings: Sequence[PendingReq], most: Sequence[int]) -> Sequence[np.ndarray]:
@@ -91,6 +93,7 @@ class Speculation:
     ):
         self.guesser, self.costs = guesser, costs
         self.chances: WeakKeyDictionary[PendingReq, float] = WeakKeyDictionary()
+        self._planned: tuple[Sequence[Req], np.ndarray] = [], np.array([])   # of the last step, how far
 
     @classmethod
     def of(
@@ -111,6 +114,7 @@ class Speculation:
     def wants(self, reqs: Sequence[Req]) -> bool:
         "Whether guesses may pay; those that are left alone come nearer to their next try"
         far = self._far(reqs)
+        self._planned = reqs, far
         for req in (reqs[i] for i in np.flatnonzero(far == 0)):
             chance = self.chances.get(req.pending, _FIRST)
             self.chances[req.pending] = chance + _DRIFT*(_FIRST - chance)
@@ -118,7 +122,9 @@ class Speculation:
 
     def propose(self, reqs: Sequence[Req]) -> Sequence[np.ndarray]:
         "What may come next for each"
-        return self.guesser.guess([o.pending for o in reqs], self._far(reqs).tolist())
+        asked, far = self._planned
+        if reqs != asked: far = self._far(reqs)   # some have ended since
+        return self.guesser.guess([o.pending for o in reqs], far.tolist())
 
     def learn(self, reqs: Sequence[Req], proposed: Sequence[int], accepted: Sequence[int]) -> None:
         "Guesses came true up to a place, and the one there did not, if there was one"
