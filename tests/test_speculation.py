@@ -100,7 +100,7 @@ class Seldom:
 
 class Always(Speculation):
     "Guesses whether it pays or not"
-    def _far(self, reqs): return np.full(len(reqs), 1 + len(self.chances) % 5)
+    def _plan(self, reqs): return np.full(len(reqs), 1 + len(self.chances) % 5)
 
 TEXT = 'name: ann, age: 31\nname: bob, age: 32\nname: '
 ASKED = [(TEXT, dict(max_tokens=40)), (TEXT*2, dict(max_tokens=30, temperature=1., seed=3)),
@@ -141,13 +141,13 @@ def test_a_guesser_that_is_not_there_is_refused():
 
 def test_a_wrong_guess_costs_its_row_alone():
     "At no chance at all, tries are so rare that they cost a hundredth"
-    s = Speculation(None, StepCosts((1, 2), (1., 1.1)))
+    s = Speculation(None, StepCosts((1, 2), (1., 1.1)), clock=lambda: 0.)
     class Stub:
         pending = type('Pending', (), {})()
     spent = 0
     for step in range(1000):
         if not s.wants([Stub]): continue
-        n = int(s._far([Stub])[0])
+        n = int(s._far[0])
         s.learn([Stub], [n], [0])
         spent += .1*n
     assert 0 < spent < 25, spent

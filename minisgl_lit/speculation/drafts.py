@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['StepCosts', 'how_far', 'Guesser', 'Speculation']
 
-# %% ../../nbs/speculation/drafts.ipynb #886892e4
+# %% ../../nbs/speculation/drafts.ipynb #b55f0ccd
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 from weakref import WeakKeyDictionary
@@ -58,23 +58,26 @@ def _rows_of_nobody(table: TableManager, n: int) -> Batch:
     return Batch([], ForwardMode.DECODE, 0, rows, zeros, zeros + 1, rows, zeros,
                  table.slots(rows, zeros), np.arange(n))
 
-# %% ../../nbs/speculation/drafts.ipynb #752d5b69
+# %% ../../nbs/speculation/drafts.ipynb #56ec8446
 def how_far(
     chances: np.ndarray,  # That a guess comes true, of each request, [n]
     costs: StepCosts,     # Of the step that they share
     longest: int,         # Guesses of one request, at most
     most: int,            # Rows of the step, at most
+    more: float = 0.,     # Seconds that a step with guesses takes beside its rows
 ) -> np.ndarray:          # int64, [n]
     "How many tokens to guess of each request, for the most tokens a second"
     n, gains = len(chances), chances[:, None] ** np.arange(1, longest + 1)
     order = np.argsort(-gains, axis=None, kind='stable')[:max(most - n, 0)]
     tokens = n + np.append(0, gains.flat[order].cumsum())
-    best = int((tokens / costs.seconds(n + np.arange(len(tokens)))).argmax())
+    seconds = costs.seconds(n + np.arange(len(tokens)))
+    seconds[1:] += more
+    best = int((tokens / seconds).argmax())
     taken = np.zeros(gains.size, dtype=np.int64)
     taken[order[:best]] = 1
     return taken.reshape(gains.shape).sum(1)
 
-# %% ../../nbs/speculation/drafts.ipynb #e6e254cd
+# %% ../../nbs/speculation/drafts.ipynb #195f9d12
 class Guesser(Protocol):
     "Guesses what texts say next."
     def guess(self, pendings: Sequence[PendingReq], most: Sequence[int]) -> Sequence[np.ndarray]:
@@ -90,10 +93,13 @@ class Speculation:
         self,
         guesser: Guesser,   # Says what may come
         costs: StepCosts,   # Of the engine that checks it
+        clock: Callable[[], float] = time.perf_counter,   # Seconds
     ):
-        self.guesser, self.costs = guesser, costs
+        self.guesser, self.costs, self.clock = guesser, costs, clock
         self.chances: WeakKeyDictionary[PendingReq, float] = WeakKeyDictionary()
-        self._planned: tuple[Sequence[Req], np.ndarray] = [], np.array([])   # of the last step, how far
+        self.first = .5    # the chance of a new request: that of the others, lately
+        self.beyond = dict.fromkeys((False, True), 0.)   # seconds of a step that its rows do not explain,
+        self._far, self._began = np.zeros(0, dtype=np.int64), 0.   # without and with guesses
 
     @classmethod
     def of(
@@ -105,32 +111,46 @@ class Speculation:
         "One whose costs are measured now; `ValueError` if there is no such guesser"
         return cls(guessers.find(name)(), StepCosts.measure(engine, table))
 
-    def _far(self, reqs: Sequence[Req]) -> np.ndarray:
-        "How many tokens to guess of each"
-        if len(reqs) >= self.rows: return np.zeros(len(reqs), dtype=np.int64)
-        chances = np.array([self.chances.get(o.pending, _FIRST) for o in reqs])
-        return how_far(chances, self.costs, self.longest, self.rows)
-
     def wants(self, reqs: Sequence[Req]) -> bool:
         "Whether guesses may pay; those that are left alone come nearer to their next try"
-        far = self._far(reqs)
-        self._planned = reqs, far
-        for req in (reqs[i] for i in np.flatnonzero(far == 0)):
-            chance = self.chances.get(req.pending, _FIRST)
-            self.chances[req.pending] = chance + _DRIFT*(_FIRST - chance)
-        return bool(far.any())
+        now = self.clock()
+        if len(self._far): self._note(now - self._began)
+        self._began, self._far = now, self._plan(reqs)
+        for i in np.flatnonzero(self._far == 0):
+            chance = self._chance(reqs[i])
+            self.chances[reqs[i].pending] = chance + _DRIFT*(.5 - chance)
+        return bool(self._far.any())
 
     def propose(self, reqs: Sequence[Req]) -> Sequence[np.ndarray]:
         "What may come next for each"
-        asked, far = self._planned
-        if reqs != asked: far = self._far(reqs)   # some have ended since
-        return self.guesser.guess([o.pending for o in reqs], far.tolist())
+        if len(reqs) != len(self._far): self._far = self._plan(reqs)   # some have ended since
+        guesses = self.guesser.guess([o.pending for o in reqs], self._far.tolist())
+        self._far = np.array([len(o) for o in guesses])
+        return guesses
 
     def learn(self, reqs: Sequence[Req], proposed: Sequence[int], accepted: Sequence[int]) -> None:
         "Guesses came true up to a place, and the one there did not, if there was one"
         for req, n, right in zip(reqs, proposed, accepted):
-            chance = self.chances.get(req.pending, _FIRST)
-            chance = 1 - (1 - chance) * (1 - _WEIGHT)**right
-            self.chances[req.pending] = chance if right == n else chance * (1 - _WEIGHT)
+            chance = self._chance(req)
+            for came_true in [1]*right + [0]*(right < n):
+                chance += _WEIGHT*(came_true - chance)
+                self.first += _SLOWLY*(came_true - self.first)
+            self.chances[req.pending] = chance
 
-_FIRST, _WEIGHT, _DRIFT = .5, .2, .005   # a chance at first, of an outcome, back to the first
+    def _chance(self, req: Req) -> float: return self.chances.get(req.pending, max(self.first, .1))
+
+    def _plan(self, reqs: Sequence[Req]) -> np.ndarray:
+        if len(reqs) >= self.rows: return np.zeros(len(reqs), dtype=np.int64)
+        more = max(self.beyond[True] - self.beyond[False], 0)
+        return how_far(np.array([self._chance(o) for o in reqs]), self.costs, self.longest, self.rows, more)
+
+    def _note(self, seconds: float) -> None:
+        "What the last step took; none that waited for something else"
+        guessed, n = bool(self._far.any()), len(self._far) + int(self._far.sum())
+        expected = float(self.costs.seconds(np.array([n]))[0])
+        if seconds < 3*expected + _PAUSE:
+            self.beyond[guessed] += _WEIGHT*(seconds - expected - self.beyond[guessed])
+
+_WEIGHT, _SLOWLY = .3, .03   # of a request's newest outcome, and for all requests to come
+_DRIFT = .005                # back to one half, each step without a guess
+_PAUSE = .01                 # seconds

@@ -19,6 +19,7 @@ from ..config import EngineConfig
 from ..kernels.team import Team
 from .bench import (
     BenchmarkTarget, cpu, latency, limits, offline, prefix, recorded_steps, scheduler, start)
+from .guesses import speculation
 from .model_rate import model
 from .roofline import Measurement, Report, WorkloadShape
 
@@ -66,4 +67,4 @@ def busy(
 # %% ../../nbs/tools/busy.ipynb #759cd6c9
 benchmarks: dict[str, Callable[..., Report]] = {
     run.__name__: run for run in
-    (model, offline, prefix, latency, cpu, busy, scheduler, limits, start)}
+    (model, offline, prefix, latency, cpu, busy, speculation, scheduler, limits, start)}
