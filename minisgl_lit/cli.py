@@ -203,6 +203,7 @@ benchmarks = dict(
     latency='Time to the first token (TTFT), and between tokens (ITL)',
     cpu='A decode step on a CPU, kernel by kernel, each beside the bandwidth of memory',
     busy='One request on a CPU beside others: by a team that shrinks, by all threads, by one',
+    speculation='Decoding with guesses of which none, half, four in five and all come true',
     serving='What callers of a server wait for, when they come by chance, by plan or in turn',
     scheduler='What a decode step costs the host, part by part; beside each measurement a control',
     limits='What this machine could do at best for a model, whose weights are not read',

@@ -102,8 +102,8 @@ class EngineConfig(CoreConfig):
     additional_properties: bool = setting(
         False, 'Whether objects of a JSON schema that does not say so may have keys of their own')
     speculation: str = setting(
-        'off', 'Guess several tokens and check them in one step, which changes no answer: ngram guesses '
-        'what the text has said before', form='off', words="'off'", choices=guessers)
+        'off', 'Guess several tokens and check them in one step, which changes no answer: ngram '
+        'guesses what the text has said before', form='off', words="'off'", choices=guessers)
     tp: int = setting(
         1, 'Processes that share the model, each on a GPU or some cores of its own',
         low=1, high=64)

@@ -281,7 +281,7 @@ def test_nothing_outlives_a_server_that_is_killed(tmp_path, stopped):
 # --- an engine that fails again and again
 
 def no_sleep(monkeypatch):
-    "Nobody sleeps in this thread (servers of other tests may live in theirs); the seconds that were asked for"
+    "Nobody sleeps in this thread (others may have servers); the seconds that were asked for"
     slept, here, sleeps = [], threading.get_ident(), asyncio.sleep
     async def sleep(seconds):
         if threading.get_ident() != here: await sleeps(seconds)

@@ -65,7 +65,7 @@ ELSEWHERE = dict(   # settings that the scheduler does not see
     max_recv_per_step='workers', threads='engine', dummy_weights='weights', tp='parallel',
     cuda_graph_max_bs='graph', kv_dtype='attention', quantization='quantized', quantization_group='quantized',
     quantization_compute='quantized', additional_properties='grammar', control_tokens_in_messages='tokenizer',
-    plugins='plugins')
+    plugins='plugins', speculation='start: a guesser that is wrong now and then')
 
 def test_every_setting_is_drawn():
     assert {f.name for f in fields(EngineConfig)} == {*SETTINGS, *ELSEWHERE}
@@ -496,7 +496,7 @@ SEEN_BELOW = 'from_disk', 'from_host', 'dropped', 'lost', 'restarts'
 def run(examples: int, shard: int, tell, steps: int = 40, drawn=SETTINGS, wanted=SEEN) -> None:
     "So many random lives of a server, and what happened in them"
     seen, lives = Counter(), []
-    machine = seed(shard)(serving(seen, lives, drawn))
+    machine = seed(shard + 4)(serving(seen, lives, drawn))
     # minutes, where only the failure counts
     phases = [Phase.generate] + [Phase.shrink]*(os.environ.get('TST_SHRINK') != '0')
     how = settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None,

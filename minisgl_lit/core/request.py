@@ -109,10 +109,11 @@ class Lengths:
 
     def advance(self, rows: np.ndarray) -> None:
         "Rows of a launched batch move on: what was to be computed is cached, one token is to come"
-        self.reach(rows, self.device_len[rows])
+        self.cached_len[rows] = self.device_len[rows]
+        self.device_len[rows] += 1
 
     def reach(self, rows: np.ndarray, cached: np.ndarray) -> None:
-        "So many tokens of these rows are cached now, and one is to come; of a row named twice the last"
+        "So many tokens of these rows are cached, one is to come; of a row named twice the last"
         self.cached_len[rows], self.device_len[rows] = cached, cached + 1
 
 # %% ../../nbs/core/02_request.ipynb #821e1147
@@ -341,7 +342,7 @@ class Batch:
     logit_edits: LogitEdits | None = None             # Changes to their logits
     logprob_requests: LogprobRequests | None = None   # Which logprobs are reported
     pooling_requests: PoolingRequests | None = None   # Which hidden states are added up
-    drafts: np.ndarray | None = None   # The token of each if it is a guess, else -1; `None`: none is
+    drafts: np.ndarray | None = None   # The token of each if it is a guess, else -1, [n]
 
     # %% ../../nbs/core/03_request.step.ipynb #cbaf203d
     @property

@@ -94,6 +94,7 @@ class BatchLog(Observer):
         self._rows: deque[list] = deque(maxlen=max_batches)
         self._step_cached: dict[int, int] = {}   # by step: cached tokens of its prompts
         self._cached_tokens = scheduler.counts['cached_tokens']
+        self._accepted = scheduler.counts['accepted_tokens']
         self._last_end = 0.   # when the batch before was done
 
     def launched(self, batch: Batch) -> None:
@@ -107,8 +108,12 @@ class BatchLog(Observer):
         start = max(self._last_end, min(o.pending.times['scheduled'] for o in batch.reqs))
         kind, cached = batch.mode.value, self._step_cached.pop(batch.step)
         prompt = {'decode': 0, 'mixed': int(lens[lens > 1].sum())}.get(kind, int(lens.sum()))
-        made, seconds = len(batch.sampled), now - start
-        self._rows.append([batch.step, kind, len(lens), prompt, cached, made, start, seconds])
+        made, n_reqs, seconds = len(batch.sampled), len(lens), now - start
+        accepted, self._accepted = self._accepted, self.scheduler.counts['accepted_tokens']
+        if batch.drafts is not None:   # it has rows that were only guessed
+            n_reqs = int((batch.drafts < 0).sum())
+            made = n_reqs + self._accepted - accepted
+        self._rows.append([batch.step, kind, n_reqs, prompt, cached, made, start, seconds])
         self._last_end = now
         self.requests.computed(batch, start, seconds)
 

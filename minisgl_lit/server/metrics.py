@@ -38,6 +38,8 @@ _SCHEDULER_METRICS: dict[str, tuple[str, Callable[[Mapping], float]]] = {
     'prompt_tokens_total': ('Tokens of prompts', lambda s: s['prompt_tokens']),
     'cached_tokens_total': ('Of these, found in the cache', lambda s: s['cached_tokens']),
     'generation_tokens_total': ('Tokens made', lambda s: s['generated_tokens']),
+    'draft_tokens_total': ('Tokens that were guessed and looked at', lambda s: s['drafted_tokens']),
+    'accepted_tokens_total': ('Of these, that came true', lambda s: s['accepted_tokens']),
     'num_retracted_reqs_total':
         ('Times a request was retracted', lambda s: s['retracted'])}
 
@@ -194,6 +196,8 @@ _OTHER_NAMES = {   # of the same metric, in vLLM and SGLang
     'cached_tokens': ('vllm:prefix_cache_hits', 'sglang:cached_tokens'),
     'generation_tokens': ('vllm:generation_tokens', 'sglang:generation_tokens'),
     'num_retracted_reqs': ('vllm:num_preemptions', 'sglang:num_retracted_reqs'),
+    'draft_tokens': ('vllm:spec_decode_num_draft_tokens',),
+    'accepted_tokens': ('vllm:spec_decode_num_accepted_tokens',),
     'time_to_first_token_seconds': (
         'vllm:time_to_first_token_seconds', 'sglang:time_to_first_token_seconds'),
     'inter_token_latency_seconds': (

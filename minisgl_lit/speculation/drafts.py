@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['StepCosts', 'how_far', 'Guesser', 'Speculation']
 
-# %% ../../nbs/speculation/drafts.ipynb #b55f0ccd
+# %% ../../nbs/speculation/drafts.ipynb #886892e4
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 from weakref import WeakKeyDictionary
@@ -18,12 +18,13 @@ from ..core.config import guessers
 from ..core.kv_cache.table import TableManager
 from ..core.request import Batch, EngineProtocol, ForwardMode, PendingReq, Req
 
-# %% ../../nbs/speculation/drafts.ipynb #94906beb
+# %% ../../nbs/speculation/drafts.ipynb #6a9e77a7
 @dataclass(frozen=True)
 class StepCosts:
     "What decode steps take: as measured for some numbers of rows, on straight lines elsewhere."
     rows: tuple[int, ...]      # Of a step, ascending; at least two
     times: tuple[float, ...]   # Seconds of each
+    host: float = 0.           # And what the host does more for a step with guesses
 
     def seconds(
         self,
@@ -48,9 +49,9 @@ class StepCosts:
             return time.perf_counter() - start
         seconds(1)   # what is recorded or compiled is so now
         best = [min(seconds(n) for _ in range(times)) for n in _MEASURED]
-        return cls(_MEASURED, tuple(np.maximum.accumulate(best).tolist()))
+        return cls(_MEASURED, tuple(np.maximum.accumulate(best).tolist()), _HOST)
 
-_MEASURED = 1, 2, 4, 8   # rows
+_MEASURED, _HOST = (1, 2, 4, 8), 5e-4   # rows; seconds, as measured on a slow machine
 
 def _rows_of_nobody(table: TableManager, n: int) -> Batch:
     "A decode step of padding alone"
@@ -58,26 +59,25 @@ def _rows_of_nobody(table: TableManager, n: int) -> Batch:
     return Batch([], ForwardMode.DECODE, 0, rows, zeros, zeros + 1, rows, zeros,
                  table.slots(rows, zeros), np.arange(n))
 
-# %% ../../nbs/speculation/drafts.ipynb #56ec8446
+# %% ../../nbs/speculation/drafts.ipynb #d46b8ea2
 def how_far(
     chances: np.ndarray,  # That a guess comes true, of each request, [n]
     costs: StepCosts,     # Of the step that they share
     longest: int,         # Guesses of one request, at most
     most: int,            # Rows of the step, at most
-    more: float = 0.,     # Seconds that a step with guesses takes beside its rows
 ) -> np.ndarray:          # int64, [n]
     "How many tokens to guess of each request, for the most tokens a second"
     n, gains = len(chances), chances[:, None] ** np.arange(1, longest + 1)
     order = np.argsort(-gains, axis=None, kind='stable')[:max(most - n, 0)]
     tokens = n + np.append(0, gains.flat[order].cumsum())
     seconds = costs.seconds(n + np.arange(len(tokens)))
-    seconds[1:] += more
+    seconds[1:] += costs.host
     best = int((tokens / seconds).argmax())
     taken = np.zeros(gains.size, dtype=np.int64)
     taken[order[:best]] = 1
     return taken.reshape(gains.shape).sum(1)
 
-# %% ../../nbs/speculation/drafts.ipynb #195f9d12
+# %% ../../nbs/speculation/drafts.ipynb #32d9b62e
 class Guesser(Protocol):
     "Guesses what texts say next."
     def guess(self, pendings: Sequence[PendingReq], most: Sequence[int]) -> Sequence[np.ndarray]:
@@ -93,13 +93,13 @@ class Speculation:
         self,
         guesser: Guesser,   # Says what may come
         costs: StepCosts,   # Of the engine that checks it
-        clock: Callable[[], float] = time.perf_counter,   # Seconds
     ):
-        self.guesser, self.costs, self.clock = guesser, costs, clock
+        self.guesser, self.costs = guesser, costs
         self.chances: WeakKeyDictionary[PendingReq, float] = WeakKeyDictionary()
-        self.first = .5    # the chance of a new request: that of the others, lately
-        self.beyond = dict.fromkeys((False, True), 0.)   # seconds of a step that its rows do not explain,
-        self._far, self._began = np.zeros(0, dtype=np.int64), 0.   # without and with guesses
+        # of whom a token was guessed, at which place, and which
+        self._asked: tuple[PendingReq, int, int] | None = None
+        self._turn = 0
+        self._seconds: list[float] = costs.seconds(np.arange(self.rows + self.longest + 1)).tolist()
 
     @classmethod
     def of(
@@ -112,45 +112,48 @@ class Speculation:
         return cls(guessers.find(name)(), StepCosts.measure(engine, table))
 
     def wants(self, reqs: Sequence[Req]) -> bool:
-        "Whether guesses may pay; those that are left alone come nearer to their next try"
-        now = self.clock()
-        if len(self._far): self._note(now - self._began)
-        self._began, self._far = now, self._plan(reqs)
-        for i in np.flatnonzero(self._far == 0):
-            chance = self._chance(reqs[i])
-            self.chances[reqs[i].pending] = chance + _DRIFT*(.5 - chance)
-        return bool(self._far.any())
+        "Whether guesses may pay; if not, one request is asked how good one would have been"
+        if len(reqs) >= self.rows: return False
+        if self._may_pay(len(reqs), max(map(self._chance, reqs))): return True
+        self._look_on(reqs)
+        return False
 
     def propose(self, reqs: Sequence[Req]) -> Sequence[np.ndarray]:
         "What may come next for each"
-        if len(reqs) != len(self._far): self._far = self._plan(reqs)   # some have ended since
-        guesses = self.guesser.guess([o.pending for o in reqs], self._far.tolist())
-        self._far = np.array([len(o) for o in guesses])
-        return guesses
+        chances = np.array([self._chance(o) for o in reqs])
+        far = how_far(chances, self.costs, self.longest, self.rows)
+        return self.guesser.guess([o.pending for o in reqs], far.tolist())
 
     def learn(self, reqs: Sequence[Req], proposed: Sequence[int], accepted: Sequence[int]) -> None:
         "Guesses came true up to a place, and the one there did not, if there was one"
         for req, n, right in zip(reqs, proposed, accepted):
-            chance = self._chance(req)
-            for came_true in [1]*right + [0]*(right < n):
-                chance += _WEIGHT*(came_true - chance)
-                self.first += _SLOWLY*(came_true - self.first)
-            self.chances[req.pending] = chance
+            self._note(req.pending, ([True]*right + [False])[:n])
 
-    def _chance(self, req: Req) -> float: return self.chances.get(req.pending, max(self.first, .1))
+    def _chance(self, req: Req) -> float: return self.chances.get(req.pending, _FIRST)
 
-    def _plan(self, reqs: Sequence[Req]) -> np.ndarray:
-        if len(reqs) >= self.rows: return np.zeros(len(reqs), dtype=np.int64)
-        more = max(self.beyond[True] - self.beyond[False], 0)
-        return how_far(np.array([self._chance(o) for o in reqs]), self.costs, self.longest, self.rows, more)
+    def _note(self, pending: PendingReq, came_true: Sequence[bool]) -> None:
+        chance = self.chances.get(pending, _FIRST)
+        for outcome in came_true: chance += _WEIGHT*(outcome - chance)
+        self.chances[pending] = chance
 
-    def _note(self, seconds: float) -> None:
-        "What the last step took; none that waited for something else"
-        guessed, n = bool(self._far.any()), len(self._far) + int(self._far.sum())
-        expected = float(self.costs.seconds(np.array([n]))[0])
-        if seconds < 3*expected + _PAUSE:
-            self.beyond[guessed] += _WEIGHT*(seconds - expected - self.beyond[guessed])
+    def _look_on(self, reqs: Sequence[Req]) -> None:
+        "Guess a token of one request in turn; when it has come, see whether that was right"
+        if self._asked:
+            pending, place, guess = self._asked
+            if pending.n_tokens <= place and not pending.ended: return   # it is in flight
+            if pending.n_tokens > place: self._note(pending, [pending.tokens[place] == guess])
+        self._turn += 1
+        pending = reqs[self._turn % len(reqs)].pending
+        [guess] = self.guesser.guess([pending], [1])
+        self._asked = (pending, pending.n_tokens, int(guess[0])) if len(guess) else None
 
-_WEIGHT, _SLOWLY = .3, .03   # of a request's newest outcome, and for all requests to come
-_DRIFT = .005                # back to one half, each step without a guess
-_PAUSE = .01                 # seconds
+    def _may_pay(self, n: int, chance: float) -> bool:
+        "Whether a step of so many requests may be better with guesses of one of them"
+        seconds, tokens, gain = self._seconds, float(n), 1.
+        for k in range(1, self.longest + 1):
+            gain *= chance
+            tokens += gain
+            if tokens * seconds[n] > n * (seconds[n + k] + self.costs.host): return True
+        return False
+
+_FIRST, _WEIGHT = .3, .3   # a chance before anything is known; what its newest outcome weighs

@@ -14,7 +14,7 @@ import numpy as np
 from ..core.config import guessers
 from ..core.request import PendingReq
 
-# %% ../../nbs/speculation/ngram.ipynb #27de08a1
+# %% ../../nbs/speculation/ngram.ipynb #6baccc84
 class NgramIndex:
     "Where each n-gram of one growing text was seen last."
     sizes = 8, 4, 2   # tokens of an n-gram, those first that tell more
@@ -25,7 +25,7 @@ class NgramIndex:
 
     def find(
         self,
-        tokens: np.ndarray,   # The text so far, int32, [n]; each call has that of the last, and more
+        tokens: np.ndarray,   # The text so far, int32, [n]: that of the last call, and more
     ) -> int | None:
         "The place of the token that followed the last tokens when they came before"
         for end in range(self._indexed, len(tokens)):

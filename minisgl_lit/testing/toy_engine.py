@@ -150,7 +150,7 @@ class ToyKV:
     ) -> np.ndarray:   # The number of each request's whole prefix, uint64, [n]
         "Compute and store; each request goes on from what the slot before it holds"
         rows, start, n = batch.rows, batch.cached_lens, batch.extend_lens
-        if batch.drafts is not None:   # each request goes on by several tokens, all of which are asked for
+        if batch.drafts is not None:   # each request goes on by several tokens
             first = np.flatnonzero(batch.drafts < 0)
             rows, start, n = rows[first], start[first], np.diff(first, append=len(rows))
         before = np.where(start > 0, self.hash[self.slots(rows, start - 1)], np.uint64(0))

@@ -101,9 +101,10 @@ class TokenTimes(Observer):
         phase = 'decode' if batch.mode is ForwardMode.DECODE else 'prefill'
         self.seconds[phase] += now - self._previous_batch
         self.steps[phase] += 1
-        self._previous_batch, rids = now, [req.rid for req in batch.sampled_reqs]
-        self.gaps += [now - last[rid] for rid in rids if rid in last]
-        last.update(dict.fromkeys(rids, now))
+        self._previous_batch = now
+        for rid in (o.rid for o in outputs for _ in o.token_ids):
+            if rid in last: self.gaps.append(now - last[rid])
+            last[rid] = now
 
 # %% ../../nbs/tools/bench.ipynb #3ce0d45a
 @dataclass

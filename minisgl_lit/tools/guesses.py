@@ -51,7 +51,7 @@ class _Noted(Speculation):
         self.steps.append(len(reqs) + sum(proposed))
         super().learn(reqs, proposed, accepted)
 
-# %% ../../nbs/tools/guesses.ipynb #494fac32
+# %% ../../nbs/tools/guesses.ipynb #94072140
 def speculation(
     config: EngineConfig,   # Which model, in which format
     requests: int = 1,      # Answers at once
@@ -65,7 +65,8 @@ def speculation(
     with BenchmarkTarget(replace(config, speculation='off')) as target:
         runtime = target.llm.runtime
         scheduler = runtime.scheduler
-        work = WorkloadShape(requests, (8, 8), (output_len, output_len)).draw(target.model.vocab_size)
+        shape = WorkloadShape(requests, (8, 8), (output_len, output_len))
+        work = shape.draw(target.model.vocab_size)
         told = target.run(work).outputs
         answers = {np.array(prompt, np.int32).tobytes(): np.array(o.token_ids)
                    for prompt, o in zip(work.prompts, told)}
@@ -77,9 +78,10 @@ def speculation(
                 scheduler.drafter, before = drafter, scheduler.launched
                 run = target.run(work)
                 assert [o.token_ids for o in run.outputs] == [o.token_ids for o in told]
-                rows = np.full(scheduler.launched - before - 1, requests)   # but for the prompts' step
-                if drafter: rows[:len(drafter.steps)] = drafter.steps
-                measured.append((requests*output_len / run.seconds, costs.seconds(rows).sum()))
+                rows = np.full(scheduler.launched - before - 1, requests)   # the first has prompts
+                if drafter: rows[:len(drafter.steps)] = drafter.steps   # in any order
+                seconds = costs.seconds(rows) + np.where(rows > requests, costs.host, 0)
+                measured.append((requests*output_len / run.seconds, seconds.sum()))
     rate, seconds = {}, {}
     for chance, measured in rates.items():
         rate[chance], seconds[chance] = np.median(measured, axis=0).tolist()

@@ -46,7 +46,7 @@ class BatchPlan:
         self.new_pages = int((self.end_pages - self.first_pages).sum())
 
     def _add_drafts(self, drafts: Sequence[np.ndarray]) -> None:
-        "An entry for each guess, behind that of its request and one token longer than the one before"
+        "An entry for each guess, a token longer than the entry before it"
         n = np.array([1 + len(o) for o in drafts])
         owner, ahead = flatten(np.zeros_like(n), n)
         self.reqs, self.rows = [self.reqs[i] for i in owner], self.rows[owner]
@@ -163,9 +163,9 @@ def make_batch(
     table, rows = plan.cache.table, plan.rows
     if plan.new_pages: _add_pages(plan, mode)
     table.flush()
-    if plan.drafts is not None: _write_drafts(plan)
     owner, positions, sampled = _tokens(plan, mode)
     token_rows, more = rows[owner], []
+    if plan.drafts is not None: _write_drafts(plan)
     if table.sampling['uses_logits'][rows].any():
         more = [make_logit_edits(plan, sampled), make_logprob_requests(plan, sampled),
                 make_pooling_requests(plan)]

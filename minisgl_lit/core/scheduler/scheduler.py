@@ -311,6 +311,7 @@ class Scheduler:
     # %% ../../../nbs/core/20_scheduler.results.ipynb #16781f5c
     def _check_drafts(self, batch: Batch, output: ForwardOutput) -> np.ndarray:
         "Which tokens of a batch with drafts count; all that was computed behind them is undone"
+        assert self.drafter and batch.drafts is not None
         counts = right_so_far(batch.drafts, output.next_tokens)
         first = np.flatnonzero(batch.drafts < 0)
         proposed = np.diff(first, append=len(counts)) - 1
@@ -475,6 +476,7 @@ class Scheduler:
     # %% ../../../nbs/core/22_scheduler.scheduler.ipynb #fd99b435
     def _prepare_drafts(self) -> Batch | None:
         "A decode step with guesses of what comes next"
+        assert self.drafter   # it wants to guess
         self.quiesce()
         reqs, rows, lengths = self.decode.schedule(), self.decode.rows, self.table.lengths
         left = (lengths.max_device_len - lengths.device_len)[rows] - 1
@@ -609,13 +611,15 @@ class Scheduler:
         constrained = [(i, o.pending, o.pending.grammar) for i, o in enumerate(batch.sampled_reqs)
                        if o.pending.grammar and not o.pending.ended]
         if not constrained: return None
-        mask = np.full((len(batch.sampled), self._mask_words), -1, dtype=np.int32)   # all bits set: all tokens allowed
+        shape = len(batch.sampled), self._mask_words
+        mask = np.full(shape, -1, dtype=np.int32)   # all bits set: all tokens allowed
         drafts = np.full(len(mask), -1) if batch.drafts is None else batch.drafts
         for i, pending, grammar in constrained:
             if drafts[i] >= 0: continue   # written with the one before it
             guess = takewhile(lambda token: token >= 0, drafts[i + 1:].tolist())
             try:
-                for out, made in zip(mask[i:], masks_ahead(grammar, guess, mask.shape[1])): out[:] = made
+                masks = masks_ahead(grammar, guess, self._mask_words)
+                for k, made in enumerate(masks, i): mask[k] = made
             except Exception as e:
                 self.mark_to_finish(pending, FinishReason.ERROR, request_failure(e, pending))
         return mask
@@ -907,9 +911,10 @@ def masks_ahead(
         grammar.mask(mask)
         return mask
     yield mask_of(grammar)
-    guess = [*guess]
-    ahead = grammar.fork() if guess else None
-    for token in guess if ahead else ():
+    ahead = None
+    for token in guess:
+        ahead = ahead or grammar.fork()
+        if ahead is None: return
         ahead.accept(token)
         yield mask_of(ahead)
 
