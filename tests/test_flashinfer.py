@@ -25,6 +25,8 @@ from minisgl_lit.kernels import gpu_operations as gpu_operations_
 from minisgl_lit.kernels.fused_heads import norm_rope_store
 from minisgl_lit.kernels.library import SMALL_KERNELS
 from minisgl_lit.kernels.gpu_operations import FlashInferOperations, gpu_operations
+from minisgl_lit.speculation.drafts import Speculation, StepCosts
+from minisgl_lit.speculation.ngram import NgramGuesser
 from minisgl_lit.core.models.operations import Operations
 from minisgl_lit.core.attention.torch import TorchAttention
 from minisgl_lit.kernels import attention_choice as choice
@@ -213,6 +215,11 @@ def test_answers_are_those_of_transformers(checkpoint, page_size, halves, monkey
             for prompt, out, reference in zip(prompts(), outs, right):
                 comparison.check(path, prompt, out.token_ids, reference)
         assert sum(o.cached_tokens for o in outs) > 0
+        runtime.scheduler.drafter = Speculation(NgramGuesser(), StepCosts((1, 2), (1., 1.)))
+        outs = llm.generate(prompts(), SamplingParams(max_tokens=MAX_NEW, temperature=0))
+        for prompt, out, reference in zip(prompts(), outs, right):
+            comparison.check(path, prompt, out.token_ids, reference)
+        assert runtime.scheduler.counts['drafted_tokens'] > 0
     comparison.done()
 
 def test_what_may_be_captured():
