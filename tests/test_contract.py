@@ -38,7 +38,8 @@ class Scripted:
 
     async def stats(self):
         counts = dict.fromkeys(["running", "waiting", "hit_rate", "prompt_tokens", "cached_tokens",
-                                "generated_tokens", "retracted"], 1)
+                                "generated_tokens", "retracted", "drafted_tokens",
+                                "accepted_tokens"], 1)
         return counts | {"pages": {"total": 8, "free": 6, "evictable": 1, "protected": 1, "held": 0}}
 
     async def control(self, command, argument=""):

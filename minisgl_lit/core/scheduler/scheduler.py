@@ -567,8 +567,10 @@ class Scheduler:
         lengths = self.table.lengths
         lengths.launched[batch.rows] = batch.step
         if batch.mode is ForwardMode.DECODE:
-            lengths.reach(batch.rows, batch.device_lens)
-            if batch.drafts is None: self.decode.filter_reqs()
+            if batch.drafts is None:
+                lengths.advance(batch.rows)
+                self.decode.filter_reqs()
+            else: lengths.reach(batch.rows, batch.device_lens)
         else:
             lengths.cached_len[batch.rows] = batch.device_lens
             lengths.advance(batch.rows[batch.sampled])
