@@ -323,10 +323,10 @@ class PoolingRequests:
 class Batch:
     """One step for the engine: flat arrays (int64) on the host, not changed after launch.
 
-    `n` counts requests; entries beyond `len(reqs)` are padding, with the dummy row. Token
+    `n` counts entries, one for each request; those beyond `len(reqs)` are padding, with the dummy row. Token
     ids are read on the device, from `token_pool[token_rows, positions]`; the next one of
     each sampled request is written there, to `token_pool[rows, device_lens]`. With `drafts` a
-    request has one more entry for each guess of what it says next, each a token longer.
+    request stands there once more for each guess of what it says next, each a token longer.
     """
     reqs: list[Req]          # The requests, in order
     mode: ForwardMode        # What is computed
@@ -466,7 +466,7 @@ class Drafter(Protocol):
         "Whether to guess for a step of these, which must then wait for the step before it"
         ...
     def propose(self, reqs: Sequence[Req]) -> Sequence[np.ndarray]:
-        "What may come next for each, token by token; no request is longer than the host knows"
+        "What may come next for each, token by token; the host knows all that they have said"
         ...
     def learn(self, reqs: Sequence[Req], proposed: Sequence[int], accepted: Sequence[int]) -> None:
         "How many tokens of each were looked at, and how many of them came"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['StepCosts', 'how_far', 'Guesser', 'Speculation']
 
-# %% ../../nbs/speculation/drafts.ipynb #886892e4
+# %% ../../nbs/speculation/drafts.ipynb #96522d4c
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ def how_far(
     taken[order[:best]] = 1
     return taken.reshape(gains.shape).sum(1)
 
-# %% ../../nbs/speculation/drafts.ipynb #32d9b62e
+# %% ../../nbs/speculation/drafts.ipynb #4d4f75b8
 class Guesser(Protocol):
     "Guesses what texts say next."
     def guess(self, pendings: Sequence[PendingReq], most: Sequence[int]) -> Sequence[np.ndarray]:
@@ -87,7 +87,7 @@ class Guesser(Protocol):
 class Speculation:
     "A `Drafter`: guesses of each request what it may say next, as far as that pays."
     longest = 8    # tokens guessed of one request
-    rows = 64      # in a step; larger ones are not recorded on a CPU
+    rows = 64      # in a step; larger ones a CPU computes kernel by kernel
 
     def __init__(
         self,
@@ -121,14 +121,18 @@ class Speculation:
     def propose(self, reqs: Sequence[Req]) -> Sequence[np.ndarray]:
         "What may come next for each"
         chances = np.array([self._chance(o) for o in reqs])
-        far = how_far(chances, self.costs, self.longest, self.rows)
-        return self.guesser.guess([o.pending for o in reqs], far.tolist())
+        far = how_far(chances, self.costs, self.longest, self.rows).tolist()
+        guesses = self.guesser.guess([o.pending for o in reqs], far)
+        for req, n, guess in zip(reqs, far, guesses):
+            if n and not len(guess): self._note(req.pending, [False])
+        return guesses
 
     def learn(self, reqs: Sequence[Req], proposed: Sequence[int], accepted: Sequence[int]) -> None:
         "Guesses came true up to a place, and the one there did not, if there was one"
         for req, n, right in zip(reqs, proposed, accepted):
             self._note(req.pending, ([True]*right + [False])[:n])
 
+    # %% ../../nbs/speculation/drafts.ipynb #3fcce941
     def _chance(self, req: Req) -> float: return self.chances.get(req.pending, _FIRST)
 
     def _note(self, pending: PendingReq, came_true: Sequence[bool]) -> None:

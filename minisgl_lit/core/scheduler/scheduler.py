@@ -637,7 +637,7 @@ class Scheduler:
         return -(-self.validator.vocab_size // 32)
 
     def _allowed(self, pending: PendingReq, guess: np.ndarray) -> np.ndarray:
-        "As much of a guess as the grammar of its request allows"
+        "As much of a guess as the grammar of its request can be led through"
         if not (pending.grammar and len(guess)): return guess
         n = -1   # the first mask is that of the next token
         with suppress(Exception):
@@ -879,7 +879,7 @@ def may_finish(
     is_full = n_tokens >= lengths.max_device_len[rows]
     return is_eos[tokens] | lengths.watched[rows] | is_full
 
-# %% ../../../nbs/core/20_scheduler.results.ipynb #16781f5c
+# %% ../../../nbs/core/20_scheduler.results.ipynb #2f0c5d11
 def right_so_far(
     drafts: np.ndarray,   # Of a batch, [n]
     tokens: np.ndarray,   # What was sampled behind each, [n]
