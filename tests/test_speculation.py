@@ -18,6 +18,7 @@ from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine, ToyRules, expected_output
 from minisgl_lit.speculation.drafts import Speculation, StepCosts
 from minisgl_lit.speculation.ngram import NgramGuesser
+from minisgl_lit.tools.guesses import Scripted
 
 VOCAB = 50
 
@@ -78,7 +79,8 @@ def test_where_a_grammar_cannot_be_led_ahead_nothing_is_guessed():
     s = toy(lambda pending: Even(pending, forks=False))
     s.drafter.propose = lambda reqs: [np.array([right[o.pending.n_tokens - 3]] * 3) for o in reqs]
     [right], _ = served(toy(Even), [1, 2, 3], max_tokens=9)
-    assert served(s, [1, 2, 3], max_tokens=9)[0] == [right] and not s.drafter.told
+    assert served(s, [1, 2, 3], max_tokens=9)[0] == [right] and not s.counts['drafted_tokens']
+    assert {*s.drafter.told} <= {(o, 0) for o in range(4)}   # it is told that they were of no use
 
 def test_every_guess_is_told_of():
     s = toy()
@@ -142,6 +144,31 @@ def test_no_answer_is_changed(alone, monkeypatch, settings):
     assert said == alone[0]
     np.testing.assert_allclose(logprobs, alone[1], atol=2e-4)
     assert 0 < counts['accepted_tokens'] < counts['drafted_tokens'] and not alone[2]['drafted_tokens']
+
+PENALIZED = [dict(presence_penalty=.9), dict(frequency_penalty=.6, temperature=1.),
+             dict(repetition_penalty=1.4), dict(logit_bias={7: 2.}, temperature=.7), dict(stop=['ezq', 'tzq', ' q', 'aq']),
+             dict(stop=['ezq', 'nzq', 'sq', ' zq'], temperature=1.)]
+
+class Sure(Speculation):
+    "Guesses five tokens, in two steps of three"
+    calls = 0
+    def wants(self, reqs):
+        self.calls += 1
+        return self.calls % 3 > 0
+    def propose(self, reqs): return self.guesser.guess([o.pending for o in reqs], [5]*len(reqs))
+
+@pytest.mark.parametrize('settings', [dict(), dict(overlap=True), dict(cuda_graph_max_bs=0)], ids=str)
+def test_no_answer_is_changed_where_most_guesses_are_right(settings):
+    "What reads the tokens before reads guesses; and callers get in order what several come in one step"
+    asked = [(f'{i}: {TEXT}', SamplingParams(**dict(max_tokens=40, seed=i, ignore_eos=True) | p))
+             for i, p in enumerate(PENALIZED * 3)]
+    with LLM(dtype='float32', num_pages=900, max_running_req=4, **settings) as llm:
+        def said(): return [(o.text, o.token_ids) for o in llm.generate(*map(list, zip(*asked)))]
+        right, scheduler = said(), llm.runtime.scheduler
+        answers = {np.array(llm.tokenizer.encode(o), np.int32).tobytes(): np.array(ids)
+                   for (o, _), (_, ids) in zip(asked, right)}
+        scheduler.drafter = Sure(Scripted(answers, .9), StepCosts((1, 2), (1., 1.)))
+        assert said() == right and scheduler.counts['accepted_tokens'] > 300
 
 def test_a_guesser_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=re.escape("speculation must be 'off'")): LLM(speculation='oracle')

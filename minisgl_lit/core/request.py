@@ -323,7 +323,8 @@ class PoolingRequests:
 class Batch:
     """One step for the engine: flat arrays (int64) on the host, not changed after launch.
 
-    `n` counts entries, one for each request; those beyond `len(reqs)` are padding, with the dummy row. Token
+    `n` counts entries, one for each request; those beyond `len(reqs)` are padding, with the dummy
+    row. Token
     ids are read on the device, from `token_pool[token_rows, positions]`; the next one of
     each sampled request is written there, to `token_pool[rows, device_lens]`. With `drafts` a
     request stands there once more for each guess of what it says next, each a token longer.

@@ -89,6 +89,8 @@ class RecordedSteps:
     ) -> bool:
         "Whether it is a decode step that fits"
         if batch.mode is not ForwardMode.DECODE: return False
+        # a plan writes what is likeliest where the guesses lie that penalties still count
+        if batch.drafts is not None and batch.logit_edits: return False
         return len(batch.sampled) == len(batch.rows) <= self.most
 
     def run(

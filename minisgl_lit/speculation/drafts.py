@@ -132,7 +132,7 @@ class Speculation:
         for req, n, right in zip(reqs, proposed, accepted):
             self._note(req.pending, ([True]*right + [False])[:n])
 
-    # %% ../../nbs/speculation/drafts.ipynb #3fcce941
+    # %% ../../nbs/speculation/drafts.ipynb #000a6b43
     def _chance(self, req: Req) -> float: return self.chances.get(req.pending, _FIRST)
 
     def _note(self, pending: PendingReq, came_true: Sequence[bool]) -> None:
@@ -144,7 +144,8 @@ class Speculation:
         "Guess a token of one request in turn; when it has come, see whether that was right"
         if self._asked:
             pending, place, guess = self._asked
-            if pending.n_tokens <= place and not pending.ended: return   # it is in flight
+            in_flight = pending.n_tokens <= place and not pending.ended
+            if in_flight and pending.req: return   # one without a row waits for its turn
             if pending.n_tokens > place: self._note(pending, [pending.tokens[place] == guess])
         self._turn += 1
         pending = reqs[self._turn % len(reqs)].pending

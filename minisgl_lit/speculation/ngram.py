@@ -14,10 +14,11 @@ import numpy as np
 from ..core.config import guessers
 from ..core.request import PendingReq
 
-# %% ../../nbs/speculation/ngram.ipynb #6baccc84
+# %% ../../nbs/speculation/ngram.ipynb #8e45bdb6
 class NgramIndex:
     "Where each n-gram of one growing text was seen last."
     sizes = 8, 4, 2   # tokens of an n-gram, those first that tell more
+    at_once = 512     # tokens of a long prompt that one call puts in
 
     def __init__(self):
         self._after: dict[bytes, int] = {}   # by n-gram: the place of the token that followed it
@@ -28,10 +29,10 @@ class NgramIndex:
         tokens: np.ndarray,   # The text so far, int32, [n]: that of the last call, and more
     ) -> int | None:
         "The place of the token that followed the last tokens when they came before"
-        for end in range(self._indexed, len(tokens)):
+        known, self._indexed = self._indexed, min(len(tokens), self._indexed + self.at_once)
+        for end in range(known, self._indexed):
             for size in self.sizes:
                 if size <= end: self._after[tokens[end - size:end].tobytes()] = end
-        self._indexed = len(tokens)
         for size in self.sizes:
             found = self._after.get(tokens[-size:].tobytes())
             if found is not None and size <= len(tokens): return found

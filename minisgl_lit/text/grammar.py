@@ -110,7 +110,7 @@ class GrammarMatcher:
         known: Collection[int],   # Tokens that the library takes for ends; never allowed as text
     ):
         self._state, self._spec, self._ends = state, spec, {*ends}
-        self._late = 0.   # CPU seconds above those that are allowed
+        self._late = [0.]   # CPU seconds above those that are allowed; a fork adds to the same
         self._end_mask = pack_mask(ends, n_words)
         self._text_mask = ~pack_mask({*ends, *known}, n_words)
 
@@ -141,8 +141,8 @@ class GrammarMatcher:
         raise _refusal(self._spec, self._state.get_error())
 
     def _charge(self, started: float) -> None:
-        self._late = max(0., self._late + thread_time() - started - MASK_S)
-        if self._late > GRAMMAR_S:
+        self._late[0] = max(0., self._late[0] + thread_time() - started - MASK_S)
+        if self._late[0] > GRAMMAR_S:
             raise _refusal(self._spec, f'its masks took {GRAMMAR_S} s too long; it is ambiguous')
 
 # %% ../../nbs/text/grammar.ipynb #509e24ea

@@ -51,7 +51,7 @@ class _Noted(Speculation):
         self.steps.append(len(reqs) + sum(proposed))
         super().learn(reqs, proposed, accepted)
 
-# %% ../../nbs/tools/guesses.ipynb #94072140
+# %% ../../nbs/tools/guesses.ipynb #f25c6bcd
 def speculation(
     config: EngineConfig,   # Which model, in which format
     requests: int = 1,      # Answers at once
@@ -59,9 +59,10 @@ def speculation(
     repeat: int = 3,        # Runs at each chance, in turn, of which the median is reported
 ) -> Report:
     "Decoding with guesses of which none, half, four in five and all come true"
-    for name, n in dict(requests=requests, output_len=output_len, repeat=repeat).items():
-        if not (type(n) is int and 1 <= n <= 10_000):
-            raise ValueError(f'{name} must be a whole number from 1 to 10000, not {n!r}')
+    for name, n, least in (('requests', requests, 1), ('output_len', output_len, 2),
+                           ('repeat', repeat, 1)):
+        if not (type(n) is int and least <= n <= 10_000):
+            raise ValueError(f'{name} must be a whole number from {least} to 10000, not {n!r}')
     with BenchmarkTarget(replace(config, speculation='off')) as target:
         runtime = target.llm.runtime
         scheduler = runtime.scheduler

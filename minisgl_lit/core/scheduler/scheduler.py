@@ -477,14 +477,15 @@ class Scheduler:
     def _prepare_drafts(self) -> Batch | None:
         "A decode step with guesses of what comes next"
         assert self.drafter   # it wants to guess
-        self.quiesce()
+        if self._in_flight: return self.quiesce()   # its tokens are told first, by this step
         reqs, rows, lengths = self.decode.schedule(), self.decode.rows, self.table.lengths
         left = (lengths.max_device_len - lengths.device_len)[rows] - 1
-        guesses = zip(reqs, self.drafter.propose(reqs), left.tolist())
-        drafts = [self._allowed(o.pending, guess[:n]) for o, guess, n in guesses]
+        guesses = [o[:n] for o, n in zip(self.drafter.propose(reqs), left.tolist())]
+        drafts = [self._allowed(o.pending, guess) for o, guess in zip(reqs, guesses)]
         plan = BatchPlan(reqs, self.cache, rows, drafts)
+        if plan.drafts is None: self.drafter.learn(reqs, [*map(len, guesses)], [0]*len(reqs))
         if plan.drafts is None or plan.new_pages > self.cache.ready_size:
-            return self._prepare_batch(reqs, ForwardMode.DECODE) if reqs else None
+            return self._prepare_batch(reqs, ForwardMode.DECODE)
         return make_batch(plan, ForwardMode.DECODE, self.launched + 1)
 
     # %% ../../../nbs/core/22_scheduler.scheduler.ipynb #117a7496
