@@ -146,8 +146,8 @@ def test_no_answer_is_changed(alone, monkeypatch, settings):
     assert 0 < counts['accepted_tokens'] < counts['drafted_tokens'] and not alone[2]['drafted_tokens']
 
 PENALIZED = [dict(presence_penalty=.9), dict(frequency_penalty=.6, temperature=1.),
-             dict(repetition_penalty=1.4), dict(logit_bias={7: 2.}, temperature=.7), dict(stop=['ezq', 'tzq', ' q', 'aq']),
-             dict(stop=['ezq', 'nzq', 'sq', ' zq'], temperature=1.)]
+             dict(repetition_penalty=1.4), dict(logit_bias={7: 2.}, temperature=.7),
+             dict(stop=['ezq', 'tzq', ' q', 'aq']), dict(stop=['ezq', 'nzq', 'sq', ' zq'], temperature=1.)]
 
 class Sure(Speculation):
     "Guesses five tokens, in two steps of three"
