@@ -2,6 +2,7 @@
 by every kind of engine; and they end where a request does."""
 import itertools, re
 from copy import copy
+from time import thread_time
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.testing.toy_engine import ToyEngine, ToyRules, expected_output
 from minisgl_lit.speculation.drafts import Speculation, StepCosts
 from minisgl_lit.speculation.ngram import NgramGuesser
+from minisgl_lit.text.grammar import GrammarMatcher, GrammarSpec
 from minisgl_lit.tools.guesses import Scripted
 
 VOCAB = 50
@@ -172,6 +174,36 @@ def test_no_answer_is_changed_where_most_guesses_are_right(settings):
 
 def test_a_guesser_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=re.escape("speculation must be 'off'")): LLM(speculation='oracle')
+
+def test_masks_behind_guesses_are_charged():
+    "A grammar that is slow is so for what it is led through, too"
+    spec = GrammarSpec('regex', 'a*')
+    class Slow:
+        def deep_copy(self): return self
+        def unsafe_compute_mask_ptr(self, at, n): spin(.02)
+        def is_error(self): return False
+        def is_accepting(self): return True
+    matcher, out = GrammarMatcher(Slow(), spec, 1, {1}, ()), np.zeros(1, np.int32)
+    for _ in range(5): matcher.fork().mask(out)
+    late = matcher._late[0]
+    matcher.fork().mask(out)
+    assert matcher._late[0] > late > 0
+
+def spin(seconds):
+    end = thread_time() + seconds
+    while thread_time() < end: pass
+
+def test_who_finds_nothing_to_guess_is_not_waited_for():
+    "After a few steps it looks on, which holds up no step"
+    s = Speculation(NgramGuesser(), StepCosts((1, 2), (1., 1.1)))
+    pending = PendingReq('a', np.arange(4), P(), 2000)
+    req, wanted = SimpleNamespace(pending=pending), 0
+    for token in range(100, 200):
+        if s.wants([req]):
+            wanted += 1
+            assert not len(s.propose([req])[0])
+        pending.append(token)
+    assert 0 < wanted < 9, wanted
 
 class Nonsense:
     def guess(self, pendings, most): return [np.full(n, 7) for n in most]
