@@ -111,9 +111,11 @@ pip_install = set -o pipefail; $(BIN)/python -m pip install --no-compile --disab
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-compile --upgrade --target .flashinfer \
 	  "$$(grep -o 'flashinfer-python[^ ]*' settings.ini)" apache-tvm-ffi einops nvidia-ml-py && touch $@ || \
 	  echo 'FlashInfer could not be fetched, so the tests that need it are skipped'
-.venv/.browser: .venv/.all
+.venv/.chromium: | .venv/bin/python
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; } || \
 	  { echo 'make test-browser needs chromium and chromedriver on the PATH (Debian: apt-get install chromium chromium-driver)'; exit 1; }
+	@touch $@
+.venv/.browser: .venv/.all .venv/.chromium
 	$(BIN)/python -m pip install -q --disable-pip-version-check selenium
 	@touch $@
