@@ -12,6 +12,7 @@ os.environ.setdefault("TRITON_EMULATOR", "minisgl_lit.testing.triton_emulator")
 
 import pytest
 from hypothesis import settings
+import warm
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("long", deadline=None, max_examples=1000)
@@ -32,7 +33,9 @@ def small_server():
     from minisgl_lit import serve
     with serve(port=0, num_pages=512, max_running_req=16, max_seq_len=256, log_interval=0) as s: yield s
 
-def pytest_configure(config): settings.load_profile("long" if is_long(config) else "default")
+def pytest_configure(config):
+    settings.load_profile("long" if is_long(config) else "default")
+    if hasattr(config, "workerinput") and sys.platform == "linux": warm.begin()
 
 def pytest_collection_modifyitems(config, items):
     # the longest of all, first: else one worker has it left when all others have nothing to do

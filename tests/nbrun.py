@@ -18,6 +18,7 @@ from threading import Lock, Thread
 from unittest.mock import patch
 
 import nbformat
+import warm
 from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
@@ -122,7 +123,7 @@ def _joined(outputs):
 
 _context, _starting = get_context("forkserver"), Lock()
 _preloaded = [   # what each kernel imports, and most chapters; before there is a kernel, bars are plain
-    "tqdm.auto",
+    "tqdm.auto", "warm",
     "torch", "fastcore.all", "matplotlib.pyplot", "transformers.models.llama.modeling_llama",
     "fastapi", "httpx", "uvicorn", "hypothesis", "openai",
     "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger",
@@ -143,6 +144,7 @@ def _end_with_parent():
     os._exit(1)
 
 def _kernel(args, env, cwd):
+    if sys.platform == "linux": warm.begin_kernel()
     gc.freeze()   # what the server has imported: engines collect garbage, and would look through all of it
     Thread(target=_end_with_parent, daemon=True).start()   # the server itself waits for its last kernel
     os.setsid()   # a process group of its own

@@ -1,7 +1,7 @@
 """Compile the kernels for the processors that a wheel is for: `make wheel`, before the wheel is built.
 
     python tests/ship_kernels.py                     every level of this machine
-    python tests/ship_kernels.py here                the best level that this processor has, in seconds
+    python tests/ship_kernels.py here                what this processor runs, kept for it or compiled now
     CC=aarch64-linux-gnu-gcc python tests/ship_kernels.py aarch64      for another machine
 
 The libraries go to build/kernels, with PLATFORM, the wheel's tag; setup.py takes them from there.
@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import minisgl_lit
-from minisgl_lit.kernels.compiler import LEVELS, levels_here
+from minisgl_lit.kernels.compiler import (
+    LEVELS, compile_c, levels_here, library_folder, shipped_name, target_here)
 from minisgl_lit.kernels.plan import entries, parameters, team_c
 from script import load
 
@@ -33,6 +34,10 @@ def platform_tag(machine: str) -> str:
                 for o in re.findall(rb'GLIBC_2\.(\d+)', library.read_bytes())]
     return f'manylinux_2_{max([17, *versions])}_{machine}'
 
+def ship_kept(text: str, folder: Path) -> None:
+    "The library that `load` has made, or makes, for this very processor"
+    shutil.copy(compile_c(text, folder, *target_here()), FOLDER/shipped_name(text, levels_here()[0]))
+
 def main(machine: str = platform.machine()) -> None:
     here = machine == 'here'
     if here: machine = platform.machine()
@@ -41,9 +46,10 @@ def main(machine: str = platform.machine()) -> None:
     levels = [o.name for o in (levels_here()[:1] if here else LEVELS[machine])]
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(ship_libraries, text, machine, FOLDER, [level]) for text in sources()
-                for level in levels]
+    with ThreadPoolExecutor(os.cpu_count()) as pool, library_folder() as kept:
+        jobs = [pool.submit(ship_kept, text, kept) if here else
+                pool.submit(ship_libraries, text, machine, FOLDER, [level])
+                for text in sources() for level in levels]
     for job in jobs: job.result()
     (FOLDER/'PLATFORM').write_text(tag := platform_tag(machine))
     made = [*FOLDER.glob('*.so')]

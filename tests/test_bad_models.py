@@ -1,10 +1,11 @@
 """Models that are broken, too large or not there, as somebody at a terminal meets them: one sentence, no
 traceback, code 2."""
-import json, shutil, subprocess, sys
+import json, shutil, sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file, save_file
 
 from minisgl_lit import cli
@@ -141,7 +142,7 @@ def test_the_other_commands(model, capsys):
     out, err = capsys.readouterr()
     assert ((code, out, err.count('\n')) == (2, '', 1) and err.startswith('minisgl-lit chat: ')
             and 'damaged' in err)
-    done = subprocess.run([sys.executable, '-m', 'minisgl_lit', '--port', '0', '--model', str(model)],
+    done = warm.run([sys.executable, '-m', 'minisgl_lit', '--port', '0', '--model', str(model)],
                           capture_output=True, text=True, timeout=100)
     *waits, said = done.stderr.splitlines()   # a busy machine may say first that it is still loading
     assert (done.returncode, done.stdout) == (2, '') and all('still loading' in o for o in waits), done.stderr

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import warm
 import zmq
 
 from minisgl_lit import serve
@@ -60,7 +61,7 @@ def program(tmp_path, *flags):
     command = [sys.executable, '-m', 'minisgl_lit', 'serve', '--port', '0', '--num-pages', '512',
                '--max-running-req', '16', *flags]
     with open(tmp_path/'stderr', 'w') as log:
-        p = subprocess.Popen(
+        p = warm.Popen(
             command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
             env=os.environ | dict(TMPDIR=str(tmp_path)))
     try:

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from urllib.request import urlopen
 
-import pytest, yaml
+import pytest, warm, yaml
 
 from minisgl_lit import cli, cluster, serve
 from minisgl_lit.server.config import ServerConfig
@@ -103,7 +103,7 @@ class Page:
     "A guide while it is followed: its names, and the server that it has started, if any."
     def __init__(self, shared, by_shell):
         self.shared, self.url, self.server, self.names = shared, shared.url, None, {}
-        self.run = run_by_shell if by_shell else run_here
+        self.by_shell, self.run = by_shell, run_by_shell if by_shell else run_here
 
     def python(self, source):
         "What it prints"
@@ -124,8 +124,13 @@ class Page:
     def start(self, command):
         "A server that serves the rest of the page; its line"
         self.end()
-        self.server = subprocess.Popen("exec env " + command + " --port 0", shell=True,
-                                       stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        how = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        if self.by_shell: self.server = subprocess.Popen(f"exec env {command} --port 0", shell=True, **how)
+        else:
+            settings, words = command.split("minisgl-lit ")
+            own = dict(o.split("=") for o in shlex.split(settings))
+            self.server = warm.Popen([sys.executable, "-m", "minisgl_lit", *shlex.split(words),
+                                      "--port", "0"], env=os.environ | own, **how)
         line = self.server.stdout.readline()
         self.url = line.split()[-1]
         return line

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
+import warm
 
 from minisgl_lit import serve
 from minisgl_lit.log import LogFile
@@ -266,7 +267,7 @@ def before_engine_core(monkeypatch, code):
     "Engine processes that are started from now on do this first"
     program = f'{code}\nimport sys\nfrom minisgl_lit.server.engine_process import main\nmain(*sys.argv[1:])'
     def start(_, *args, **streams):
-        return subprocess.Popen([sys.executable, '-c', program, *args], start_new_session=True, **streams)
+        return warm.Popen([sys.executable, '-c', program, *args], start_new_session=True, **streams)
     monkeypatch.setattr('minisgl_lit.server.engine_client.start_program', start)
 
 
@@ -347,7 +348,7 @@ def test_in_a_script(tmp_path, way, end):
 def test_ctrl_c_ends_open_streams():
     """Their callers are told so, and each leaves its line in the log, before the program ends; a host that is
     open to all left one at the start"""
-    with subprocess.Popen([sys.executable, '-m', 'minisgl_lit', 'serve', '--port', '0', '--host', '0.0.0.0',
+    with warm.Popen([sys.executable, '-m', 'minisgl_lit', 'serve', '--port', '0', '--host', '0.0.0.0',
                            '--num-pages', '128', '--log-interval', '0'],
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
         url, said = p.stdout.readline().split()[-1], []

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import warm
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -252,7 +253,7 @@ def test_every_dtype_answers(sound, dtype):
 
 def test_the_command_line_says_it_in_one_line(sound, tmp_path):
     path = broken(sound, tmp_path, FLAWS['nan'][0])
-    run = subprocess.run([sys.executable, '-m', 'minisgl_lit', 'generate', 'hi', '--model', str(path),
+    run = warm.run([sys.executable, '-m', 'minisgl_lit', 'generate', 'hi', '--model', str(path),
                           '--device', 'cpu'], capture_output=True, text=True)
     assert run.returncode == 2 and run.stdout == '' and 'Traceback' not in run.stderr
     assert run.stderr.strip().splitlines()[-1].endswith(FLAWS['nan'][1])
