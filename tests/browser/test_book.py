@@ -53,7 +53,7 @@ def test_nothing_sticks_out(visit, path, width, height):
     page.size(width, height, mobile=width < 500)
     page.until(lambda: page.js("document.documentElement.scrollWidth") <= width)
 
-LOOK = ("""
+BEYOND = ("""
 const [paths, width, done] = arguments, bad = {}
 async function put(path) {   // what another page says, in this one; its diagrams are drawn anew
     const text = await (await fetch(path)).text()
@@ -100,10 +100,10 @@ def test_every_page_fits(visit, site, width):
     page = visit("design.html")   # it has diagrams
     page.size(width, 820, mobile=width < 500)
     page.driver.set_script_timeout(300)
-    bad = page.driver.execute_async_script(LOOK, [site + o for o in sorted(texts.keys() - whole)], width)
+    bad = page.driver.execute_async_script(BEYOND, [site + o for o in sorted(texts.keys() - whole)], width)
     for path in sorted(whole):
         page.driver.get(site + path)
-        bad |= page.driver.execute_async_script(LOOK, [page.driver.current_url], width)
+        bad |= page.driver.execute_async_script(BEYOND, [page.driver.current_url], width)
     assert len(texts) > 300 and not bad
 
 def test_a_chapter_goes_on_to_the_next(visit):
