@@ -238,6 +238,44 @@ def test_usage_and_metrics_tell_the_same():
                 for o in ('accepted', 'draft')]
         assert told == np.sum(found, axis=0).tolist() and told[0] > 0
 
+class Eager(Speculation):
+    "Guesses five tokens in each step"
+    def wants(self, reqs): return True
+    def propose(self, reqs): return self.guesser.guess([o.pending for o in reqs], [5]*len(reqs))
+
+@pytest.fixture
+def eager(monkeypatch):
+    "A model that guesses from its cache, and how it answers: tokens, and how many of them were guessed"
+    monkeypatch.setattr('minisgl_lit.runtime.Speculation', Eager)
+    with LLM(dtype='float32', num_pages=900, page_size=4, speculation='ngram_cache') as llm:
+        def asked(prompt='Tell me of pages. ', **params):
+            usual = dict(max_tokens=60, temperature=3., ignore_eos=True, seed=1)
+            [out] = llm.generate(prompt, SamplingParams(**usual | params))
+            return out.token_ids, out.accepted_tokens
+        yield llm, asked
+        llm.runtime.scheduler.self_check()
+
+def test_a_text_that_comes_again_is_guessed(eager):
+    "but for its last page; not by another namespace, nor once it is flushed"
+    llm, asked = eager
+    said, n = asked()
+    assert n < 15   # the n-grams of its own
+    # of six tokens a step the last is never a guess
+    assert asked() == (said, pytest.approx(50, abs=3))
+    for key in 'bank', 'shop': assert asked(extra_key=key) == (said, n)
+    assert asked(extra_key='bank') == (said, pytest.approx(50, abs=3))
+    llm.runtime.scheduler.flush_cache()
+    assert asked(extra_key='bank') == (said, n)
+    other, n = asked(seed=2)   # the beginning may be the same, by chance
+    assert other != said and n < 15
+
+def test_guesses_from_the_cache_change_no_answer(alone, eager):
+    llm, _ = eager
+    for k in range(3):
+        out = llm.generate([o for o, _ in ASKED], [SamplingParams(**p) for _, p in ASKED])
+        assert [(o.text, o.token_ids, str(o.finish_reason)) for o in out] == [o[:3] for o in alone[0]], k
+    assert llm.runtime.scheduler.counts['accepted_tokens'] > 400
+
 def test_a_guesser_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=re.escape("speculation must be 'off'")): LLM(speculation='oracle')
 
