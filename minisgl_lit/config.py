@@ -30,6 +30,7 @@ policies.announce('minisgl_lit.rules.fairness', 'fair')
 backends.announce('minisgl_lit.kernels.cpu_attention', 'native')
 compressions.announce('minisgl_lit.formats.quantization', 'int8', 'int4', 'fp8')
 guessers.announce('minisgl_lit.speculation.ngram', 'ngram')
+guessers.announce('minisgl_lit.speculation.ngram_cache', 'ngram_cache')
 _backend = 'auto|native|torch|flashinfer'
 _attention = f'({_backend})|({_backend}|fa2|fa3),({_backend}|cuda_cores|tensor_cores)'
 
@@ -103,7 +104,8 @@ class EngineConfig(CoreConfig):
         False, 'Whether objects of a JSON schema that does not say so may have keys of their own')
     speculation: str = setting(
         'off', 'Guess several tokens and check them in one step, which changes no answer: ngram '
-        'guesses what the text has said before', form='off', words="'off'", choices=guessers)
+        'guesses what the text has said before, ngram_cache also how cached texts that begin '
+        'alike went on', form='off', words="'off'", choices=guessers)
     tp: int = setting(
         1, 'Processes that share the model, each on a GPU or some cores of its own',
         low=1, high=64)

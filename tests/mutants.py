@@ -15,7 +15,9 @@ from pathlib import Path
 from nbrun import chapter, notebooks, run
 
 root = Path(__file__).resolve().parents[1]
-chapters = {'process': 'process', 'core/kv_cache/table': 'core/10_kv_cache.table',
+chapters = {'process': 'process', 'core/outputs': 'core/08_outputs',
+            'core/kv_cache/table': 'core/10_kv_cache.table',
+            'speculation/ngram_cache': 'speculation/ngram_cache',
             'core/kv_cache/eviction': 'core/11_kv_cache.eviction',
             'core/kv_cache/radix': 'core/12_kv_cache.radix or core/13_kv_cache.namespaces',
             'distributed/kv_events': 'distributed/kv_events',
@@ -74,6 +76,17 @@ mutants = [   # what breaks, module, the line, what becomes of it
      'pass'),
     ('a grammar is led astray by guesses', 'core/scheduler/scheduler', 'ahead = ahead or grammar.fork()',
      'ahead = grammar'),
+    ('tokens behind a stop belong to the answer', 'core/scheduler/scheduler',
+     'if pending.stop_check: pending.n_tokens = pending.input_len + pending.n_searched', 'pass'),
+    ('a guess behind the end counts', 'core/outputs',
+     'sum(place < pending.n_tokens for place in pending.guessed)', 'len(pending.guessed)'),
+    ('what is computed again was guessed', 'core/scheduler/scheduler',
+     'req.pending.guessed = [o for o in req.pending.guessed if o < req.pending.n_tokens]', 'pass'),
+    ('guesses come from pages that are not to be shared', 'speculation/ngram_cache',
+     'req.handle if req and pending.shares_cache else None', 'req.handle if req else None'),
+    ('invalid texts are guessed', 'speculation/ngram_cache', 'child.name[0] != namespace', 'False'),
+    ('guesses follow as many branches as there are', 'speculation/ngram_cache', 'range(_DEEPEST)',
+     'range(10**9)'),
     ('a row is allocated twice', 'core/kv_cache/table', 'row = self._free.pop()', 'row = self._free[-1]'),
     ('a row freed twice is not noticed', 'core/kv_cache/table', 'if row not in self._allocated:',
      'if False:'),

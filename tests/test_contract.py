@@ -79,8 +79,9 @@ class Scripted:
             while not (new := stop.take()): checks.search([stop])   # a busy machine may put a search off
             if not new.end: yield EngineCoreOutput(r.rid, [i], logprobs=told(i), shown=new.shown)
             else:
+                guessed = dict(drafted_tokens=5, accepted_tokens=2) if "GUESS" in say else {}
                 return (yield EngineCoreOutput(r.rid, [i], *new.end, None, len(r.input_ids), 3, (.1, .2, .3),
-                                               prompt, told(i), new.shown))
+                                               prompt, told(i), new.shown, **guessed))
         # nothing was said
         yield EngineCoreOutput(r.rid, [], end, None, None, len(r.input_ids), 3, (.1, .2, .3), prompt)
 
@@ -139,6 +140,20 @@ def test_chat(client):
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage == whole.usage
     assert ({c.id for c in chunks} == {chunks[0].id}
             and all("\ufffd" not in (c.choices[0].delta.content or "") for c in chunks[:-1]))
+
+def test_guesses_in_the_usage(client, url):
+    "Where there were any: as OpenAI names them, and as SGLang does"
+    def details(text, **more):
+        ask = dict(model="scripted", messages=say(text), **more)
+        return client.chat.completions.create(**ask).usage.completion_tokens_details
+    told = details("GUESS"), details("GUESS", n=2), details("ab")
+    assert ([(o.accepted_prediction_tokens, o.rejected_prediction_tokens) for o in told]
+            == [(2, 3), (4, 6), (None, None)])
+    told = client.completions.create(model="scripted", prompt="SAY:GUESS").usage.completion_tokens_details
+    assert (told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (2, 3)
+    metas = [post(url, "/generate", text=f"SAY:{o}").json()["meta_info"] for o in ("GUESS", "ab")]
+    names = "spec_draft_token_num", "spec_accept_token_num"
+    assert [[o.get(name) for name in names] for o in metas] == [[5, 2], [None, None]]
 
 def test_several_answers(client):
     whole = client.chat.completions.create(model="scripted", messages=say("abc"), n=3, seed=1)

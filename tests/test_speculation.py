@@ -5,10 +5,11 @@ from copy import copy
 from time import thread_time
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
 
-from minisgl_lit import LLM, SamplingParams
+from minisgl_lit import LLM, SamplingParams, serve
 from minisgl_lit.core.config import EngineConfig as CoreConfig
 from minisgl_lit.core.kv_cache.manager import CacheManager
 from minisgl_lit.core.kv_cache.radix import RadixCache
@@ -93,6 +94,24 @@ def test_every_guess_is_told_of():
     assert s.counts['drafted_tokens'] == sum(a for a, _ in s.drafter.told)
     assert s.counts['accepted_tokens'] == sum(b for _, b in s.drafter.told)
 
+def test_what_is_computed_again_was_not_guessed():
+    "The numbers behind right guesses were NaN, so their tokens never came"
+    s = toy()
+    [right], _ = served(s, [1, 2, 3, 4], max_tokens=12)
+    sample, spoiled = s.engine.sample, []
+    def spoil(batch, *more):
+        output = sample(batch, *more)
+        if batch.drafts is not None and not spoiled:
+            spoiled.append(batch)
+            output.finite[:] = False
+        return output
+    s.engine.sample = spoil
+    pending, before = s.add('again', [1, 2, 3, 4], P(max_tokens=12)), s.counts['accepted_tokens']
+    while s.has_work: s.step()
+    # three were not guessed: the first, the one that came when all was computed again, and the last
+    assert spoiled and pending.output_ids.tolist() == right
+    assert s.counts['accepted_tokens'] - before == 9 and pending.drafted_tokens > 9
+
 # --- real models
 
 class Seldom:
@@ -171,6 +190,91 @@ def test_no_answer_is_changed_where_most_guesses_are_right(settings):
                    for (o, _), (_, ids) in zip(asked, right)}
         scheduler.drafter = Sure(Scripted(answers, .9), StepCosts((1, 2), (1., 1.)))
         assert said() == right and scheduler.counts['accepted_tokens'] > 300
+
+@pytest.mark.parametrize('settings', [dict(), dict(overlap=True)], ids=str)
+def test_guesses_count_where_their_tokens_do(settings):
+    "Of five right guesses and a token of the model's own in a step; what stands behind a stop is none"
+    usual, prompts = dict(max_tokens=40, ignore_eos=True), [f'{i}: {TEXT}' for i in range(8)]
+    with LLM(dtype='float32', num_pages=900, max_running_req=4, **settings) as llm:
+        whole = llm.generate(prompts, SamplingParams(**usual | dict(max_tokens=50)))
+        stops = [re.escape(o.text[3*i:3*i + 3]) for i, o in enumerate(whole)]
+        more = [dict(), dict(max_tokens=20), dict(max_tokens=1), dict(logprobs=1),
+                *(dict(stop=stops[i]) for i in (4, 5)), *(dict(stop_regex=stops[i]) for i in (6, 7))]
+        asked = [SamplingParams(**usual | o) for o in more]
+        def served(): return [llm.generate(*o)[0] for o in zip(prompts, asked)]
+        answers = {np.array(llm.tokenizer.encode(o), np.int32).tobytes(): np.array(a.token_ids)
+                   for o, a in zip(prompts, whole)}
+        right, scheduler = served(), llm.runtime.scheduler
+        assert not any(o.drafted_tokens or o.accepted_tokens for o in right)
+        scheduler.drafter = Sure(Scripted(answers, 1.), StepCosts((1, 2), (1., 1.)))
+        scheduler.drafter.wants = lambda reqs: True
+        outs, counts = served(), scheduler.counts
+    for a, b in zip(outs, right):
+        n = a.completion_tokens - 1   # the first token comes from the prompt
+        steps = -(-n//6) if a.finish_reason == 'length' else n//6   # whose last token counts
+        assert (a.text, a.finish_reason, a.accepted_tokens) == (b.text, b.finish_reason, n - steps)
+    assert sum(o.matched is not None for o in outs) > 1
+    assert counts['accepted_tokens'] == sum(o.accepted_tokens for o in outs) > 60
+    assert counts['drafted_tokens'] == sum(o.drafted_tokens for o in outs)
+
+def test_usage_and_metrics_tell_the_same():
+    with serve(port=0, speculation='ngram', dtype='float32', num_pages=900, log_interval=0) as server:
+        def ask(path, **body):
+            return httpx.post(f'{server.url}/{path}', json=body, timeout=60).raise_for_status().json()
+        more, found = dict(max_tokens=150, temperature=0, ignore_eos=True), []
+        chat = dict(messages=[dict(role='user', content=TEXT)], **more)
+        for answer in (ask('v1/completions', prompt=[TEXT, 'a'*9], **more),
+                       ask('v1/completions', prompt=TEXT, stop=' q', **more),
+                       ask('v1/chat/completions', n=2, **chat)):
+            details = answer['usage']['completion_tokens_details']
+            accepted = details.get('accepted_prediction_tokens', 0)
+            found.append((accepted, accepted + details.get('rejected_prediction_tokens', 0)))
+            assert accepted <= answer['usage']['completion_tokens']
+        meta = ask('generate', text=TEXT, sampling_params=dict(max_new_tokens=150, ignore_eos=True,
+                                                               temperature=0))['meta_info']
+        found.append((meta.get('spec_accept_token_num', 0), meta.get('spec_draft_token_num', 0)))
+        text = httpx.get(f'{server.url}/metrics').text
+        told = [float(re.search(rf'^minisgl:{o}_tokens_total.* (\S+)$', text, re.M)[1])
+                for o in ('accepted', 'draft')]
+        assert told == np.sum(found, axis=0).tolist() and told[0] > 0
+
+class Eager(Speculation):
+    "Guesses five tokens in each step"
+    def wants(self, reqs): return True
+    def propose(self, reqs): return self.guesser.guess([o.pending for o in reqs], [5]*len(reqs))
+
+@pytest.fixture
+def eager(monkeypatch):
+    "A model that guesses from its cache, and how it answers: tokens, and how many of them were guessed"
+    monkeypatch.setattr('minisgl_lit.runtime.Speculation', Eager)
+    with LLM(dtype='float32', num_pages=900, page_size=4, speculation='ngram_cache') as llm:
+        def asked(prompt='Tell me of pages. ', **params):
+            usual = dict(max_tokens=60, temperature=3., ignore_eos=True, seed=1)
+            [out] = llm.generate(prompt, SamplingParams(**usual | params))
+            return out.token_ids, out.accepted_tokens
+        yield llm, asked
+        llm.runtime.scheduler.self_check()
+
+def test_a_text_that_comes_again_is_guessed(eager):
+    "but for its last page; not by another namespace, nor once it is flushed"
+    llm, asked = eager
+    said, n = asked()
+    assert n < 15   # the n-grams of its own
+    # of six tokens a step the last is never a guess
+    assert asked() == (said, pytest.approx(50, abs=3))
+    for key in 'bank', 'shop': assert asked(extra_key=key) == (said, n)
+    assert asked(extra_key='bank') == (said, pytest.approx(50, abs=3))
+    llm.runtime.scheduler.flush_cache()
+    assert asked(extra_key='bank') == (said, n)
+    other, n = asked(seed=2)   # the beginning may be the same, by chance
+    assert other != said and n < 15
+
+def test_guesses_from_the_cache_change_no_answer(alone, eager):
+    llm, _ = eager
+    for k in range(3):
+        out = llm.generate([o for o, _ in ASKED], [SamplingParams(**p) for _, p in ASKED])
+        assert [(o.text, o.token_ids, str(o.finish_reason)) for o in out] == [o[:3] for o in alone[0]], k
+    assert llm.runtime.scheduler.counts['accepted_tokens'] > 400
 
 def test_a_guesser_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=re.escape("speculation must be 'off'")): LLM(speculation='oracle')

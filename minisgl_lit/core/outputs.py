@@ -30,6 +30,8 @@ class EngineCoreOutput:
     shown: int | None = None  # Characters of the answer that may be shown by now; `None`: all
     faulty_field: str = ''    # Field of the request that has caused the error, if one has
     weight_version: str = ''  # Of the weights that have computed it
+    drafted_tokens: int = 0   # Guesses of its tokens that were looked at
+    accepted_tokens: int = 0  # Tokens of its answer that were guessed
     # The pooled hidden state of its prompt, if asked for, float32, [hidden_size]
     embedding: np.ndarray | None = field(default=None, compare=False)
 
@@ -58,7 +60,8 @@ def final_output(
     return EngineCoreOutput(
         pending.rid, list(token_ids), reason, matched, error, pending.input_len,
         pending.cached_tokens, times, prompt, logprobs, shown, pending.faulty_field,
-        pending.weight_version, pooled)
+        pending.weight_version, pending.drafted_tokens,
+        sum(place < pending.n_tokens for place in pending.guessed), pooled)
 
 # %% ../../nbs/core/08_outputs.ipynb #912bc5f6
 @dataclass(slots=True)

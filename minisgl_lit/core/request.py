@@ -44,6 +44,9 @@ class PendingReq:
         self.tokens[:self.n_tokens] = input_ids
         self.req: Req | None = None             # what runs it, while it has a row
         self.cached_tokens = 0                  # prompt tokens that need no computing
+        self.drafted_tokens = 0                 # guesses of its tokens that were looked at
+        self.guessed: list[int] = []            # places whose tokens were guessed
+        self.n_searched = 0                     # tokens of its answer that have passed `stop_check`
         self.kv_invalid = False                 # its keys and values contain NaN or inf
         self.shares_cache = True                # it may use and share cached prefixes
         self.handoff = ''                       # file by which its pages go to or from an engine

@@ -112,6 +112,7 @@ class FairOrder:
         if pending.req or 'scheduled' in pending.times:   # it has started
             cost = (self.prompt_cost * (pending.input_len - pending.cached_tokens)
                     + self.output_cost * (pending.n_tokens - pending.input_len))
+        cost = max(cost, before)   # what ran on while its stop was searched for is not given back
         if cost and not before:
             self.callers.last_to_start, self.users[name].last_to_start = name, user
         self.callers.add(name, (cost - before) / weight)

@@ -38,8 +38,8 @@ _SCHEDULER_METRICS: dict[str, tuple[str, Callable[[Mapping], float]]] = {
     'prompt_tokens_total': ('Tokens of prompts', lambda s: s['prompt_tokens']),
     'cached_tokens_total': ('Of these, found in the cache', lambda s: s['cached_tokens']),
     'generation_tokens_total': ('Tokens made', lambda s: s['generated_tokens']),
-    'draft_tokens_total': ('Tokens that were guessed and looked at', lambda s: s['drafted_tokens']),
-    'accepted_tokens_total': ('Of these, that came true', lambda s: s['accepted_tokens']),
+    'draft_tokens_total': ('Guesses looked at, of ended requests', lambda s: s['drafted_tokens']),
+    'accepted_tokens_total': ('Of these, tokens of answers', lambda s: s['accepted_tokens']),
     'num_retracted_reqs_total':
         ('Times a request was retracted', lambda s: s['retracted'])}
 

@@ -62,6 +62,8 @@ class GenerateWriter(ResponseWriter):
                 'weight_version': output.weight_version}
         thought = {'reasoning_text': output.reasoning} if output.reasoning else {}
         if thought: meta['reasoning_tokens'] = output.reasoning_tokens
+        if output.drafted_tokens: meta |= {'spec_draft_token_num': output.drafted_tokens,
+                                           'spec_accept_token_num': output.accepted_tokens}
         if output.times: meta |= {'e2e_latency': output.times[2], 'times': output.times}
         if output.logprobs is not None:
             text = self.token_text if self.with_text else lambda token: None

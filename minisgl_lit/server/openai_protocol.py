@@ -305,11 +305,15 @@ def usage(
     completion = sum(len(o.token_ids) for o in outputs)
     prompt = sum(o.prompt_tokens for o in outputs[::n])   # once for each prompt
     cached = sum(o.cached_tokens for o in outputs[::n])
-    reasoning = sum(o.reasoning_tokens for o in outputs)
+    details = {'reasoning_tokens': sum(o.reasoning_tokens for o in outputs)}
+    if drafted := sum(o.drafted_tokens for o in outputs):
+        accepted = sum(o.accepted_tokens for o in outputs)
+        details |= {'accepted_prediction_tokens': accepted,
+                    'rejected_prediction_tokens': drafted - accepted}
     return {'prompt_tokens': prompt, 'completion_tokens': completion,
             'total_tokens': prompt + completion,
             'prompt_tokens_details': {'cached_tokens': cached},
-            'completion_tokens_details': {'reasoning_tokens': reasoning}}
+            'completion_tokens_details': details}
 
 # %% ../../nbs/server/openai_protocol.ipynb #6523f72a
 _Json = dict[str, object]

@@ -376,6 +376,8 @@ class Piece:
     weight_version: str = ''                   # Of the weights that compute it
     reasoning: str = ''        # New thinking, before the text; `start` does not count it
     reasoning_tokens: int = 0  # Tokens of thinking up to here
+    drafted_tokens: int = 0    # On the last piece, as in `RequestOutput`
+    accepted_tokens: int = 0   # The same
 
 # %% ../../nbs/text/tokenizer.ipynb #70072be2
 @dataclass(slots=True)
@@ -396,6 +398,8 @@ class RequestOutput:
     embedding: np.ndarray | None = field(default=None, compare=False)
     reasoning: str = ''        # What the model has thought before, if that is told from the text
     reasoning_tokens: int = 0  # How many of its tokens are thinking
+    drafted_tokens: int = 0    # Guesses of its tokens that were looked at
+    accepted_tokens: int = 0   # How many of its tokens were guessed
 
     @property
     def completion_tokens(self) -> int:
@@ -445,10 +449,12 @@ class OutputCollector:
         if reason: self.output = RequestOutput(
             ''.join(self._texts), self._token_ids, reason, new.error, of.prompt_tokens,
             of.cached_tokens, new.times, self._logprobs, new.prompt_logprobs, new.matched,
-            of.weight_version, new.embedding, ''.join(self._reasoning), n_thought)
+            of.weight_version, new.embedding, ''.join(self._reasoning), n_thought,
+            new.drafted_tokens, new.accepted_tokens)
         return Piece(text, ids, reason, new.error, start, new.logprobs, new.prompt_logprobs,
                      new.matched, of.prompt_tokens, of.cached_tokens, n, new.times,
-                     of.weight_version, reasoning, n_thought)
+                     of.weight_version, reasoning, n_thought, new.drafted_tokens,
+                     new.accepted_tokens)
 
     # %% ../../nbs/text/tokenizer.ipynb #0170d595
     def _split(self, text: str, is_last: bool) -> tuple[str, str]:

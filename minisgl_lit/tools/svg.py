@@ -44,6 +44,7 @@ class StepRecord:
     tree: list[Branch] = field(default_factory=list)      # Parents first
     stats: dict = field(default_factory=dict)             # `Scheduler.stats()`
     rest: bool = False      # Whether no request was left when it had been processed
+    guessed: int = 0        # How many of the tokens that it brought were guessed
 
     @property
     def began(self) -> float:
@@ -295,6 +296,7 @@ def draw_timeline(
     words += [text(left - 8, lanes[what] + 10, LANES[what]) for what in LANES]
     title = (f'{seconds*1e3:,.0f} ms with requests; '
              f'the engine computed in {engine_share(recording):.0%} of that')
+    if any(step.guessed for step in recording.steps): title += '; dark: guesses that came true'
     return _svg(128, title, text(0, 14, title), tag('g', *words, text_anchor='end'),
                 *bars, tag('g', *works, fill_opacity=.55))
 
@@ -323,11 +325,14 @@ def _bar(step: StepRecord, index: int, n_steps: int, x: float, end: float) -> st
     mode, n, ms = step.mode.value, sum(step.tokens.values()), 1e3*(step.done - step.began)
     tall, colour = LOOKS[mode]
     place = dict(x=x, y=48 - tall, width=max(end - x, 1.), height=tall)
-    words = tag('title', f'{mode} of {len(step.tokens)} requests, {n} tokens, {ms:.1f} ms')
+    told = f'{n} tokens, {step.guessed} of them guessed right' if step.guessed else f'{n} tokens'
+    words = tag('title', f'{mode} of {len(step.tokens)} requests, {told}, {ms:.1f} ms')
     label = tag('svg', text(2, tall - 5, f'{mode[0].upper()}{n}', font_size=10), **place)
     edge = dict(stroke='currentColor', stroke_width=.5)
-    box = tag('rect', **place, **edge, fill=colour, fill_opacity=.5)
-    return tag('g', words, box, label, _marker(index, n_steps, x - 1, 22, end - x + 2, 98))
+    boxes = [tag('rect', **place, **edge, fill=colour, fill_opacity=.5)]
+    right = place | dict(height=tall*step.guessed/n)
+    if step.guessed: boxes.append(tag('rect', **right, fill=colour))
+    return tag('g', words, *boxes, label, _marker(index, n_steps, x - 1, 22, end - x + 2, 98))
 
 # %% ../../nbs/tools/svg.ipynb #2186680f
 def caption(

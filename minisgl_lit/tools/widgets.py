@@ -30,6 +30,7 @@ from ..core.kv_cache.radix import Node, RadixCache
 from ..llm import LoadedModel, LLM
 from ..core.scheduler.scheduler import Observer
 from ..core.scheduler.scheduler import Scheduler
+from ..loop.live_view import made_and_guessed
 from .svg import LOCKED, PICTURES, Branch, End, Recording, StepRecord, player
 
 # %% ../../nbs/tools/widgets.ipynb #9ed95331
@@ -60,7 +61,9 @@ class TimedEngine:
 
     def forward(self, batch: Batch) -> object:
         "Pass on a batch, which makes a new step"
-        tokens = dict(zip([o.rid for o in batch.reqs], batch.extend_lens.tolist()))
+        tokens: dict[str, int] = {}   # with drafts a request is there several times
+        for req, n in zip(batch.reqs, batch.extend_lens.tolist()):
+            tokens[req.rid] = tokens.get(req.rid, 0) + n
         self.steps[batch.step] = step = StepRecord(batch.step, batch.mode, tokens)
         with self.timing(step, 'call'): return self.engine.forward(batch)
 
@@ -161,6 +164,7 @@ class Recorder(Observer):
         self.previous.completed(batch, outputs)
         if step := self.engine.steps.pop(batch.step, None):   # else launched before `attach`
             step.work.append(('process', step.done, self.clock()))
+            step.guessed = made_and_guessed(batch)[1]
             step.rest = not self.scheduler.alive
         for listener in self.listeners: listener()
 

@@ -61,8 +61,8 @@ async function plain(onModel) {
 function note(now) {
   if (before && now.steps < before.steps) batches = counts = []   // another engine
   const last = batches.at(-1)?.step ?? 0
-  for (const [step, kind, rows, prompt, cached, made, start, seconds] of now.batches)
-    if (step > last) batches.push({step, kind, rows, prompt, cached, made, start, seconds: Math.max(seconds, 1e-6)})
+  for (const [step, kind, rows, prompt, cached, made, guessed, start, seconds] of now.batches)
+    if (step > last) batches.push({step, kind, rows, prompt, cached, made: made - guessed, guessed, start, seconds: Math.max(seconds, 1e-6)})
   batches = batches.filter(o => o.start + o.seconds > now.time - WINDOW)
   counts = [...counts.filter(o => o.time > now.time - 1.1), now]
   before = now
@@ -103,8 +103,9 @@ function paint() {
   const x = time => width * (1 - (before.time - time) / WINDOW)
   c.setTransform(scale, 0, 0, scale, 0, 0)
   c.clearRect(0, 0, width, 2 * lane)
+  $('guessed').hidden = !batches.some(o => o.guessed)
   c.font = `11px ${color('sans')}`
-  for (const [ground, names] of [[lane, ['prompt', 'cached']], [2 * lane, ['made']]]) {
+  for (const [ground, names] of [[lane, ['prompt', 'cached']], [2 * lane, ['made', 'guessed']]]) {
     const rates = batches.map(o => names.reduce((n, name) => n + o[name], 0) / o.seconds).sort((a, b) => a - b)
     const top = roundUp(Math.max(20, rates[Math.floor(rates.length * .99)] ?? 0))   // one hasty batch shall not flatten all others
     for (const o of batches) {
@@ -113,7 +114,7 @@ function paint() {
         const left = x(o.start), whole = x(o.start + o.seconds) - left, wide = whole > 3 ? whole - 1 : whole
         const tall = (lane - 18) * o[name] / Math.max(o.seconds * top, names.reduce((n, part) => n + o[part], 0))
         y -= tall
-        c.fillStyle = c.strokeStyle = color(name === 'made' ? 'accent' : 'prompt')
+        c.fillStyle = c.strokeStyle = color({made: 'accent', guessed: 'guessed'}[name] ?? 'prompt')
         if (name !== 'cached') c.fillRect(left, y, wide, tall)
         else if (tall > 1 && wide > 1) c.strokeRect(left + .5, y + .5, Math.max(wide - 1, .5), tall - 1)
       }

@@ -15,8 +15,8 @@ function rate(way) {
 export function bill({usage, way, reason}) {
   const parts = []
   if (usage) {
-    const thought = usage.completion_tokens_details?.reasoning_tokens, cached = usage.prompt_tokens_details?.cached_tokens
-    parts.push(`${number(usage.completion_tokens)} tokens` + (thought ? `, ${number(thought)} of thinking` : ''))
+    const {reasoning_tokens: thought, accepted_prediction_tokens: guessed} = usage.completion_tokens_details ?? {}, cached = usage.prompt_tokens_details?.cached_tokens
+    parts.push(`${number(usage.completion_tokens)} tokens` + (guessed ? `, ${number(guessed)} of them guessed` : '') + (thought ? `, ${number(thought)} of thinking` : ''))
     if (way?.end && rate(way)) parts.push(`${number(rate(way))} tok/s`)
     parts.push(`prompt of ${number(usage.prompt_tokens)}` + (cached ? `, ${number(cached)} cached` : ''))
   }

@@ -94,6 +94,21 @@ def test_the_live_view_moves(page, server):
     page.quiet()
 
 
+def test_guesses_that_came_true(browser):
+    "In the bill of an answer that repeats itself, and in another shade among the batches, with a legend"
+    with serve(**ENGINE, speculation="ngram") as server:
+        page = Page(browser, server.url)
+        assert not page("guessed").is_displayed()
+        page.ask("one two three one two three one two three", tokens=300)
+        page.until(lambda: page("guessed").is_displayed())
+        page.answered()
+        bill = page.all(".bill")[0].text.replace("\u00a0", " ")
+        n = re.search(r"^300 tokens, (\d+) of them guessed", bill)
+        metrics = httpx.get(server.url + "/metrics").text
+        told = re.search(r"^minisgl:accepted_tokens_total.* (\d+)", metrics, re.M)
+        assert 0 < int(n[1]) == int(told[1]) < 300
+        page.quiet()
+
 def test_sampling_and_errors(page):
     "What is asked for is sent; what is wrong is said in a sentence, and the question is given back"
     page("tab-settings").click()

@@ -188,11 +188,13 @@ class Scheduler:
         shown: int | None = None,               # Characters of its answer, if a stop cuts it
     ) -> None:
         "End a request: its terminal output now, its row and pages at the next step"
+        if pending.stop_check: pending.n_tokens = pending.input_len + pending.n_searched
         pending.finish_reason, pending.stop_check = reason, None   # a batch may still hold the request
         self._stop_computing(pending)
         del self.alive[pending.rid]
-        self._outputs.outputs.append(final_output(
-            pending, reason, self.clock(), token_ids, matched, error, logprobs, shown))
+        output = final_output(pending, reason, self.clock(), token_ids, matched, error, logprobs, shown)
+        self._outputs.outputs.append(output)
+        for name in ('drafted_tokens', 'accepted_tokens'): self.counts[name] += getattr(output, name)
         self.observer.ended(pending)
 
     def _stop_computing(self, pending: PendingReq) -> None:
@@ -281,6 +283,7 @@ class Scheduler:
         for req in landed:
             self.retract(req.pending)
             req.pending.kv_invalid = False
+            req.pending.guessed = [o for o in req.pending.guessed if o < req.pending.n_tokens]
 
     # %% ../../../nbs/core/20_scheduler.results.ipynb #43cf30c9
     def _process_tokens(self, batch: Batch, output: ForwardOutput) -> None:
@@ -319,8 +322,9 @@ class Scheduler:
         reqs, lens = [batch.reqs[i] for i in first], batch.device_lens[first] + accepted
         self.cache.truncate(batch.rows[first], lens, batch.step)
         self.drafter.learn(reqs, proposed.tolist(), accepted.tolist())
-        self.counts['drafted_tokens'] += int(proposed.sum())
-        self.counts['accepted_tokens'] += int(accepted.sum())
+        for req, n, right in zip(reqs, proposed.tolist(), accepted.tolist()):
+            req.pending.drafted_tokens += n
+            req.pending.guessed += range(req.pending.n_tokens, req.pending.n_tokens + right)
         return counts
 
     # %% ../../../nbs/core/20_scheduler.results.ipynb #2d2db60b
@@ -371,6 +375,7 @@ class Scheduler:
                 continue
             if not new: continue
             ids, (reason, matched) = new.token_ids, new.end or (None, None)
+            pending.n_searched += len(ids)
             if not (reason or new.logprobs or new.shown is not None):
                 self._emit_tokens([pending]*len(ids), ids)
                 continue
