@@ -109,6 +109,7 @@ class ResolvedConfig(EngineSpec):
     "What one rank has to make: an engine's specification, with all that rings bring to it."
     config: EngineConfig  # What was asked for
     rank: int = 0         # Which rank makes it
+    reserved: int = 0     # Bytes that pages of another model will fill, as on a CPU
 
     @classmethod
     def of(cls, config: EngineConfig, rank: int = 0) -> Self:
@@ -165,7 +166,7 @@ class ResolvedConfig(EngineSpec):
 
     def free(self) -> int:
         "Bytes that this rank may still fill; ranks on a CPU share its memory"
-        free = free_memory(self.device, self.ratio.value)
+        free = free_memory(self.device, self.ratio.value) - self.reserved
         return free if self.device.type == 'cuda' else free // self.config.tp
 
     # %% ../nbs/assembly.ipynb #311de75f

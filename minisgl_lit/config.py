@@ -103,7 +103,8 @@ class EngineConfig(CoreConfig):
         False, 'Whether objects of a JSON schema that does not say so may have keys of their own')
     speculation: str = setting(
         'off', 'Guess several tokens and check them in one step, which changes no answer: ngram '
-        'guesses what the text has said before', form='off', words="'off'", choices=guessers)
+        'guesses what the text has said before, draft:PATH asks a smaller model with the same '
+        'vocabulary', form='off|draft:.+', words="'off', 'draft:PATH'", choices=guessers)
     tp: int = setting(
         1, 'Processes that share the model, each on a GPU or some cores of its own',
         low=1, high=64)

@@ -24,15 +24,14 @@ class DraftModel:
     Its row has cached what both texts agree on; what was guessed otherwise is undone by the next
     call. A call waits for what it computes: nothing is ever in flight.
     """
-    at_once = 2048   # new tokens that one call reads, of all texts together
-
     def __init__(
         self,
         engine: EngineProtocol,   # Of the draft model
         cache: CacheManager,      # Its pages; the cache's table has its rows
         costs: StepCosts,         # Of its steps
+        at_once: int = 2048,      # New tokens that one call reads, of all texts together
     ):
-        self.engine, self.cache, self.costs = engine, cache, costs
+        self.engine, self.cache, self.costs, self.at_once = engine, cache, costs, at_once
         self.table, self.lengths = cache.table, cache.table.lengths
         self.longest = cache.table.token_pool.shape[1]   # tokens that a row can hold
         # by the request that is served, which is not kept alive
