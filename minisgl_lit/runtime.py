@@ -185,12 +185,15 @@ def resolve_draft(
         tokens = load_backend(draft.path, read_settings(draft.path)).get_vocab()
         draft.needed()   # raises if the settings do not suit its weights
     except ValueError as e: raise refuse(e) from e
+    n = draft.model.vocab_size
     if draft.model.headless: raise refuse('this model has no head, so it says no tokens')
-    sizes = draft.model.vocab_size, ours.vocab_size
-    if sizes[0] != sizes[1] or tokens != tokenizer.backend.get_vocab(): raise refuse(
-        'its vocabulary ({} tokens) is not that of the served model ({}); give a smaller model '
-        'of the same family'.format(*sizes))
+    if n != ours.vocab_size: raise refuse(
+        f'it has {n} tokens and the served model {ours.vocab_size}; {_FAMILY}')
+    if tokens != tokenizer.backend.get_vocab(): raise refuse(
+        f'its tokens are others than those of the served model; {_FAMILY}')
     return replace(draft, max_seq_len=min(draft.max_seq_len, resolved.max_seq_len))
+
+_FAMILY = 'give a smaller model of the same family, or ngram'
 
 # %% ../nbs/runtime.ipynb #5dc0a1e4
 def make_draft(
@@ -205,9 +208,10 @@ def make_draft(
     free = resolved.free() - sum(o.needed().nbytes for o in both)
     fit = free // sum(o.page_bytes for o in wanted) - 1
     n = max(min(fit, *(o.num_pages for o in wanted)), 1)
-    try: engine, table, memory = make_engine(
-        replace(draft, config=replace(config, num_pages=n)), start_ranks(1), False)
-    except ValueError as e: raise ValueError(f'speculation={resolved.config.speculation!r}: {e}') from e
+    draft = replace(draft, config=replace(config, num_pages=n))
+    try: engine, table, memory = make_engine(draft, start_ranks(1), False)
+    except ValueError as e:
+        raise ValueError(f'speculation={resolved.config.speculation!r}: {e}') from e
     prefix = make_prefix_cache(config.cache, config.page_size, config.eviction)
     guesser = DraftModel(engine, CacheManager(n, table, prefix), StepCosts.measure(engine, table),
                          min(_READ_AT_ONCE, config.max_prefill_tokens))
