@@ -276,7 +276,8 @@ def own():
     "The embedded model with itself as its draft, which it asks in each step"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr('minisgl_lit.runtime.Speculation', Always)
-        with LLM(dtype='float32', num_pages=200, max_running_req=4, speculation='draft:embedded') as llm: yield llm
+        with LLM(dtype='float32', num_pages=200, max_running_req=4,
+                 speculation='draft:embedded') as llm: yield llm
 
 @pytest.mark.parametrize('temperature', [0., 1.])
 def test_a_model_guesses_itself(own, temperature):

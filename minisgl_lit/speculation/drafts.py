@@ -105,6 +105,7 @@ class Speculation:
         self.chances: WeakKeyDictionary[PendingReq, float] = WeakKeyDictionary()
         # of whom a token was guessed, at which place, and which
         self._asked: tuple[PendingReq, int, int] | None = None
+        self._kept: tuple[list[float], np.ndarray] = [], np.array([], dtype=np.int64)
         self._turn, self._since_look = 0, 0.   # seconds of the steps since it has looked on
         self._seconds: list[float] = costs.seconds(np.arange(self.rows + self.longest + 1)).tolist()
 
@@ -145,10 +146,13 @@ class Speculation:
         return self.chances.get(req.pending, self.usual)
 
     def _far(self, reqs: Sequence[Req]) -> np.ndarray:
-        "How many tokens to guess of each"
-        chances, n = np.array([self._chance(o) for o in reqs]), np.array([len(reqs)])
-        drafting = self.drafting.seconds(n).item() if self.drafting else 0.
-        return how_far(chances, self.costs, self.longest, self.rows, drafting)
+        "How many tokens to guess of each; kept, since chances stay where nothing is guessed"
+        chances, n = [self._chance(o) for o in reqs], np.array([len(reqs)])
+        if chances != self._kept[0]:
+            drafting = self.drafting.seconds(n).item() if self.drafting else 0.
+            far = how_far(np.array(chances), self.costs, self.longest, self.rows, drafting)
+            self._kept = chances, far
+        return self._kept[1]
 
     def _note(self, pending: PendingReq, came_true: Sequence[bool]) -> None:
         chance = self.chances.get(pending, self.usual)
