@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from .config import EngineConfig
+from .core.device import Stream
 from .core.engine.engine import Engine
 from .text.grammar import GrammarCompiler
 from .core.engine.memory import MemoryPlan, set_threads
@@ -199,23 +200,25 @@ _FAMILY = 'give a smaller model of the same family, or ngram'
 def make_draft(
     resolved: ResolvedConfig,   # Of the model that is served
     tokenizer: Tokenizer,       # Its own
-) -> tuple[DraftModel | None, ResolvedConfig]:   # And the served one, beside it
+    overlap: bool,              # Whether the host goes on while the device computes
+) -> tuple[DraftModel | None, ResolvedConfig, Stream | None]:   # The served one beside it; for both
     "The draft model that `speculation` names, if it names one, loaded"
     draft = resolve_draft(resolved, tokenizer)
-    if draft is None: return None, resolved
+    if draft is None: return None, resolved, None
     both, config = (resolved, draft), draft.config
     wanted = [plan_memory(o, sys.maxsize, 0) for o in both]
     free = resolved.free() - sum(o.needed().nbytes for o in both)
     fit = free // sum(o.page_bytes for o in wanted) - 1
     n = max(min(fit, *(o.num_pages for o in wanted)), 1)
     draft = replace(draft, config=replace(config, num_pages=n))
-    try: engine, table, memory = make_engine(draft, start_ranks(1), False)
+    try: engine, table, memory = make_engine(draft, start_ranks(1), overlap)
     except ValueError as e:
         raise ValueError(f'speculation={resolved.config.speculation!r}: {e}') from e
     prefix = make_prefix_cache(config.cache, config.page_size, config.eviction)
     guesser = DraftModel(engine, CacheManager(n, table, prefix), StepCosts.measure(engine, table),
                          min(_READ_AT_ONCE, config.max_prefill_tokens))
-    return guesser, replace(resolved, reserved=memory.kv if memory.on_demand else 0)
+    beside = replace(resolved, reserved=memory.kv if memory.on_demand else 0)
+    return guesser, beside, engine.stream
 
 _READ_AT_ONCE = 2048   # tokens of new texts that the draft reads while all others wait
 
@@ -242,8 +245,8 @@ def build(
                                additional_properties=config.additional_properties)
     ranks, sources = start_ranks(config.tp), dict[str, PageSource]()
     try:
-        draft, resolved = make_draft(resolved, tokenizer)
-        engine, table, memory = make_engine(resolved, ranks, overlap)
+        draft, resolved, stream = make_draft(resolved, tokenizer, overlap)
+        engine, table, memory = make_engine(resolved, ranks, overlap, stream)
         many = isinstance(table, LeaderTable)   # the table that `make_engine` makes if `tp` > 1
         leader = LeaderEngine(engine, table, ranks, audit) if many else None
         weights = ModelWeights(resolved.updater(engine.model.weights), engine, leader)

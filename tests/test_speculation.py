@@ -25,7 +25,7 @@ from minisgl_lit.core.engine.assembly import plan_memory
 from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.runtime import make_draft
 from minisgl_lit.testing.toy_engine import ToyEngine, ToyRules, expected_output
-from minisgl_lit.speculation.drafts import Speculation, StepCosts
+from minisgl_lit.speculation.drafts import Speculation, StepCosts, how_far
 from minisgl_lit.speculation.ngram import NgramGuesser
 from minisgl_lit.text.grammar import GrammarMatcher, GrammarSpec
 from minisgl_lit.text.tokenizer import Tokenizer
@@ -337,17 +337,47 @@ def test_a_draft_shares_the_memory(monkeypatch, random_draft):
     for free, most in (20 << 20, 9999), (1 << 40, 256*4), (1 << 40, 7):
         monkeypatch.setattr('minisgl_lit.assembly.free_memory', lambda *_, free=free: free)
         asked = replace(resolved, config=replace(config, num_pages=7 if most == 7 else None))
-        guesser, beside = make_draft(asked, tokenizer)
+        guesser, beside, stream = make_draft(asked, tokenizer, overlap=False)
         n, pool = guesser.cache.num_pages, guesser.engine.attention.pool
         assert beside.reserved == (n + 1) * plan_memory(beside, free, 0).page_bytes // 4   # one layer of four
         assert beside.free() == free - beside.reserved and pool.dummy_page == n
+        assert stream is guesser.engine.stream
         plan = plan_memory(beside, beside.free() - beside.needed().nbytes, 0)
         assert n <= plan.num_pages + 1 and n <= most and (n == most or n > 50)
     with pytest.raises(ValueError, match=re.escape(f"speculation='draft:{random_draft}': ")):
         monkeypatch.setattr('minisgl_lit.assembly.free_memory', lambda *_: 1000)
-        make_draft(resolved, tokenizer)
+        make_draft(resolved, tokenizer, overlap=False)
 
 def test_the_setting_says_draft():
     assert EngineConfig(speculation='draft:some/where').speculation == 'draft:some/where'
     with pytest.raises(ValueError, match="speculation must be 'off', 'draft:PATH', 'ngram'"):
         EngineConfig(speculation='draft')
+
+class Dear(Nonsense):
+    "As if it computed, in steps that take a tenth of those that check it; sometimes right"
+    costs, calls = StepCosts((1, 2), (.1, .1)), 0
+    def guess(self, pendings, most):
+        self.calls += any(most)
+        return super().guess(pendings, most)
+
+def test_what_a_guess_costs_is_counted():
+    flat, one = StepCosts((1, 2), (1., 1.)), np.array([.6])
+    assert [how_far(one, flat, 8, 64, o).item() for o in (0., .5, .9)] == [8, 1, 0]
+
+@pytest.mark.parametrize('token, most', [(3, 30), (7, 1000)])
+def test_a_guesser_that_computes_is_asked_as_often_as_it_pays(token, most):
+    "If it is wrong, hardly ever: other requests begin with what is known by then"
+    s, tried = Speculation(Dear(), StepCosts((1, 2), (1., 1.1))), []
+    for _ in range(20):
+        pending = PendingReq('a', np.array([1]), P(), 2000)
+        req = SimpleNamespace(pending=pending)
+        for _ in range(50):
+            wanted = s.wants([req])
+            if wanted:
+                [guess] = s.propose([req])
+                s.learn([req], [len(guess)], [len(guess)*(token == 7)])
+            tried.append(wanted)
+            pending.append(token)
+    assert sum(tried) <= most and (token == 3 or all(tried))
+    looked = s.guesser.calls - sum(tried)
+    assert looked == 0 if token == 7 else 50 < looked <= 100   # a hundredth of the time
