@@ -50,7 +50,7 @@ class EngineSettings(TypedDict, total=False):
     reasoning_parser: Literal['auto', 'none', 'deepseek-r1', 'gpt-oss', 'cohere', 'mistral', 'seed_oss', 'granite', 'granite33', 'ernie45', 'hunyuan', 'qwen3'] | str
     control_tokens_in_messages: bool
     additional_properties: bool
-    speculation: Literal['off', 'ngram', 'ngram_cache'] | str
+    speculation: Literal['off', 'draft:PATH', 'ngram', 'ngram_cache'] | str
     tp: int
     plugins: str | None
     dummy_weights: bool

@@ -27,7 +27,7 @@ import torch
 from .config import EngineConfig
 from .core.config import compressions
 from .core.request import Batch, ForwardMode, LogitEdits, SamplingArrays
-from .core.device import ProcessGroup, make_stream, resolve_device
+from .core.device import ProcessGroup, Stream, make_stream, resolve_device
 from .core.engine.assembly import (
     EngineSpec, choose_max_seq_len, join_engine, make_tables, plan_memory)
 from .core.engine.engine import Engine
@@ -109,6 +109,7 @@ class ResolvedConfig(EngineSpec):
     "What one rank has to make: an engine's specification, with all that rings bring to it."
     config: EngineConfig  # What was asked for
     rank: int = 0         # Which rank makes it
+    reserved: int = 0     # Bytes that pages of another model will fill, as on a CPU
 
     @classmethod
     def of(cls, config: EngineConfig, rank: int = 0) -> Self:
@@ -165,7 +166,7 @@ class ResolvedConfig(EngineSpec):
 
     def free(self) -> int:
         "Bytes that this rank may still fill; ranks on a CPU share its memory"
-        free = free_memory(self.device, self.ratio.value)
+        free = free_memory(self.device, self.ratio.value) - self.reserved
         return free if self.device.type == 'cuda' else free // self.config.tp
 
     # %% ../nbs/assembly.ipynb #311de75f
@@ -424,6 +425,7 @@ def make_engine(
     resolved: ResolvedConfig,  # Of rank 0
     ranks: RankProcesses,      # The others
     overlap: bool,             # Whether the host goes on while the device computes
+    stream: Stream | None = None,   # Of another engine, to take turns; `None`: one of its own
 ) -> tuple[Engine, TableManager, MemoryPlan]:
     "The engine of rank 0, the table that it reads, and the memory plan"
     size = resolved.needed().check(resolved.free(), resolved.ratio)
@@ -433,5 +435,5 @@ def make_engine(
     decoder, memory, sizes = load_model(resolved, ranks, size)
     table_type = LeaderTable if ranks.size > 1 else TableManager
     table, attention = make_tables(resolved, memory.num_pages, table_type)
-    stream, largest = make_stream(resolved.device, overlap), resolved.config.cuda_graph_max_bs
+    stream, largest = stream or make_stream(device, overlap), resolved.config.cuda_graph_max_bs
     return join_engine(decoder, attention, table, stream, sizes, largest), table, memory

@@ -105,7 +105,8 @@ class EngineConfig(CoreConfig):
     speculation: str = setting(
         'off', 'Guess several tokens and check them in one step, which changes no answer: ngram '
         'guesses what the text has said before, ngram_cache also how cached texts that begin '
-        'alike went on', form='off', words="'off'", choices=guessers)
+        'alike went on, draft:PATH asks a smaller model with the same vocabulary',
+        form='off|draft:.+', words="'off', 'draft:PATH'", choices=guessers)
     tp: int = setting(
         1, 'Processes that share the model, each on a GPU or some cores of its own',
         low=1, high=64)

@@ -1,13 +1,16 @@
 """Guesses change no token: greedy and sampled, with grammars, stops, penalties and logprobs, in any company,
 by every kind of engine; and they end where a request does."""
-import itertools, re
+import gc, itertools, json, re, shutil
 from copy import copy
+from dataclasses import replace
 from time import thread_time
 from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from minisgl_lit import LLM, SamplingParams, serve
 from minisgl_lit.core.config import EngineConfig as CoreConfig
@@ -17,10 +20,16 @@ from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.core.request import PendingReq
 from minisgl_lit.core.sampling_params import SamplingParams as P
 from minisgl_lit.core.scheduler.scheduler import Scheduler
+from minisgl_lit.assembly import ResolvedConfig
+from minisgl_lit.config import EngineConfig
+from minisgl_lit.core.engine.assembly import plan_memory
+from minisgl_lit.formats.hub import embedded_path
+from minisgl_lit.runtime import make_draft
 from minisgl_lit.testing.toy_engine import ToyEngine, ToyRules, expected_output
-from minisgl_lit.speculation.drafts import Speculation, StepCosts
+from minisgl_lit.speculation.drafts import Speculation, StepCosts, how_far
 from minisgl_lit.speculation.ngram import NgramGuesser
 from minisgl_lit.text.grammar import GrammarMatcher, GrammarSpec
+from minisgl_lit.text.tokenizer import Tokenizer
 from minisgl_lit.tools.guesses import Scripted
 
 VOCAB = 50
@@ -324,3 +333,155 @@ def test_a_wrong_guess_costs_its_row_alone():
             computed += len(guess)
         pending.append(3)
     assert .1*computed < 10, computed
+
+# --- a draft model
+
+@pytest.fixture(scope='module')
+def random_draft(tmp_path_factory):
+    "A model of one layer that says the same tokens by chance"
+    path = tmp_path_factory.mktemp('draft')/'model'
+    shutil.copytree(embedded_path(), path)
+    change(path, num_hidden_layers=1, layer_types=['full_attention'])
+    torch.manual_seed(0)
+    save_file({name: torch.randn_like(o)*.05 for name, o in load_file(path/'model.safetensors').items()
+               if '.layers.' not in name or '.layers.0.' in name}, path/'model.safetensors')
+    return path
+
+def change(path, **fields):
+    file = path/'config.json'
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+def nothing_left(guesser):
+    "No request has a row or a page there any more"
+    gc.collect()
+    guesser.guess([], [])
+    guesser.cache.check_integrity()
+    counts = guesser.cache.page_counts
+    return not guesser.reqs and counts['held'] == counts['protected'] == 0 \
+        and guesser.table.available_size == guesser.table.dummy_row
+
+@pytest.mark.parametrize('settings', [
+    dict(overlap=True), dict(cache='none', page_size=1, num_pages=4000),
+    dict(mixed_chunk=True, chunked_prefill_size=16, num_pages=50, admission='optimistic'),
+    dict(max_running_req=3, attention='torch', cuda_graph_max_bs=0)],
+    ids=lambda o: ' '.join(f'{k}={v}' for k, v in o.items()))
+def test_no_answer_is_changed_by_a_draft(alone, monkeypatch, settings):
+    said, logprobs, counts = answers(monkeypatch, 'draft:embedded', **settings)
+    assert said == alone[0]
+    np.testing.assert_allclose(logprobs, alone[1], atol=2e-4)
+    assert .5*counts['drafted_tokens'] < counts['accepted_tokens']
+
+def test_no_answer_is_changed_by_a_draft_that_is_always_wrong(alone, monkeypatch, random_draft):
+    said, _, counts = answers(monkeypatch, f'draft:{random_draft}')
+    assert said == alone[0] and counts['accepted_tokens'] < .2*counts['drafted_tokens']
+
+@pytest.fixture(scope='module')
+def own():
+    "The embedded model with itself as its draft, which it asks in each step"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('minisgl_lit.runtime.Speculation', Always)
+        with LLM(dtype='float32', num_pages=200, max_running_req=4,
+                 speculation='draft:embedded') as llm: yield llm
+
+@pytest.mark.parametrize('temperature', [0., 1.])
+def test_a_model_guesses_itself(own, temperature):
+    before = dict(own.runtime.scheduler.counts)
+    own.generate([TEXT, 'a', 'one two', TEXT*3, 'b'],
+                 SamplingParams(max_tokens=30, temperature=temperature, ignore_eos=True, seed=7))
+    drafted, accepted = (own.runtime.scheduler.counts[o] - before[o]
+                         for o in ('drafted_tokens', 'accepted_tokens'))
+    assert drafted > 80 and accepted > .95*drafted
+    assert nothing_left(own.runtime.scheduler.drafter.guesser)
+
+def test_what_ends_midway_leaves_nothing_in_the_draft(own):
+    "Aborted, retracted, or ended by itself; others go on as if they were alone"
+    s, asked = own.runtime.scheduler, dict(max_tokens=40, ignore_eos=True, temperature=0., seed=1)
+    ids = [own.tokenizer.encode(TEXT), own.tokenizer.encode('b'), own.tokenizer.encode('one two')]
+    right = own.generate([ids[1].tolist()], SamplingParams(**asked))[0].token_ids
+    guesser = s.drafter.guesser
+    a, b, c = (s.add(o, i, P(**asked | more))
+               for o, i, more in zip('abc', ids, [{}, {}, dict(max_tokens=16)]))
+    for _ in range(3): s.step()
+    assert len(guesser.reqs) == 3
+    s.abort('a')
+    s.pause('retract')
+    for _ in range(2): s.step()
+    guesser.guess([], [])
+    assert not guesser.reqs and b.req is None
+    s.resume()
+    while s.has_work: s.step()
+    assert b.output_ids.tolist() == right and len(c.output_ids) == 16
+    del a, b, c
+    assert nothing_left(guesser)
+
+@pytest.mark.parametrize('why, changes', [
+    ('it has 1024 tokens and the served model 1536; give a smaller model', dict(vocab_size=1024)),
+    ('its tokens are others than those of the served model; give', dict(swap=(575, 731))),
+    ('has no head', dict(architectures=['Qwen3Model'])), ('there is no such folder', dict(missing=True)),
+    ('is not served', dict(architectures=['NovaForCausalLM']))], ids=str)
+def test_a_draft_that_does_not_fit_is_refused(tmp_path, random_draft, why, changes):
+    path = tmp_path/'model'
+    if 'missing' not in changes: shutil.copytree(random_draft, path)
+    if 'swap' in changes:
+        file, (a, b) = path/'tokenizer.json', changes['swap']
+        said = {a: f': {b},', b: f': {a},'}
+        file.write_text(re.sub(f': ({a}|{b}),', lambda o: said[int(o[1])], file.read_text()))
+    elif path.exists(): change(path, **changes)
+    with pytest.raises(ValueError, match=re.escape(why)) as e: LLM(speculation=f'draft:{path}')
+    assert str(e.value).startswith(f"speculation='draft:{path}': ") and '\n' not in str(e.value)
+
+def test_a_draft_is_refused_in_several_ranks():
+    with pytest.raises(ValueError, match="speculation='draft:embedded': a draft model needs tp=1"):
+        LLM(speculation='draft:embedded', tp=2, device='cpu')
+
+def test_a_draft_shares_the_memory(monkeypatch, random_draft):
+    "As many pages as its target, and what they will take is not planned twice"
+    config = EngineConfig(dtype='float32', max_seq_len=64, device='cpu', speculation=f'draft:{random_draft}')
+    resolved, tokenizer = ResolvedConfig.of(config), Tokenizer(embedded_path())
+    for free, most in (20 << 20, 9999), (1 << 40, 256*4), (1 << 40, 7):
+        monkeypatch.setattr('minisgl_lit.assembly.free_memory', lambda *_, free=free: free)
+        asked = replace(resolved, config=replace(config, num_pages=7 if most == 7 else None))
+        guesser, beside, stream = make_draft(asked, tokenizer, overlap=False)
+        n, pool = guesser.cache.num_pages, guesser.engine.attention.pool
+        assert beside.reserved == (n + 1) * plan_memory(beside, free, 0).page_bytes // 4   # one layer of four
+        assert beside.free() == free - beside.reserved and pool.dummy_page == n
+        assert stream is guesser.engine.stream
+        plan = plan_memory(beside, beside.free() - beside.needed().nbytes, 0)
+        assert n <= plan.num_pages + 1 and n <= most and (n == most or n > 50)
+    with pytest.raises(ValueError, match=re.escape(f"speculation='draft:{random_draft}': ")):
+        monkeypatch.setattr('minisgl_lit.assembly.free_memory', lambda *_: 1000)
+        make_draft(resolved, tokenizer, overlap=False)
+
+def test_the_setting_says_draft():
+    assert EngineConfig(speculation='draft:some/where').speculation == 'draft:some/where'
+    with pytest.raises(ValueError, match="speculation must be 'off', 'draft:PATH', 'ngram'"):
+        EngineConfig(speculation='draft')
+
+class Dear(Nonsense):
+    "As if it computed, in steps that take a tenth of those that check it; sometimes right"
+    costs, calls = StepCosts((1, 2), (.1, .1)), 0
+    def guess(self, pendings, most):
+        self.calls += any(most)
+        return super().guess(pendings, most)
+
+def test_what_a_guess_costs_is_counted():
+    flat, one = StepCosts((1, 2), (1., 1.)), np.array([.6])
+    assert [how_far(one, flat, 8, 64, o).item() for o in (0., .5, .9)] == [8, 1, 0]
+
+@pytest.mark.parametrize('token, most', [(3, 30), (7, 1000)])
+def test_a_guesser_that_computes_is_asked_as_often_as_it_pays(token, most):
+    "If it is wrong, hardly ever: other requests begin with what is known by then"
+    s, tried = Speculation(Dear(), StepCosts((1, 2), (1., 1.1))), []
+    for _ in range(20):
+        pending = PendingReq('a', np.array([1]), P(), 2000)
+        req = SimpleNamespace(pending=pending)
+        for _ in range(50):
+            wanted = s.wants([req])
+            if wanted:
+                [guess] = s.propose([req])
+                s.learn([req], [len(guess)], [len(guess)*(token == 7)])
+            tried.append(wanted)
+            pending.append(token)
+    assert sum(tried) <= most and (token == 3 or all(tried))
+    looked = s.guesser.calls - sum(tried)
+    assert looked == 0 if token == 7 else 50 < looked <= 100   # a hundredth of the time

@@ -65,13 +65,15 @@ def how_far(
     costs: StepCosts,     # Of the step that they share
     longest: int,         # Guesses of one request, at most
     most: int,            # Rows of the step, at most
+    drafting: float = 0.,   # Seconds in which one guess of every request is made
 ) -> np.ndarray:          # int64, [n]
     "How many tokens to guess of each request, for the most tokens a second"
     n, gains = len(chances), chances[:, None] ** np.arange(1, longest + 1)
     order = np.argsort(-gains, axis=None, kind='stable')[:max(most - n, 0)]
     tokens = n + np.append(0, gains.flat[order].cumsum())
     seconds = costs.seconds(n + np.arange(len(tokens)))
-    seconds[1:] += costs.host
+    deepest = np.maximum.accumulate(1 + order % longest)   # guesses of any request so far
+    seconds[1:] += costs.host + drafting*deepest
     best = int((tokens / seconds).argmax())
     taken = np.zeros(gains.size, dtype=np.int64)
     taken[order[:best]] = 1
@@ -79,7 +81,10 @@ def how_far(
 
 # %% ../../nbs/speculation/drafts.ipynb #4d4f75b8
 class Guesser(Protocol):
-    "Guesses what texts say next."
+    """Guesses what texts say next.
+
+    One that computes has `costs`, too: of its own steps, each for a token of every request.
+    """
     def guess(self, pendings: Sequence[PendingReq], most: Sequence[int]) -> Sequence[np.ndarray]:
         "At most so many tokens that may come next, of each request that runs"
         ...
@@ -95,10 +100,13 @@ class Speculation:
         costs: StepCosts,   # Of the engine that checks it
     ):
         self.guesser, self.costs = guesser, costs
+        self.drafting: StepCosts | None = getattr(guesser, 'costs', None)
+        self.usual = _FIRST if self.drafting is None else _FIRST_COMPUTED   # of a new request
         self.chances: WeakKeyDictionary[PendingReq, float] = WeakKeyDictionary()
         # of whom a token was guessed, at which place, and which
         self._asked: tuple[PendingReq, int, int] | None = None
-        self._turn = 0
+        self._kept: tuple[list[float], np.ndarray] = [], np.array([], dtype=np.int64)
+        self._turn, self._since_look = 0, 0.   # seconds of the steps since it has looked on
         self._seconds: list[float] = costs.seconds(np.arange(self.rows + self.longest + 1)).tolist()
 
     @classmethod
@@ -114,17 +122,17 @@ class Speculation:
     def wants(self, reqs: Sequence[Req]) -> bool:
         "Whether guesses may pay; if not, one request is asked how good one would have been"
         if len(reqs) >= self.rows: return False
-        if self._may_pay(len(reqs), max(map(self._chance, reqs))): return True
-        self._look_on(reqs)
-        return False
+        if self.drafting: may_pay = bool(self._far(reqs).any())
+        else: may_pay = self._may_pay(len(reqs), max(map(self._chance, reqs)))
+        if not may_pay: self._look_on(reqs)
+        return may_pay
 
     def propose(self, reqs: Sequence[Req]) -> Sequence[np.ndarray]:
         "What may come next for each"
-        chances = np.array([self._chance(o) for o in reqs])
-        far = how_far(chances, self.costs, self.longest, self.rows).tolist()
+        far = self._far(reqs).tolist()
         guesses = self.guesser.guess([o.pending for o in reqs], far)
         for req, n, guess in zip(reqs, far, guesses):
-            if n and not len(guess): self._note(req.pending, [False])
+            if n and not len(guess): self.chances[req.pending] = self._chance(req)*(1 - _WEIGHT)
         return guesses
 
     def learn(self, reqs: Sequence[Req], proposed: Sequence[int], accepted: Sequence[int]) -> None:
@@ -133,11 +141,23 @@ class Speculation:
             self._note(req.pending, ([True]*right + [False])[:n])
 
     # %% ../../nbs/speculation/drafts.ipynb #000a6b43
-    def _chance(self, req: Req) -> float: return self.chances.get(req.pending, _FIRST)
+    def _chance(self, req: Req) -> float:
+        return self.chances.get(req.pending, self.usual)
+
+    def _far(self, reqs: Sequence[Req]) -> np.ndarray:
+        "How many tokens to guess of each; kept, since chances stay where nothing is guessed"
+        chances, n = [self._chance(o) for o in reqs], np.array([len(reqs)])
+        if chances != self._kept[0]:
+            drafting = self.drafting.seconds(n).item() if self.drafting else 0.
+            far = how_far(np.array(chances), self.costs, self.longest, self.rows, drafting)
+            self._kept = chances, far
+        return self._kept[1]
 
     def _note(self, pending: PendingReq, came_true: Sequence[bool]) -> None:
-        chance = self.chances.get(pending, _FIRST)
-        for outcome in came_true: chance += _WEIGHT*(outcome - chance)
+        chance = self.chances.get(pending, self.usual)
+        for outcome in came_true:
+            chance += _WEIGHT*(outcome - chance)
+            if self.drafting: self.usual += _WEIGHT_FOR_ALL*(outcome - self.usual)
         self.chances[pending] = chance
 
     def _look_on(self, reqs: Sequence[Req]) -> None:
@@ -147,7 +167,11 @@ class Speculation:
             in_flight = pending.n_tokens <= place and not pending.ended
             if in_flight and pending.req: return   # one without a row waits for its turn
             if pending.n_tokens > place: self._note(pending, [pending.tokens[place] == guess])
-        self._turn += 1
+        self._asked = None
+        self._since_look += self._seconds[len(reqs)]
+        price = self.drafting.times[0] if self.drafting else 0.
+        if self._since_look * _LOOKING < price: return
+        self._turn, self._since_look = self._turn + 1, 0.
         pending = reqs[self._turn % len(reqs)].pending
         [guess] = self.guesser.guess([pending], [1])
         self._asked = (pending, pending.n_tokens, int(guess[0])) if len(guess) else None
@@ -162,3 +186,5 @@ class Speculation:
         return False
 
 _FIRST, _WEIGHT = .3, .3   # a chance before anything is known; what its newest outcome weighs
+_FIRST_COMPUTED, _WEIGHT_FOR_ALL = .7, .02   # the same of guesses that were computed, for all texts
+_LOOKING = .01   # share of the time that may go into guesses which are only compared
