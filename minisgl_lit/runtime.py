@@ -178,6 +178,7 @@ def resolve_draft(
     if kind != 'draft' or ours.headless: return None
     def refuse(why: object) -> ValueError:
         return ValueError(f'speculation={config.speculation!r}: {why}')
+    if not path: raise refuse('behind draft: stands what model= could be, such as a folder')
     if config.tp > 1: raise refuse("a draft model needs tp=1; with tp above 1 it can be 'ngram'")
     same = dict(dtype=str(resolved.dtype).removeprefix('torch.'), speculation='off')
     try:

@@ -430,6 +430,10 @@ def test_a_draft_that_does_not_fit_is_refused(tmp_path, random_draft, why, chang
     with pytest.raises(ValueError, match=re.escape(why)) as e: LLM(speculation=f'draft:{path}')
     assert str(e.value).startswith(f"speculation='draft:{path}': ") and '\n' not in str(e.value)
 
+def test_a_draft_that_is_not_named_is_refused():
+    with pytest.raises(ValueError, match="^speculation='draft:': behind draft: stands what model= could be"):
+        LLM(speculation='draft:')
+
 def test_a_draft_is_refused_in_several_ranks():
     with pytest.raises(ValueError, match="speculation='draft:embedded': a draft model needs tp=1"):
         LLM(speculation='draft:embedded', tp=2, device='cpu')
