@@ -27,6 +27,9 @@ from minisgl_lit.core.kv_cache.radix import make_prefix_cache
 from minisgl_lit.core.kv_cache.table import TableManager
 from minisgl_lit.distributed.tier import Tier
 from minisgl_lit.rules.fairness import Fair
+from minisgl_lit.speculation import draft_model
+from minisgl_lit.speculation.draft_model import DraftModel
+from minisgl_lit.speculation.drafts import StepCosts
 from minisgl_lit.core.scheduler.prefill import PrefillAdder
 from minisgl_lit.core.scheduler.scheduler import Observer, Scheduler
 from minisgl_lit.text.thinking import AnswerAfterThinking, is_allowed
@@ -208,6 +211,38 @@ class Guesser:
         assert all(0 <= b <= a for a, b in zip(proposed, accepted, strict=True))
         self.seen.update(drafted=sum(proposed), accepted=sum(accepted))
 
+class Unlike(ToyEngine):
+    "A model that says something else now and then, which it goes on from"
+    def __init__(self, wrong, *args):
+        super().__init__(*args)
+        self.wrong = np.uint64(wrong)
+    def _sample(self, launch, tokens, finite, mask):
+        super()._sample(launch, tokens, finite, mask)
+        batch = launch.batch
+        tokens[:] = (tokens + (launch.hashes[batch.sampled] % self.wrong == 0)) % VOCAB
+        self.kv.tokens[batch.rows[batch.sampled], batch.device_lens[batch.sampled]] = tokens
+
+class Drafting(Guesser):
+    "Guesses what a smaller model says, which has few rows and pages, and may lose its numbers"
+    def __init__(self, far, wrong, cache, page_size, rows, pages, at_once):
+        super().__init__(far, wrong)
+        table = TableManager(rows, MAX_SEQ_LEN, page_size, dummy_page=pages)
+        self.engine = Unlike(wrong, table.page_table, table.token_pool, page_size, pages, VOCAB)
+        self.cache = CacheManager(pages, table, make_prefix_cache(cache, page_size))
+        self.model = DraftModel(self.engine, self.cache, StepCosts((1, 2), (1., 1.)), at_once)
+    def propose(self, reqs):
+        super().propose(reqs)   # which checks them
+        guesses = self.model.guess([o.pending for o in reqs], [*map(self.length, reqs)])
+        self.seen.update(model=sum(map(len, guesses)), none=sum(not len(o) for o in guesses))
+        self.cache.check_integrity(self.model.reqs.values())
+        return guesses
+    def end(self):
+        "What has ended leaves nothing behind"
+        self.model.guess([], [])
+        self.cache.check_integrity()
+        assert not self.model.reqs and self.cache.table.available_size == self.cache.table.dummy_row
+        assert not self.cache.page_counts['held'] + self.cache.page_counts['protected']
+
 def pass_over(adder: PrefillAdder, *args, really=PrefillAdder._pass_over) -> bool:
     "What a `PrefillAdder` does, noted in its `Ledger`"
     passed = really(adder, *args)
@@ -225,8 +260,11 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
                     at_least=st.sampled_from([1, 4, 32]), moving=st.sampled_from([1, 3, 40]),
                     least=st.sampled_from([1, 1, 2]), warm=st.sampled_from([False, True, True]),
                     damaged=st.sampled_from([None, 0, 1]), far=st.sampled_from([0, 1, 3, 7]),
-                    wrong=st.sampled_from([1, 2, 3, 100]))
-        def start(self, setting, faulty, first, at_least, moving, least, warm, damaged, far, wrong):
+                    wrong=st.sampled_from([1, 2, 3, 100]),
+                    # rows, pages, tokens read at once, and by how many a step reads as if it decoded
+                    draft=st.none() | st.tuples(st.integers(1, 5), st.integers(1, 30),
+                                                st.sampled_from([3, 99]), st.sampled_from([0, 4, 64])))
+        def start(self, setting, faulty, first, at_least, moving, least, warm, damaged, far, wrong, draft):
             page_size = setting['page_size']
             num_pages = -(-MAX_SEQ_LEN // page_size) + setting['num_pages'] // page_size
             table = TableManager(setting['max_running_req'], MAX_SEQ_LEN, page_size, dummy_page=num_pages)
@@ -241,9 +279,12 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
             if self.below: sources['tier'] = self.below.tier
             self.ledger = Ledger(num_pages, table,
                                  make_prefix_cache(setting['cache'], page_size, setting['eviction']), sources)
-            self.notes = Notes(config)
+            self.notes, guesser = Notes(config), Guesser(far, wrong)
+            if draft:
+                *room, draft_model._FEW = draft
+                guesser = Drafting(far, wrong, setting['cache'], page_size, *room)
             self.s = Scheduler(engine, self.ledger, VOCAB, self.clock, config, EOS, observer=self.notes,
-                               rules=TextRules(None, InThrees, Thoughts), drafter=Guesser(far, wrong))
+                               rules=TextRules(None, InThrees, Thoughts), drafter=guesser)
             # tokens worth waiting for, if somebody else computes them
             self.s.prefill.policy.min_shared_tokens = at_least
             self.right, self.told, self.ends, self.pooled, self.aborted, self.n = {}, {}, {}, {}, set(), 0
@@ -339,7 +380,9 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
         @precondition(lambda self: self.faulty and self.s.alive)
         @rule(data=st.data())
         def numbers_get_lost(self, data):
-            self.s.engine.nan_rids.add(data.draw(st.sampled_from(list(self.s.alive))))
+            rid = data.draw(st.sampled_from(list(self.s.alive)))
+            engines = [self.s.engine, getattr(self.s.drafter, 'engine', self.s.engine)]
+            data.draw(st.sampled_from(engines)).nan_rids.add(rid)
 
         @rule(n=st.integers(1, 3))
         def the_engine_works(self, n):
@@ -472,6 +515,8 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
                         assert (abs(float(o.embedding[0]) - self.pooled[rid])
                                 < .01), (rid, o.embedding, self.pooled[rid])
             self.s.self_check()
+            if isinstance(self.s.drafter, Drafting): self.s.drafter.end()
+            if self.s.drafter.seen['model'] and self.s.drafter.seen['none']: self.marks.add('drafted')
             if self.below:
                 self.below.end()
                 self.marks |= {o for o, n in self.below.seen.items() if n}
@@ -489,7 +534,7 @@ def serving(seen: Counter, lives: list[int], drawn=SETTINGS):
     return Serving
 
 SEEN = ('hit', 'eviction', 'chunk', 'beside', 'passed_over', 'abort in flight', 'dedup', 'retraction',
-        'grammar', 'thinking', 'accepted', 'rejected')
+        'grammar', 'thinking', 'accepted', 'rejected', 'drafted')
 SEEN_HANDED = 'sent', 'received', 'missed'
 SEEN_BELOW = 'from_disk', 'from_host', 'dropped', 'lost', 'restarts'
 
@@ -502,7 +547,7 @@ def run(examples: int, shard: int, tell, steps: int = 40, drawn=SETTINGS, wanted
                    phases=phases, suppress_health_check=list(HealthCheck))
     for more in range(4):
         machine = seed(shard + 100*more)(serving(seen, lives, drawn))
-        with patch.object(PrefillAdder, '_pass_over', pass_over):
+        with patch.object(PrefillAdder, '_pass_over', pass_over), patch.object(draft_model, '_FEW'):
             run_state_machine_as_test(machine, settings=how)
         shares = {o: seen[o] / len(lives) for o in wanted}
         if examples < 60 or min(shares.values()) >= .02: break

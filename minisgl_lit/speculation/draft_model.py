@@ -64,6 +64,7 @@ class DraftModel:
         self.cache.lock(handle)
         pages = handle.pages
         self.table.write(np.full(len(pages), row), np.arange(len(pages)), pages)
+        self.table.write_tokens(row, 0, text.input_ids[:handle.cached_len])
         self.table.sampling.put(row, served.params)
         self.table.sampling['uses_logits'][row] = False
         self.lengths.reach(np.array([row]), np.array([handle.cached_len]))
@@ -130,6 +131,8 @@ class DraftModel:
         if now.sum() <= _FEW:
             known = [o.pending.tokens[i + 1:j] for o, i, j in zip(reqs, starts, ends)]
             output = self._run(BatchPlan(reqs, self.cache, rows, known), ForwardMode.DECODE)
+            for req, start, ids in zip(reqs, starts.tolist(), known):   # where it has put its samples
+                if len(ids): self.table.write_tokens(req.table_idx, start + 1, ids)
             places = now.cumsum() - 1
         else:
             self.lengths.device_len[rows] = ends

