@@ -1,6 +1,7 @@
 """Programs without the seconds that Python takes to import torch: forked off a process that has imported what
-engines do and nothing else has happened to. It is there under xdist on Linux; elsewhere `Popen` is the usual
-one, as it is with arguments that a fork cannot have (`-X`, other variables that are read by an import)."""
+engines and servers do and nothing else has happened to. It is there under xdist on Linux; elsewhere `Popen`
+is the usual one, as it is with arguments that a fork cannot have (`-X`, other variables that are read by an
+import)."""
 import atexit, builtins, ctypes, faulthandler, gc, importlib, io, json, os, pickle, re, runpy, signal, socket
 import subprocess, sys, threading, time, traceback, types
 
@@ -70,6 +71,7 @@ run.__doc__ = "`subprocess.run` with this `Popen`"
 
 def _serve(orders):
     for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
+    gc.freeze()   # or each program would look through all that was imported
     _close_all_but(orders.fileno())
     path = None
     while True:
@@ -191,9 +193,10 @@ def begin_kernel():
     subprocess.Popen = EnginePopen
 
 def begin():
-    "Import what engines import, and fork the process off; before anything else has happened to this one"
+    """Import what engines and servers import, and fork the process off; before anything else has happened to
+    this one"""
     global minisgl_lit
-    import minisgl_lit.process
-    import minisgl_lit.server.engine_process   # noqa: F401 (torch, too)
+    import minisgl_lit.process, minisgl_lit.cli
+    import minisgl_lit.server.engine_process, minisgl_lit.server.serve   # noqa: F401 (torch, too)
     getproctitle()   # it finds where the title is, which it could not later
     _fork_off_nursery()
