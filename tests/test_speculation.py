@@ -445,7 +445,7 @@ def test_a_draft_shares_the_memory(monkeypatch, random_draft):
     for free, most in (20 << 20, 9999), (1 << 40, 256*4), (1 << 40, 7):
         monkeypatch.setattr('minisgl_lit.assembly.free_memory', lambda *_, free=free: free)
         asked = replace(resolved, config=replace(config, num_pages=7 if most == 7 else None))
-        guesser, beside, stream = make_draft(asked, tokenizer, overlap=False)
+        guesser, beside, stream = make_draft(asked, tokenizer, False)
         n, pool = guesser.cache.num_pages, guesser.engine.attention.pool
         assert beside.reserved == (n + 1) * plan_memory(beside, free, 0).page_bytes // 4   # one layer of four
         assert beside.free() == free - beside.reserved and pool.dummy_page == n
@@ -463,7 +463,7 @@ def test_the_setting_says_draft():
 
 class Dear(Nonsense):
     "As if it computed, in steps that take a tenth of those that check it; sometimes right"
-    costs, calls = StepCosts((1, 2), (.1, .1)), 0
+    calls = 0
     def guess(self, pendings, most):
         self.calls += any(most)
         return super().guess(pendings, most)
@@ -475,7 +475,7 @@ def test_what_a_guess_costs_is_counted():
 @pytest.mark.parametrize('token, most', [(3, 30), (7, 1000)])
 def test_a_guesser_that_computes_is_asked_as_often_as_it_pays(token, most):
     "If it is wrong, hardly ever: other requests begin with what is known by then"
-    s, tried = Speculation(Dear(), StepCosts((1, 2), (1., 1.1))), []
+    s, tried = Speculation(Dear(), StepCosts((1, 2), (1., 1.1)), StepCosts((1, 2), (.1, .1))), []
     for _ in range(20):
         pending = PendingReq('a', np.array([1]), P(), 2000)
         req = SimpleNamespace(pending=pending)

@@ -81,10 +81,7 @@ def how_far(
 
 # %% ../../nbs/speculation/drafts.ipynb #4d4f75b8
 class Guesser(Protocol):
-    """Guesses what texts say next.
-
-    One that computes has `costs`, too: of its own steps, each for a token of every request.
-    """
+    "Guesses what texts say next."
     def guess(self, pendings: Sequence[PendingReq], most: Sequence[int]) -> Sequence[np.ndarray]:
         "At most so many tokens that may come next, of each request that runs"
         ...
@@ -98,9 +95,9 @@ class Speculation:
         self,
         guesser: Guesser,   # Says what may come
         costs: StepCosts,   # Of the engine that checks it
+        drafting: StepCosts | None = None,   # Of one that computes: a step, a token of each request
     ):
-        self.guesser, self.costs = guesser, costs
-        self.drafting: StepCosts | None = getattr(guesser, 'costs', None)
+        self.guesser, self.costs, self.drafting = guesser, costs, drafting
         self.usual = _FIRST if self.drafting is None else _FIRST_COMPUTED   # of a new request
         self.chances: WeakKeyDictionary[PendingReq, float] = WeakKeyDictionary()
         # of whom a token was guessed, at which place, and which
