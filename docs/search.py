@@ -102,6 +102,7 @@ SAID = {
                    "HiCache, hierarchical cache, KV cache offloading, hicache_ratio, hicache_size",
     "nbs/rules/fairness": "fairness, fair scheduling, VTC, virtual token counter",
     "nbs/experiments/fairness": "priority, priority scheduling",
+    "nbs/experiments/guesses": "speculative decoding, acceptance rate, acceptance length, prompt lookup",
     "nbs/core/scheduler.policy": "priority, schedule policy, scheduling policy, cache-aware scheduling, "
                                  "cache-aware",
     "nbs/core/engine.pooling": "embeddings, pooling",
