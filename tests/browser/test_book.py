@@ -54,13 +54,13 @@ def test_nothing_sticks_out(visit, path, width, height):
     page.until(lambda: page.js("document.documentElement.scrollWidth") <= width)
 
 BEYOND = ("""
-const [paths, width, done] = arguments, bad = {}
-async function put(path) {   // what another page says, in this one; its diagrams are drawn anew
-    const text = await (await fetch(path)).text()
+const [pages, width, done] = arguments, bad = {}
+async function put(path, text) {   // what another page says, in this one; its diagrams are drawn anew
     const article = new DOMParser().parseFromString(text, 'text/html').querySelector('article')
     document.head.querySelector('base')?.remove()
     document.head.prepend(Object.assign(document.createElement('base'), {href: path}))
     document.querySelector('article').replaceWith(document.adoptNode(article))
+    await MathJax.typesetPromise([document.querySelector('article')])
     await Promise.all([...document.images].map(o => { o.loading = 'eager'; return o.decode().catch(() => null) }))
     last = null
     await draw()
@@ -77,39 +77,44 @@ function beyond() {
     for (const e of shown(article))
         if (e.getBoundingClientRect().right > width + 2) found.add(e.tagName + ' ' + e.className)
     for (const o of article.querySelectorAll('img')) if (!o.naturalWidth) found.add('no picture ' + o.src)
+    for (const o of article.querySelectorAll('.math')) if (!o.querySelector('mjx-container')) found.add('no formula')
     for (const o of article.querySelectorAll('pre.mermaid')) if (!o.querySelector('svg')) found.add('no diagram')
     return [...found]
 }
 (async () => {
-    for (const path of paths) {
-        if (path !== location.href) await put(path)
+    for (const [path, text] of pages) {
+        if (text) await put(path, text)
         const found = beyond()
         if (found.length) bad[path] = found
     }
     done(bad)
 })().catch(e => done({error: String(e)}))""")   # noqa: E501
 
+def article(text):
+    "What a page says beside its menu; code without its colours, which are most of its tags"
+    said = text[text.index("<article"):text.index("</article>") + len("</article>")]
+    return re.sub(r"(?s)<pre>.*?</pre>", lambda m: re.sub(r"</?span[^>]*>", "", m[0]), said)
+
 # what fits on a phone, fits
 @pytest.mark.parametrize("width",
     [pytest.param(390, id="phone"), pytest.param(1280, id="desk", marks=pytest.mark.long)])
 def test_every_page_fits(visit, site, width):
     """Nothing reaches beyond the page, but in a box of its own that can be scrolled. What is drawn by no more
-    than its diagrams is put into a page that is there"""
+    than its diagrams and formulas is put into a page that is there"""
     texts = {o.relative_to(BUILT).as_posix(): o.read_text()
              for o in BUILT.rglob("*.html") if "_static" not in o.parts}
     texts = {path: text for path, text in texts.items() if 'http-equiv="refresh"' not in text}
     listings = sorted((o for o in texts if o.startswith("src/")), key=lambda o: len(texts[o]))
     for path in listings[:-3]: del texts[path]   # each is one box
-    whole = {path for path, text in texts.items()
-             if re.search(r'class="(?:math |[^"]*lit-run)|<script type="application/vnd.jupyter', text)}
-    page = visit("design.html")   # it has diagrams
+    whole = {path for path, text in texts.items() if '<script type="application/vnd.jupyter' in text}
+    page = visit("nbs/server/router.html")   # it has diagrams and formulas
     page.size(width, 820, mobile=width < 500)
     page.driver.set_script_timeout(300)
-    put, bad = [site + o for o in sorted(texts.keys() - whole)], {}
+    put, bad = [(site + o, article(texts[o])) for o in sorted(texts.keys() - whole)], {}
     for i in range(0, len(put), 40): bad |= page.driver.execute_async_script(BEYOND, put[i:i + 40], width)
     for path in sorted(whole):
         page.driver.get(site + path)
-        bad |= page.driver.execute_async_script(BEYOND, [page.driver.current_url], width)
+        bad |= page.driver.execute_async_script(BEYOND, [(path, None)], width)
     assert len(texts) > 200 and not bad
 
 def test_a_chapter_goes_on_to_the_next(visit):
