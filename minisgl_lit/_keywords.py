@@ -80,6 +80,7 @@ class SamplingFields(TypedDict, total=False):
     skip_special_tokens: bool
     priority: int
     extra_key: str | None
+    lora: str | None
     stop: str | Sequence[str]
     stop_regex: str | None
     visible_tokens: Sequence[int]

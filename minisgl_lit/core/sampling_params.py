@@ -148,6 +148,7 @@ class SamplingParams:
     skip_special_tokens: bool = param(True, flag, 'Leave special tokens out of the text')
     priority: int = param(0, whole(-2**62), 'Larger goes first')
     extra_key: str | None = param(None, text_of(256), 'Share cached prefixes only within this key')
+    lora: str | None = param(None, text_of(256), 'Name of the adapter that answers; `None`: none')
 
     def __post_init__(self):
         for f in fields(self):
