@@ -191,6 +191,13 @@ class SamplingParams:
         seeds = [(self.seed + i * 0x9E3779B97F4A7C15) % 2**63 for i in range(self.n)]
         return [self._with(n=1, seed=seed) for seed in seeds]
 
+    def within(
+        self,
+        namespace: str,   # Which may be longer than a caller's, so that none of them can name it
+    ) -> Self:
+        "The same with cached prefixes shared only there"
+        return self._with(extra_key=namespace)
+
     # %% ../../nbs/core/01_sampling_params.ipynb #0b8970d1
     def given(self, *more: str) -> list[str]:
         "Names of parameters that need such things beside the sampler, and are not as usual"

@@ -141,9 +141,9 @@ class Scheduler:
             raise RequestError('rid', f'rid {rid!r} belongs to a request that is still running')
         ids, max_len = self.validate(input_ids, params)
         params, adapter = self.validator.resolve(params), 0
-        if self.adapters and params.lora: params, adapter = self.adapters.resolve(params)
         if self.config.schedule_low_priority_values_first:
             params = replace(params, priority=-params.priority)
+        if self.adapters and params.lora: params, adapter = self.adapters.resolve(params)
         pending = PendingReq(rid, ids, params, max_len, self.clock(), caller)
         pending.adapter = adapter
         if self.rules: self.rules.begin(pending, self.validator.end_token_ids(params))
