@@ -1,5 +1,5 @@
-"""Adapters change no answer but their own: tokens are those of a merged model, alone and in any company, over any
-base; cached prefixes are never shared across adapters; names come and go while requests run."""
+"""Adapters change no answer but their own: tokens are those of a merged model, alone and in any company, over
+any base; cached prefixes are never shared across adapters; names come and go while requests run."""
 import importlib.util, json, random, re
 
 import httpx
@@ -58,14 +58,16 @@ class Merged:
             weight.copy_(weight + delta if sign > 0 else self.model.before[module])
     @torch.inference_mode()
     def answer(self, prompt):
-        out = self.model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=int),
-                                  max_new_tokens=MAX_NEW, do_sample=False, pad_token_id=0)
+        mask = torch.ones(1, len(prompt), dtype=int)
+        out = self.model.generate(torch.tensor([prompt]), attention_mask=mask, max_new_tokens=MAX_NEW,
+                                  do_sample=False, pad_token_id=0)
         return out[0, len(prompt):].tolist()
 
 # what an adapter may say beside its tensors; each of another part of the model
 KINDS = dict(
     all={}, attention=dict(only='self_attn', rank=1), mlp=dict(only='mlp', rank=16, alpha=4.),
-    one=dict(only='k_proj|down_proj', rank=3), ranks=dict(ranks=dict(q_proj=2, up_proj=8), alphas=dict(v_proj=1.)),
+    one=dict(only='k_proj|down_proj', rank=3),
+    ranks=dict(ranks=dict(q_proj=2, up_proj=8), alphas=dict(v_proj=1.)),
     root=dict(use_rslora=True, rank=16, alpha=6.), layer=dict(only=r'layers\.1', layers_to_transform=[1]),
     wide=dict(rank=128, size=.05))
 
@@ -105,7 +107,8 @@ def test_tokens_are_those_of_a_merged_model(served, settings):
     path, paths, asked, right = served
     with LLM(path, device='cpu', dtype='float32', num_pages=1400, lora=paths, **settings) as llm:
         for again in (False, True):
-            outs = llm.generate([o for _, o in asked], lora=[name for name, _ in asked], progress=False, **HOW)
+            names = [name for name, _ in asked]
+            outs = llm.generate([o for _, o in asked], lora=names, progress=False, **HOW)
             assert [o.token_ids for o in outs] == right
             # the first prompt is the same for all; the second time each finds what is its own
             hits = [o.cached_tokens for o in outs]
@@ -117,11 +120,13 @@ def test_alone_and_in_company_the_bits_are_the_same(served):
     path, paths, asked, _ = served
     how = HOW | dict(logprobs=1, ignore_eos=True)
     def told(outs): return [[(o.token, o.logprob) for o in out.logprobs] for out in outs]
-    with LLM(path, device='cpu', dtype='float32', num_pages=1400, cache='none', max_loras=8, lora=paths) as llm:
-        together = told(llm.generate([o for _, o in asked], lora=[o for o, _ in asked], progress=False, **how))
+    plain = dict(device='cpu', dtype='float32', num_pages=1400, cache='none')
+    with LLM(path, **plain, max_loras=8, lora=paths) as llm:
+        names = [o for o, _ in asked]
+        together = told(llm.generate([o for _, o in asked], lora=names, progress=False, **how))
         for (name, prompt), said in zip(asked, together):
             assert told(llm.generate([prompt], lora=name, **how)) == [said], name
-    with LLM(path, device='cpu', dtype='float32', num_pages=1400, cache='none') as llm:
+    with LLM(path, **plain) as llm:
         bare = [o for o in zip(asked, together) if o[0][0] is None]
         for (_, prompt), said in bare: assert told(llm.generate([prompt], **how)) == [said]
 
@@ -137,8 +142,9 @@ def test_tokens_are_those_of_peft(served, merge):
         if merge: model = model.merge_and_unload()
         for (own, prompt), said in zip(asked, right):
             if own != name: continue
-            out = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=MAX_NEW, do_sample=False,
-                                 attention_mask=torch.ones(1, len(prompt), dtype=int), pad_token_id=0)
+            mask = torch.ones(1, len(prompt), dtype=int)
+            out = model.generate(input_ids=torch.tensor([prompt]), attention_mask=mask, do_sample=False,
+                                 max_new_tokens=MAX_NEW, pad_token_id=0)
             assert out[0, len(prompt):].tolist() == said, name
 
 @pytest.fixture(scope='module')
@@ -170,7 +176,8 @@ def test_over_other_bases(embedded, settings):
                     part = linear(x[i:i + 1] @ o.a.T, o.b)[0]
                     change[o.first:o.first + len(part)] = part.float()
                 right = base[i].float() + change
-                assert (y[i].float() - right).abs().max() <= .02 * right.abs().max() and change.abs().max() > .1
+                assert (y[i].float() - right).abs().max() <= .02 * right.abs().max()
+                assert change.abs().max() > .1
         names = ['a', None, 'b', 'c', None, 'a', 'b']
         said = ['one two', 'one two', 'one two', 'three', 'four five six', 'seven', 'eight nine']
         how = HOW | dict(ignore_eos=True)
@@ -347,7 +354,8 @@ def test_over_http(embedded):
         assert r.status_code == 200 and r.json()['loaded_adapters'] == dict(a=embedded['a'], b=embedded['b'])
         texts['b'] = said('b')['choices'][0]['message']['content']
         assert len({*texts.values()}) == 3
-        how = dict(text=['one', 'one', 'one'], sampling_params=dict(temperature=0, max_new_tokens=6, ignore_eos=True))
+        greedy = dict(temperature=0, max_new_tokens=6, ignore_eos=True)
+        how = dict(text=['one', 'one', 'one'], sampling_params=greedy)
         each = [o['text'] for o in post('/generate', lora_path=['a', None, 'b'], **how).json()]
         assert len({*each}) == 3
         assert [o['text'] for o in post('/generate', lora_path='b', **how).json()] == [each[2]]*3
@@ -357,11 +365,12 @@ def test_over_http(embedded):
         for path, body, status, sentence in [
                 ('/v1/chat/completions', dict(model='z', **chat), 404, "model 'z' is not served here"),
                 ('/generate', dict(text='x', lora_path='z'), 400, "no adapter is called 'z'"),
-                ('/load_lora_adapter', dict(lora_name='b', lora_path=embedded['b']), 400, 'there is one of this name'),
+                ('/load_lora_adapter', dict(lora_name='b', lora_path=embedded['b']), 400, 'one of this name'),
                 ('/load_lora_adapter', dict(lora_name='y', lora_path='/nowhere'), 400, 'is no folder'),
                 ('/unload_lora_adapter', dict(lora_name='z'), 400, "no adapter is called 'z'")]:
             r = post(path, **body)
             assert r.status_code == status and sentence in r.text, (path, r.text)
         assert post('/unload_lora_adapter', lora_name='b').json()['loaded_adapters'] == dict(a=embedded['a'])
-        assert [o['id'] for o in models()] == [server.model, 'a'] and said('b')['error']['code'] == 'model_not_found'
+        assert [o['id'] for o in models()] == [server.model, 'a']
+        assert said('b')['error']['code'] == 'model_not_found'
         assert said('a')['choices'][0]['message']['content'] == texts['a']

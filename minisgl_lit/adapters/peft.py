@@ -46,7 +46,8 @@ class LoraSettings:
         module: str,   # Such as 'model.layers.0.self_attn.q_proj'
     ) -> tuple[int, float]:
         "Its rank, and the factor of its product"
-        rank, alpha = _of(self.ranks, module, self.rank), _of(self.alphas, module, self.alpha)
+        rank = int(_of(self.ranks, module, self.rank))
+        alpha = _of(self.alphas, module, self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.root else rank)
 
 def _of(patterns: Mapping[str, float], module: str, usual: float) -> float:

@@ -250,7 +250,8 @@ class Api:
         if clip and limit and most and len(ids) + limit > most:
             params = replace(params, max_tokens=None)
         writer = new_writer(
-            model=lora or self.client.model, created=int(time.time()), n=params.n, prompt_tokens=len(ids),
+            model=lora or self.client.model, created=int(time.time()), n=params.n,
+            prompt_tokens=len(ids),
             token_text=self.tokenizer.token_text, **self.calling.for_writer(offer, own),
             prompt_ids=self.texts.returned([ids], params.n, body.return_token_ids))
         try: response = await self._respond(
@@ -344,7 +345,8 @@ class Api:
         embeddings, megabytes = EmbeddingRoutes(self), self.info.get('response_store_mb')
         store = ResponseStore(megabytes << 20) if isinstance(megabytes, int) else ResponseStore()
         about = ServedModel.of(self.tokenizer, self.info)
-        others = (embeddings, self.operations, LoraRoutes(self.adapters), ResponsesProtocol(self, store), MessagesProtocol(self),
+        others = (embeddings, self.operations, LoraRoutes(self.adapters),
+                  ResponsesProtocol(self, store), MessagesProtocol(self),
                   OllamaProtocol(self, embeddings, self.client.model, self.info, about),
                   *(make(self) for make in protocols.values()))
         return [*own, *(route for protocol in others for route in protocol.routes)]

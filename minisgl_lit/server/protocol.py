@@ -247,7 +247,7 @@ class GenerateRequest(ApiObject):
     rid: Rid | list[Rid] | None = None     # Its name, unique among those alive
     extra_key: str | list[str] | None = None    # As in `sampling_params`
     cache_salt: str | list[str] | None = None   # Another name of `extra_key`
-    lora_path: str | list[str | None] | None = None   # Name of an adapter: `lora` in `sampling_params`
+    lora_path: str | list[str | None] | None = None   # As `lora` in `sampling_params`: a name
     priority: int | list[int] | None = None     # As in `sampling_params`
     user: str | None = None                # The end user, to be fair among those of a caller
     separate_reasoning: bool | list[bool] | None = None   # As in `sampling_params`
@@ -330,7 +330,8 @@ class GenerateRequest(ApiObject):
         except RequestError as e: raise ApiError.of(e, _THEIR_NAMES.get(e.field)) from None
 
 # %% ../../nbs/server/protocol.ipynb #ffa19f9a
-_BESIDE = ('extra_key', 'cache_salt', 'lora_path', 'priority', 'separate_reasoning', 'return_logprob',
+_BESIDE = ('extra_key', 'cache_salt', 'lora_path', 'priority', 'separate_reasoning',
+           'return_logprob',
            'top_logprobs_num', 'logprob_start_len', 'token_ids_logprob')
 _THEIR_NAMES = {'logprobs': 'top_logprobs_num', 'prompt_logprobs': 'top_logprobs_num'}
 
@@ -351,5 +352,6 @@ def _with_fields(params: SamplingParams, own: Mapping[str, object]) -> SamplingP
         asked |= dict(prompt_logprobs=top, logprob_start_len=start)
     separate = one_value(**{'sampling_params.separate_reasoning': params.separate_reasoning,
                             'separate_reasoning': own['separate_reasoning']})
-    return replace(params, extra_key=key, lora=lora, priority=priority or 0, separate_reasoning=separate,
+    return replace(params, extra_key=key, lora=lora, priority=priority or 0,
+                   separate_reasoning=separate,
                    **asked)

@@ -67,7 +67,7 @@ class PrefillAdder:
         self._whole_chunk = not mixed_decode_tokens
         self.reserved_pages, self.reserved_rows, self.passed_over = reserved_pages, 0, 0
         self.may_cut, self.closed = True, False   # whether a chunk may start; and anything at all
-        self.loading = False   # whether some wait for pages on their way, or for other adapters to end
+        self.loading = False   # whether some wait for pages on their way, or for adapters to end
         self.without_adapter = 0   # requests that wait for a place among the adapters
         self.cache, self.table, self.lengths = cache, cache.table, cache.table.lengths
 

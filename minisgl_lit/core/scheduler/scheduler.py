@@ -166,7 +166,8 @@ class Scheduler:
             for name in params.need_rules:
                 raise RequestError(name, f'{name} needs a tokenizer, and there is none here')
         if self.adapters and params.lora: self.adapters.validate(params)
-        elif params.lora: raise RequestError('lora', f'lora={params.lora!r}: there are no adapters here')
+        elif params.lora:
+            raise RequestError('lora', f'lora={params.lora!r}: there are no adapters here')
         return self.validator.validate(input_ids, params)
 
     # %% ../../../nbs/core/19_scheduler.lifecycle.ipynb #ec18135d
