@@ -155,7 +155,8 @@ def embedded(tmp_path_factory):
     return {name: str(folder/name) for name in 'abc'}
 
 @pytest.mark.parametrize('settings', [
-    dict(quantization='int8'), dict(quantization='int4', quantization_compute='exact'), dict(dtype='bfloat16'),
+    dict(quantization='int8'), dict(quantization='int4', quantization_compute='exact'),
+    dict(dtype='bfloat16'),
     pytest.param(dict(quantization='int4'), marks=pytest.mark.long),
     pytest.param(dict(quantization='int8', dtype='bfloat16', threads=2), marks=pytest.mark.long),
     pytest.param(dict(dtype='float16'), marks=pytest.mark.long)], ids=str)
@@ -226,8 +227,8 @@ def test_a_seed_gives_its_token(embedded):
 
 @pytest.mark.parametrize('seed', [0, *(pytest.param(o, marks=pytest.mark.long) for o in range(1, 12))])
 def test_random_lives(embedded, seed):
-    """Requests, aborts, loads and unloads by chance: every answer is that of the files that its name stood for
-    when it came, as far as it got; and never do more than `max_loras` run"""
+    """Requests, aborts, loads and unloads by chance: every answer is that of the files that its name stood
+    for when it came, as far as it got; and never do more than `max_loras` run"""
     rng = random.Random(seed)
     most, pages = rng.choice([1, 2, 3]), rng.choice([24, 60])
     texts = [[*range(40, 40 + n)] for n in (3, 9, 21, 33)]

@@ -65,7 +65,7 @@ def test_an_unknown_field_is_refused_on_every_route(server):
 
 def test_fields_of_others_are_refused_by_name(server):
     for path, body in ROUTES.items():
-        for name in ("image_data", "lora_path", "session_params", "input_embeds", "web_search_options",
+        for name in ("image_data", "lora_request", "session_params", "input_embeds", "web_search_options",
                      "prediction"):
             error = ask(server, path, **body, **{name: {"a": 1}}).json()["error"]
             assert error["param"] == name and "is refused: " in error["message"]
