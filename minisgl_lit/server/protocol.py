@@ -41,7 +41,7 @@ def _refused(*reasons: tuple[str, str]) -> dict[str, Refused]:
 REFUSED = _refused(
     ('image_data audio_data video_data audio multi_modal_data mm_processor_kwargs',
      'only text is served'),
-    ('lora_path lora_id lora_request', 'adapters (LoRA) are not served'),
+    ('lora_path lora_id lora_request', 'an adapter is named by model, or by lora'),
     ('session_params session_id', 'sessions are not served; send the whole conversation, whose '
      'beginning is found in the prefix cache'),
     ('input_embeds prompt_embeds', 'a prompt is text or token ids'),
