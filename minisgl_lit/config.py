@@ -173,6 +173,6 @@ class _Joined(Action):
     def __call__(self, parser: ArgumentParser, namespace: Namespace, values: object,
                  option_string: str | None = None) -> None:
         before = getattr(namespace, self.dest, None)
-        both = isinstance(before, Mapping) and isinstance(values, Mapping)
-        if both: values = {**before, **values}
+        if isinstance(before, Mapping) and isinstance(values, Mapping):
+            values = {**before, **values}
         setattr(namespace, self.dest, values)
