@@ -117,7 +117,8 @@ INLINE void shrink(const char *x, i64 rows, i64 bytes, const char *a, char *h, i
 }
 INLINE void expand(const char *h, i64 rows, i64 apart, const char *b, i64 rank, void *y,
                    i64 n_out, i64 n, int bf16) {
-    float sums[SOME * PANEL] = {0};
+    float sums[SOME * PANEL];
+    memset(sums, 0, rows * PANEL * sizeof *sums);
     i64 ld = apart * (bf16 && PAIRS ? 2 : 4);
     multiply(h, ld, rows, b, rank * (bf16 ? 2 : 4) / 4, sums, PANEL, bf16);
     for (i64 r = 0; r < rows; r++)
