@@ -17,7 +17,8 @@ ROOMS = {"kernels": "Kernels", "families": "Families", "formats": "Formats", "di
          "text": "Text", "server": "Server", "experiments": "Experiments",
          **dict.fromkeys(["tools", "testing", "cli", "cli_arguments", "config_sources", "main"],
                          "Tools and testing")}
-REST = "Runtime and Python API"   # what stands beside these folders, `rules`, `speculation` and `loop`
+# what stands beside these folders, `rules`, `speculation`, `adapters` and `loop`
+REST = "Runtime and Python API"
 CHECKS = re.compile(r"\btest_\w+\(|\bassert\b|\bexpect_fail\(|\btest_fail\(")
 
 @dataclass(frozen=True)

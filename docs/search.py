@@ -132,7 +132,9 @@ SAID = {
     "nbs/server/fields": "retry-after, error format, HTTP status",
     "nbs/server/serve": "graceful shutdown, SIGTERM",
     "nbs/core/attention.flashinfer": "flashinfer, flashinfer backend",
-    "design": "architecture, LoRA, speculative decoding, multimodal, vision, images, roadmap, EAGLE, MTP, "
+    "guides/lora": "LoRA, lora adapter, adapters, PEFT, fine-tune, fine-tuning, "
+                   "multi-LoRA, enable_lora, lora_modules",
+    "design": "architecture, speculative decoding, multimodal, vision, images, roadmap, EAGLE, MTP, "
               "Medusa, draft model",
 }
 INCLUDED = "made/menu", "made/models"   # in other pages

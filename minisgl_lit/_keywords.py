@@ -51,6 +51,8 @@ class EngineSettings(TypedDict, total=False):
     control_tokens_in_messages: bool
     additional_properties: bool
     speculation: Literal['off', 'draft:PATH', 'ngram', 'ngram_cache'] | str
+    lora: Mapping[str, str] | None
+    max_loras: int
     tp: int
     plugins: str | None
     dummy_weights: bool
@@ -80,6 +82,7 @@ class SamplingFields(TypedDict, total=False):
     skip_special_tokens: bool
     priority: int
     extra_key: str | None
+    lora: str | Sequence[str | None] | None
     stop: str | Sequence[str]
     stop_regex: str | None
     visible_tokens: Sequence[int]

@@ -231,6 +231,21 @@ class AsyncLLM(LoadedModel):
         "Load other weights in place; answers that have begun are finished with the old ones"
         await asyncio.to_thread(self._driver.update_weights, os.fspath(path), version)
 
+    async def load_lora(
+        self,
+        name: str,   # What requests call it: `lora=name`
+        path: str | os.PathLike[str],   # Folder of a PEFT checkpoint
+    ) -> None:
+        "Load an adapter; `ValueError` if it does not fit the model"
+        await asyncio.to_thread(self._driver.load_adapter, name, os.fspath(path))
+
+    async def unload_lora(
+        self,
+        name: str,   # Of an adapter
+    ) -> None:
+        "Unload an adapter, once the requests that name it have ended; new ones are refused"
+        await asyncio.to_thread(self._driver.control, 'unload_adapter', name)
+
     async def sleep(
         self,
         weights: bool = True,   # Also the memory of the weights, not only that of the KV cache

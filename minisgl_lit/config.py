@@ -9,7 +9,7 @@ __all__ = ['KVDTypeName', 'ProductName', 'T', 'OLD_NAMES', 'renamed', 'names_of'
 # %% ../nbs/config.ipynb #a4f50a26
 import os
 import re
-from argparse import SUPPRESS, ArgumentParser
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, fields
@@ -107,6 +107,11 @@ class EngineConfig(CoreConfig):
         'guesses what the text has said before, ngram_cache also how cached texts that begin '
         'alike went on, draft:PATH asks a smaller model with the same vocabulary',
         form='off|draft:.+', words="'off', 'draft:PATH'", choices=guessers)
+    lora: Mapping[str, str] | None = setting(
+        None, 'Adapters that requests may name: folders of PEFT checkpoints, by name; as a flag '
+        'NAME=PATH, once for each')
+    max_loras: int = setting(
+        8, 'Different adapters in a step; requests with more wait', low=1, high=255)
     tp: int = setting(
         1, 'Processes that share the model, each on a GPU or some cores of its own',
         low=1, high=64)
@@ -137,9 +142,16 @@ def read(
 ) -> object:    # A value that the field accepts, if `text` can be read as one
     "Understand a value from the command line"
     values: list[object] = []
-    for parse in (int, float, {'none': None, 'true': True, 'false': False}.__getitem__, str):
+    words = {'none': None, 'true': True, 'false': False}
+    for parse in (int, float, words.__getitem__, str, _pairs):
         with suppress(ValueError, KeyError): values.append(parse(text))
     return next((o for o in values if accepts(f, o)), values[0])
+
+def _pairs(text: str) -> dict[str, str]:
+    "`NAME=TEXT`, or several with commas between; `ValueError` if it is neither"
+    if not re.match('[^=,]+=', text): raise ValueError(text)
+    pairs = (o.partition('=') for o in re.split(',(?=[^=,]+=)', text))
+    return {name: value for name, _, value in pairs}
 
 # %% ../nbs/config.ipynb #f74966c7
 def add_arguments(
@@ -154,4 +166,13 @@ def add_arguments(
         for name in names_of(f):
             shown = about.replace('%', '%%') if name == f.name else SUPPRESS
             parser.add_argument('--' + name.replace('_', '-'), type=partial(read, f), dest=f.name,
-                                default=SUPPRESS, help=shown)
+                                default=SUPPRESS, help=shown, action=_Joined)
+
+class _Joined(Action):
+    "Of a flag that is given several times the last counts; maps are joined."
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: object,
+                 option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest, None)
+        if isinstance(before, Mapping) and isinstance(values, Mapping):
+            values = {**before, **values}
+        setattr(namespace, self.dest, values)

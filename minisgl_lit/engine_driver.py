@@ -30,6 +30,7 @@ from .text.sampling_params import SamplingParams
 from .keywords import Params, params_per_prompt
 from .loop.messages import (
     AbortMsg, ControlMsg, ControlReply, FromScheduler, RefusedMsg, UserMsg)
+from .loop.adapter_orders import AdapterLoad
 from .loop.weight_updates import WeightUpdate
 from .runtime import Runtime
 from .text.tokenizer import OutputCollector, Piece, RequestOutput, Tokenizer
@@ -256,6 +257,10 @@ class EngineDriver:
     def update_weights(self, path: str, version: str | None) -> None:
         "End what has begun its answer, then change the weights; `ValueError` if they cannot be"
         self.control('update_weights', msgspec.json.encode(WeightUpdate(path, version)).decode())
+
+    def load_adapter(self, name: str, path: str) -> None:
+        "Load an adapter, which requests may name from then on; `ValueError` if it cannot be"
+        self.control('load_adapter', msgspec.json.encode(AdapterLoad(name, path)).decode())
 
     def close(self) -> None:
         "Abort all requests, and end the engine; a second time does nothing"

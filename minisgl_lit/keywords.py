@@ -65,6 +65,11 @@ def params_per_prompt(
     more: Mapping[str, object] | None = None,   # Fields of them all, by name
 ) -> list[SamplingParams]:  # One for each prompt
     "The sampling parameters of each prompt; `RequestError` for too few, too many, a wrong value"
+    if more and isinstance(names := more.get('lora'), (list, tuple)):
+        if len(names) != n: raise RequestError(
+            'lora', f'lora must be one name, or one for each prompt ({n}), not {len(names)} names')
+        each = params_per_prompt(params, n, {k: v for k, v in more.items() if k != 'lora'})
+        return [replace(o, lora=name) for o, name in zip(each, names)]
     if params is None or isinstance(params, SamplingParams):
         one = params or SamplingParams()
         return [replace(one, **more) if more else one] * n

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ModelWeights', 'Runtime', 'short_work_seconds', 'warn_if_spinning', 'count_compilations', 'resolve_draft', 'Draft',
-           'make_draft', 'build']
+           'make_draft', 'make_adapters', 'build']
 
 # %% ../nbs/runtime.ipynb #004783c7
 import mmap
@@ -26,12 +26,13 @@ from .core.engine.memory import MemoryPlan, set_threads
 from .distributed.tensor_parallel import LeaderEngine, LeaderTable, RankProcesses
 from .second_tier import check_tier, make_handoffs, make_tier
 from .assembly import ResolvedConfig, make_engine, start_ranks
-from .core.engine.assembly import plan_memory
+from .adapters.pool import AdapterPool
+from .core.engine.assembly import join_engine, plan_memory
 from .core.host import advise_pages, warn_once
 from .kernels.library import on_compilation
 from .core.kv_cache.manager import CacheManager, PageSource
 from .core.kv_cache.radix import make_prefix_cache
-from .core.models.decoder import ModelConfig, shard_config
+from .core.models.decoder import Decoder, ModelConfig, shard_config
 from .formats.weight_update import WeightUpdater
 from .loop.engine_core import EngineCore
 from .speculation.draft_model import DraftModel
@@ -230,6 +231,23 @@ def make_draft(
 
 _READ_AT_ONCE = 2048   # tokens of new texts that the draft reads while all others wait
 
+# %% ../nbs/runtime.ipynb #959c16a4
+def make_adapters(
+    resolved: ResolvedConfig,   # Of the model that is served
+    scheduler: Scheduler,       # Its requests may name them
+    engine: Engine,             # That computes without adapters
+) -> AdapterPool:
+    "The pool of adapters, with those that `lora` names; `ValueError` if one cannot be loaded"
+    config, why_not = resolved.config, ''
+    if resolved.device.type != 'cpu': why_not = f'adapters need a CPU, not {resolved.device}'
+    if config.tp > 1: why_not = f'adapters need tp=1, not {config.tp}'
+    def join(decoder: Decoder) -> Engine:
+        return join_engine(decoder, engine.attention, scheduler.table, engine.stream, [],
+                           config.cuda_graph_max_bs)
+    pool = AdapterPool(scheduler, engine, join, config.max_loras, why_not)
+    for name, path in (config.lora or {}).items(): pool.load(name, path)
+    return pool
+
 # %% ../nbs/runtime.ipynb #64188359
 def build(
     config: EngineConfig,                # What is asked for; 'auto' is resolved here
@@ -274,6 +292,7 @@ def build(
             draft.guesser, StepCosts.measure(engine, table), draft.guesser.costs)
         elif config.speculation != 'off' and not model.headless:
             scheduler.drafter = Speculation.of(config.speculation, leader or engine, table)
+        adapters = make_adapters(resolved, scheduler, engine)
         if on_gpu: count_compilations(scheduler.counts)
         if observe: scheduler.observer = observe(scheduler)
         scheduler.idle_step()
@@ -281,6 +300,6 @@ def build(
         ranks.end('the start has failed')
         for source in sources.values(): source.close(lambda n: 0)
         raise
-    core = EngineCore(scheduler, grammars.begin, weights)
+    core = EngineCore(scheduler, grammars.begin, weights, adapters)
     return Runtime(
         config, resolved.path, model, tokenizer, grammars, core, engine, memory, ranks, weights)

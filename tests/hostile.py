@@ -457,6 +457,14 @@ post('memory that was not released', 'names', '/resume_memory_occupation',
      lambda i: {'tags': ['kv_cache'] * 100_000}, {200, 403})
 post('a weight version of 1 MB', 'names', '/update_weight_version',
      lambda i: {'new_version': 'v' * 1_000_000}, {400, 403})
+post('lora of 1 MB', 'names', COMPLETIONS, lambda i: completion(lora='l' * 1_000_000))
+post('lora_path, 10,000 for a prompt', 'names', GENERATE,
+     lambda i: {'text': 'x', 'lora_path': ['a'] * 10_000})
+for verb in ('load', 'unload'):
+    post(f'{verb} an adapter with a name of 1 MB', 'names', f'/v1/{verb}_lora_adapter',
+         lambda i: {'lora_name': 'l' * 1_000_000, 'lora_path': '/x'}, {400, 403})
+post('an adapter from a device', 'names', '/load_lora_adapter',
+     lambda i: {'lora_name': 'x', 'lora_path': '/dev/zero'}, {400, 403})
 post('abort a rid of 1 MB', 'names', '/abort_request', lambda i: {'rid': 'r' * 1_000_000})
 
 # ---- JSON that is odd

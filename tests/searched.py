@@ -63,7 +63,7 @@ QUERIES = {
     "PD disaggregation": "nbs/server/prefill_router",
     "load balancing": "nbs/server/router",
     "speculative decoding": "design guides/coming-from",
-    "LoRA": "design guides/coming-from",
+    "LoRA": "guides/lora guides/coming-from",
     "mixture of experts": "nbs/core/models.moe",
     "gemma": "nbs/families/dense",
     "olmo": "nbs/families/dense nbs/families/layers",

@@ -22,7 +22,7 @@ ROUTES = {   # what generates: the body of a long prompt
     "/v1/chat/completions": dict(messages=[dict(role="user", content=LONG)], max_tokens=1),
     "/v1/completions": dict(prompt=LONG, max_tokens=1),
     "/generate": dict(text=LONG, sampling_params=dict(max_tokens=1))}
-VALUES = dict(   # of fields that some body must have
+VALUES = dict(lora_name="x", lora_path="/x",    # of fields that some body must have
     messages=[dict(role="user", content="x")], prompt="x", tokens=[5], rid="x", input="x", query="x",
     items=["y"], label_token_ids=[5], max_tokens=1, model="embedded", model_path="x", documents=["x"],
     name="embedded", new_version="x", endpoint="/v1/completions",
@@ -65,7 +65,7 @@ def test_an_unknown_field_is_refused_on_every_route(server):
 
 def test_fields_of_others_are_refused_by_name(server):
     for path, body in ROUTES.items():
-        for name in ("image_data", "lora_path", "session_params", "input_embeds", "web_search_options",
+        for name in ("image_data", "lora_request", "session_params", "input_embeds", "web_search_options",
                      "prediction"):
             error = ask(server, path, **body, **{name: {"a": 1}}).json()["error"]
             assert error["param"] == name and "is refused: " in error["message"]

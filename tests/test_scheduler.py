@@ -68,7 +68,8 @@ ELSEWHERE = dict(   # settings that the scheduler does not see
     max_recv_per_step='workers', threads='engine', dummy_weights='weights', tp='parallel',
     cuda_graph_max_bs='graph', kv_dtype='attention', quantization='quantized', quantization_group='quantized',
     quantization_compute='quantized', additional_properties='grammar', control_tokens_in_messages='tokenizer',
-    plugins='plugins', speculation='start: a guesser that is wrong now and then')
+    plugins='plugins', lora='adapters', max_loras='adapters',
+    speculation='start: a guesser that is wrong now and then')
 
 def test_every_setting_is_drawn():
     assert {f.name for f in fields(EngineConfig)} == {*SETTINGS, *ELSEWHERE}

@@ -20,6 +20,7 @@ from typing import Literal, TypedDict
 
 '''   # noqa: E501
 ALSO = {"stop": "str | Sequence[str]",   # a text alone is a tuple of one
+        "lora": "str | Sequence[str | None] | None",   # or one for each prompt
         "json_schema": "object"}         # a pydantic class, another type that pydantic reads, a schema
 
 def words(t, names):
@@ -39,7 +40,8 @@ def line(f, names):
     if choices is not None:   # those that stand beside the registry, too, such as 'auto'
         offered = dict.fromkeys([*re.findall("'(.+?)'", f.metadata["words"]), *choices.names])
         known = f"Literal[{', '.join(map(repr, offered))}] | "
-    return f"    {f.name}: {known}{ALSO.get(f.name) or words(f.type, names)}"
+    also = ALSO.get(f.name) if "rule" in f.metadata else None   # settings may have such names, too
+    return f"    {f.name}: {known}{also or words(f.type, names)}"
 
 def typed_dict(name, base, doc, lines):
     return "\n".join([f"class {name}({base}, total=False):", f'    "{doc}"', *lines, ""])

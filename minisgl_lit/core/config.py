@@ -10,7 +10,7 @@ __all__ = ['DTypeName', 'CacheName', 'policies', 'evictions', 'admissions', 'bac
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from types import NoneType, UnionType
 from typing import Literal, Self, TypeVar, Union, cast, get_args, get_origin
@@ -72,7 +72,9 @@ def accepts(
         float: lambda: isinstance(value, int | float) and not flag and 0 < value <= m['high'],
         str: lambda: isinstance(value, str) and (
             bool(re.fullmatch(m['form'], value)) or m['choices'] is not None
-            and m['choices'].knows(value))}
+            and m['choices'].knows(value)),
+        Mapping[str, str]: lambda: isinstance(value, Mapping) and all(
+            isinstance(o, str) and o for pair in value.items() for o in pair)}
     def fits(kind: object) -> bool:
         if kind in tests: return tests[kind]()
         return isinstance(value, str) and value in get_args(kind)   # one of the choices
@@ -89,7 +91,8 @@ def allowed(
     if m['choices'] is not None:
         texts += [*map(repr, m['choices'].names), "a 'module:thing' of your own"]
     words = {NoneType: ['None'], bool: ['True', 'False'], int: [f'a whole number {bound}'],
-             float: [f'a number above 0 and at most {high:g}'], str: texts}
+             float: [f'a number above 0 and at most {high:g}'], str: texts,
+             Mapping[str, str]: ['a map from names to texts']}
     *most, last = [w for o in kinds(f) for w in words.get(o) or map(repr, get_args(o))]
     return f'{", ".join(most)} or {last}' if most else last
 

@@ -6,7 +6,7 @@
 __all__ = ['AnswerEnd', 'PendingFinish', 'Caller', 'PendingReq', 'Lengths', 'CacheHandle', 'Req', 'Logprob',
            'PromptLogprobs', 'PooledStates', 'FinishReason', 'ForwardResult', 'SamplingArrays', 'ForwardMode',
            'LogitEdits', 'LogprobRequests', 'PoolingRequests', 'Batch', 'Event', 'LogprobResults', 'ForwardOutput',
-           'EngineProtocol', 'Grammar', 'SearchedTokens', 'StopCheck', 'AnswerRules', 'Drafter']
+           'EngineProtocol', 'Grammar', 'SearchedTokens', 'StopCheck', 'AnswerRules', 'Drafter', 'Adapters']
 
 # %% ../../nbs/core/02_request.ipynb #a29a3ccb
 from dataclasses import dataclass, field, fields
@@ -50,6 +50,7 @@ class PendingReq:
         self.kv_invalid = False                 # its keys and values contain NaN or inf
         self.shares_cache = True                # it may use and share cached prefixes
         self.handoff = ''                       # file by which its pages go to or from an engine
+        self.adapter = 0                        # number of the one that answers; 0: none
         self.to_finish: PendingFinish | None = None   # how it ends, once out of flight
         self.ended = False                      # nothing more of it will be computed
         self.finish_reason: FinishReason | None = None
@@ -347,6 +348,7 @@ class Batch:
     logprob_requests: LogprobRequests | None = None   # Which logprobs are reported
     pooling_requests: PoolingRequests | None = None   # Which hidden states are added up
     drafts: np.ndarray | None = None   # The token of each if it is a guess, else -1, [n]
+    adapters: np.ndarray | None = None   # The adapter of each, 0: none, [n]; `None`: none has one
 
     # %% ../../nbs/core/03_request.step.ipynb #cbaf203d
     @property
@@ -474,4 +476,14 @@ class Drafter(Protocol):
         ...
     def learn(self, reqs: Sequence[Req], proposed: Sequence[int], accepted: Sequence[int]) -> None:
         "How many tokens of each were looked at, and how many of them came"
+        ...
+
+# %% ../../nbs/core/03_request.step.ipynb #da89ac2b
+class Adapters(Protocol):
+    "The adapters that requests may name."
+    def validate(self, params: SamplingParams) -> None:
+        "`RequestError` if there is none of this name"
+        ...
+    def resolve(self, params: SamplingParams) -> tuple[SamplingParams, int]:
+        "The same within the namespace of its adapter, and the adapter's number, from 1 on"
         ...

@@ -148,6 +148,7 @@ class SamplingParams:
     skip_special_tokens: bool = param(True, flag, 'Leave special tokens out of the text')
     priority: int = param(0, whole(-2**62), 'Larger goes first')
     extra_key: str | None = param(None, text_of(256), 'Share cached prefixes only within this key')
+    lora: str | None = param(None, text_of(256), 'Name of the adapter that answers; `None`: none')
 
     def __post_init__(self):
         for f in fields(self):
@@ -189,6 +190,13 @@ class SamplingParams:
         if self.seed is None: return [self._with(n=1) for _ in range(self.n)]
         seeds = [(self.seed + i * 0x9E3779B97F4A7C15) % 2**63 for i in range(self.n)]
         return [self._with(n=1, seed=seed) for seed in seeds]
+
+    def within(
+        self,
+        namespace: str,   # Which may be longer than a caller's, so that none of them can name it
+    ) -> Self:
+        "The same with cached prefixes shared only there"
+        return self._with(extra_key=namespace)
 
     # %% ../../nbs/core/01_sampling_params.ipynb #0b8970d1
     def given(self, *more: str) -> list[str]:

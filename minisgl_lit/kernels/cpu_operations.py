@@ -240,26 +240,29 @@ INLINE void act_mul(void *y, const void *x, i64 n, i64 i, i64 end, int gelu, int
 # %% ../../nbs/kernels/cpu_operations.ipynb #fb4ab7d3
 layers_c += r"""
 enum { PIECE = 512 };      // of a row, for one thread
+void gate(void *narrow, const void *wide, i64 rows, i64 n, i64 gelu, i64 bf16, team *t) {
+    i64 pieces = (n + PIECE - 1) / PIECE;
+    for (EACH(i, rows * pieces)) {
+        i64 r = i / pieces, first = i % pieces * PIECE, end = lesser(first + PIECE, n);
+        void *to = (void *)at(narrow, r * n, bf16);
+        const void *both = at(wide, r * 2 * n, bf16);
+        if (gelu && bf16) act_mul(to, both, n, first, end, 1, 1);
+        else if (gelu) act_mul(to, both, n, first, end, 1, 0);
+        else if (bf16) act_mul(to, both, n, first, end, 0, 1);
+        else act_mul(to, both, n, first, end, 0, 0);
+    }
+}
 void gated_mlp(void *y, const void *x,
                const void *gate_up, const void *gate_up_form, const void *gate_up_bias,
                const void *down, const void *down_form, const void *down_bias,
                void *wide, void *narrow, char *shared,
                i64 rows, i64 hidden, i64 n, i64 gelu, i64 bf16, team *t) {
-    i64 pieces = (n + PIECE - 1) / PIECE;
     for (i64 from = 0, some; from < rows; from += some) {
         some = lesser(rows - from, MOST);
         multiply_packed(wide, at(x, from * hidden, bf16), gate_up, gate_up_form, gate_up_bias,
                         shared, some, 2 * n, hidden, bf16, t);
         barrier(t);
-        for (EACH(i, some * pieces)) {
-            i64 r = i / pieces, first = i % pieces * PIECE, end = lesser(first + PIECE, n);
-            void *to = (void *)at(narrow, r * n, bf16);
-            const void *both = at(wide, r * 2 * n, bf16);
-            if (gelu && bf16) act_mul(to, both, n, first, end, 1, 1);
-            else if (gelu) act_mul(to, both, n, first, end, 1, 0);
-            else if (bf16) act_mul(to, both, n, first, end, 0, 1);
-            else act_mul(to, both, n, first, end, 0, 0);
-        }
+        gate(narrow, wide, some, n, gelu, bf16, t);
         barrier(t);
         multiply_packed((void *)at(y, from * hidden, bf16), narrow, down, down_form, down_bias,
                         shared, some, hidden, n, bf16, t);
@@ -315,8 +318,10 @@ void qkv_heads(void *qkv, const void *x, const void *w, const void *form, const 
                i64 rows, i64 n_in, i64 n_q, i64 n_kv, i64 dim,
                float eps, i64 bf16, team *t) {
     i64 all = n_q + 2 * n_kv;
-    multiply_packed(qkv, x, w, form, bias, shared, rows, all * dim, n_in, bf16, t);
-    barrier(t);
+    if (w) {      // else `qkv` has the products already
+        multiply_packed(qkv, x, w, form, bias, shared, rows, all * dim, n_in, bf16, t);
+        barrier(t);
+    }
     for (EACH(i, rows * (n_q + n_kv))) {
         i64 r = i / (n_q + n_kv), h = i % (n_q + n_kv);
         void *head = (void *)at(qkv, (r * all + h) * dim, bf16);

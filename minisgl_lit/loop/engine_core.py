@@ -27,6 +27,7 @@ from ..text.sampling_params import SamplingParams
 from .live_view import BatchLog, tree_outline
 from .messages import AbortMsg, ControlMsg, ControlReply, FromScheduler
 from .messages import KVEventsMsg, RefusedMsg, ToScheduler, UserMsg
+from .adapter_orders import AdapterKeeper, AdapterOrders
 from .weight_updates import CheckpointLoader, MemoryReleases, WeightUpdates
 
 # %% ../../nbs/loop/engine_core.ipynb #883c7564
@@ -169,20 +170,23 @@ class EngineCore:
     It has no thread, no process and no socket. A transport has it `handle` what has come, lets
     it run a `turn`, sends what both return, and may sleep `wait` seconds for the next message.
     """
-    commands = ('abort', 'flush_cache', 'health', 'kv_events', 'live', 'pause', 'profile_start',
-                'profile_stop', 'release_memory', 'request', 'resume', 'resume_memory', 'stats',
-                'update_weights', 'weight_version', 'weights')
+    commands = ('abort', 'adapters', 'flush_cache', 'health', 'kv_events', 'live', 'load_adapter',
+                'pause', 'profile_start', 'profile_stop', 'release_memory', 'request', 'resume',
+                'resume_memory', 'stats', 'unload_adapter', 'update_weights', 'weight_version',
+                'weights')
 
     def __init__(
         self,
         scheduler: Scheduler,  # Runs the steps
         compile: Callable[[SamplingParams], Future | None] = _no_grammar,  # Starts a grammar
         weights: CheckpointLoader | None = None,   # Loads other checkpoints; `None`: none can be
+        adapters: AdapterKeeper | None = None,     # Of this engine; `None`: it can have none
     ):
         self.scheduler, self.control = scheduler, WeightControl(scheduler)
         self.grammar_queue, self.profiler = GrammarQueue(scheduler, compile), Profiler()
         self.updates = WeightUpdates(self.control, weights)
         self.memory = MemoryReleases(self.control, weights)
+        self.adapters = AdapterOrders(adapters)
         self.kv_events: KVEventLog | None = None   # once they were asked for
         self._quiet = True   # no message has come since the last turn
         self._unsent: list[FromScheduler | None] = []   # what stays if a step raises
@@ -204,10 +208,12 @@ class EngineCore:
             case 'abort':
                 whole = not argument.endswith('*')
                 return {'aborted': self.abort(argument.removesuffix('*'), whole)}
+            case 'adapters': return self.adapters.describe()
             case 'flush_cache': self.scheduler.flush_cache()
             case 'health': self.scheduler.idle_step()
             case 'kv_events': return self._tell_kv_events()
             case 'live': return self._stats() | self._recent_batches()
+            case 'load_adapter': return self.adapters.load(argument)
             case 'pause':
                 self.scheduler.pause(argument)
                 if argument == 'abort': self.grammar_queue.abort('', whole=False)
@@ -289,6 +295,7 @@ class EngineCore:
                 id, command = message.id, message.command
                 try:
                     if command == 'update_weights': return self._update_weights(message)
+                    if command == 'unload_adapter': return self.adapters.unload(id, message.argument)
                     return ControlReply(id, self.command(command, message.argument))
                 except RequestError as e: return ControlReply(id, {}, str(e))
                 except Exception as e: return ControlReply(id, {}, f'{command}: {e!r}', refused=False)
@@ -308,14 +315,14 @@ class EngineCore:
         self._quiet = True
         self.profiler.keep_bound()
         self._unsent.append(self.scheduler.step())
-        self._unsent.append(self.updates.finish())
+        self._unsent += [self.updates.finish(), *self.adapters.finish()]
         if events := self.kv_events and self.kv_events.take(): self._unsent.append(KVEventsMsg(events))
         sent, self._unsent = self._unsent, []
         return [message for message in sent if message]
 
 # %% ../../nbs/loop/engine_core.ipynb #572f623e
 _READING = (   # commands that change nothing
-    'health', 'kv_events', 'live', 'request', 'stats', 'weights')
+    'adapters', 'health', 'kv_events', 'live', 'request', 'stats', 'weights')
 
 def _failed(rid: str, error: Exception) -> EngineCoreOutputs:
     "The end of a request that the scheduler has never had"

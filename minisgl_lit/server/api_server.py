@@ -29,6 +29,7 @@ from .completions_protocol import CompletionRequest, CompletionWriter
 from .embedding_protocol import EmbeddingRoutes
 from .engine_client import EngineClient
 from .fields import ApiError
+from .lora_protocol import AdapterNames, LoraRoutes, with_adapter
 from .middleware import middleware_stack
 from .metrics import Metrics, RequestTimer
 from ..loop.messages import UserMsg
@@ -38,7 +39,7 @@ from .native_protocol import (
     AbortRequest, DetokenizeRequest, GenerateWriter, TokenizeRequest)
 from .ollama_protocol import OllamaProtocol, ServedModel
 from .openai_protocol import (
-    ChatRequest, ChatWriter, ConversationWriter, ResponseWriter, check_model, new_id)
+    ChatRequest, ChatWriter, ConversationWriter, ResponseWriter, new_id)
 from .protocol import GenerateRequest
 from .responses import ResponsesProtocol, ResponseStore
 from .routes import Route, add_routes, are_for, nearest
@@ -162,7 +163,8 @@ class Api:
         max_len = info.get('max_seq_len')
         self.texts = AsyncTokenizer(tokenizer, max_len if isinstance(max_len, int) else None)
         self.info = {k: v for k, v in info.items() if k not in _SECRETS}
-        self.operations = ServerRoutes(client, self.metrics, tokenizer, self.info)
+        self.adapters = AdapterNames(client)
+        self.operations = ServerRoutes(client, self.metrics, tokenizer, self.info, self.adapters)
         self.calling = ToolCalling(tokenizer, str(self.info.get('tool_call_parser', 'auto')))
 
     async def _respond(
@@ -239,8 +241,8 @@ class Api:
         clip: bool = False,  # Whether `max_tokens` may be more than there is room for
     ) -> Response:
         "Answer a conversation, as a protocol writes it"
-        check_model(body.model, self.client.model)
-        offer, own = body.tool_offer, body.params().for_chat()
+        lora, offer = await self.adapters.chosen(body.model), body.tool_offer
+        own = with_adapter(body.params(), lora).for_chat()
         params = self.calling.params(offer, own)
         self.check_requests(params.n)
         ids = await self.prompt_of(body, request)
@@ -248,7 +250,8 @@ class Api:
         if clip and limit and most and len(ids) + limit > most:
             params = replace(params, max_tokens=None)
         writer = new_writer(
-            model=self.client.model, created=int(time.time()), n=params.n, prompt_tokens=len(ids),
+            model=lora or self.client.model, created=int(time.time()), n=params.n,
+            prompt_tokens=len(ids),
             token_text=self.tokenizer.token_text, **self.calling.for_writer(offer, own),
             prompt_ids=self.texts.returned([ids], params.n, body.return_token_ids))
         try: response = await self._respond(
@@ -268,13 +271,13 @@ class Api:
     # %% ../../nbs/server/api_server.ipynb #37009fe2
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         "Complete each of some texts"
-        check_model(body.model, self.client.model)
-        params, prompts = body.params(), body.prompts()
+        lora = await self.adapters.chosen(body.model)
+        params, prompts = with_adapter(body.params(), lora), body.prompts()
         self.check_requests(len(prompts) * params.n)
         ids = await self.texts.ids(request, prompts)
         echo = await self._echo(request, prompts, params) if body.echo else ()
         writer = CompletionWriter(
-            new_id('cmpl-'), self.client.model, int(time.time()), body.usage_in_stream,
+            new_id('cmpl-'), lora or self.client.model, int(time.time()), body.usage_in_stream,
             self.tokenizer.token_text, params.n,
             self.texts.returned(ids, params.n, body.return_token_ids), echo)
         return await self._respond(request, writer, [params]*len(ids), ids, body.stream,
@@ -342,7 +345,8 @@ class Api:
         embeddings, megabytes = EmbeddingRoutes(self), self.info.get('response_store_mb')
         store = ResponseStore(megabytes << 20) if isinstance(megabytes, int) else ResponseStore()
         about = ServedModel.of(self.tokenizer, self.info)
-        others = (embeddings, self.operations, ResponsesProtocol(self, store), MessagesProtocol(self),
+        others = (embeddings, self.operations, LoraRoutes(self.adapters),
+                  ResponsesProtocol(self, store), MessagesProtocol(self),
                   OllamaProtocol(self, embeddings, self.client.model, self.info, about),
                   *(make(self) for make in protocols.values()))
         return [*own, *(route for protocol in others for route in protocol.routes)]

@@ -27,9 +27,9 @@ from ..core.sampling_params import RequestError
 from .callers import Account
 from .engine_client import EngineClient
 from .fields import ApiError, ApiObject
+from .lora_protocol import AdapterNames
 from .metrics import LiveFeed, Metrics
 from .native_protocol import PauseRequest
-from .openai_protocol import check_model
 from .routes import Route
 from .sse import EventStream, unless_disconnected
 from ..loop.weight_updates import PARTS, WeightUpdate
@@ -71,8 +71,10 @@ class ServerRoutes:
         metrics: Metrics,          # Of the requests
         tokenizer: Tokenizer,      # Of the model
         info: dict[str, object],   # Settings of this server
+        adapters: AdapterNames | None = None,   # That are models, too; `None`: of this client
     ):
         self.client, self.metrics, self.tokenizer, self.info = client, metrics, tokenizer, info
+        self.adapters = adapters or AdapterNames(client)
         self.started = int(time.time())
         self.live = LiveFeed(lambda: self.ask(client.control, 'live'))
         self._probe: asyncio.Future[dict[str, object]] | None = None   # of `/health_generate`
@@ -139,14 +141,17 @@ class ServerRoutes:
 
     # %% ../../nbs/server/operations.ipynb #607275f5
     async def models(self) -> dict[str, object]:
-        "The models of this server, of which there is one"
-        return {'object': 'list', 'data': [await self.model(self.client.model)]}
+        "The model of this server, and its adapters"
+        await self.adapters.refresh()
+        names = self.client.model, *self.adapters.known
+        return {'object': 'list', 'data': [await self.model(name) for name in names]}
 
     async def model(self, name: str) -> dict[str, object]:
-        "A model of this server"
-        check_model(name, self.client.model)
+        "A model of this server; an adapter says which model it changes"
+        adapter = await self.adapters.chosen(name)
+        parent = {'parent': self.client.model} if adapter else {}
         return {'id': name, 'object': 'model', 'created': self.started,
-                'owned_by': 'minisgl_lit', 'max_model_len': self.info.get('max_seq_len')}
+                'owned_by': 'minisgl_lit', 'max_model_len': self.info.get('max_seq_len'), **parent}
 
     def check_alive(self) -> None:
         "Raise `ApiError` 503 if the engine accepts no requests"

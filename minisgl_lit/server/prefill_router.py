@@ -132,6 +132,7 @@ async def _compute(replica: Replica, prompt: Prompt, request: UserMsg,
                    path: Path) -> EngineCoreOutput | None:
     "Have an engine compute a prompt and begin to write its file; its end, `None` if it was refused"
     params = SamplingParams(max_tokens=0, extra_key=request.params.extra_key,
+                            lora=request.params.lora,
                             priority=request.params.priority)
     asked, end = msgspec.structs.replace(request, params=params, handoff=path.stem), None
     replica.load.sent(request.rid, prompt)

@@ -41,7 +41,7 @@ def _refused(*reasons: tuple[str, str]) -> dict[str, Refused]:
 REFUSED = _refused(
     ('image_data audio_data video_data audio multi_modal_data mm_processor_kwargs',
      'only text is served'),
-    ('lora_path lora_id lora_request', 'adapters (LoRA) are not served'),
+    ('lora_path lora_id lora_request', 'an adapter is named by model, or by lora'),
     ('session_params session_id', 'sessions are not served; send the whole conversation, whose '
      'beginning is found in the prefix cache'),
     ('input_embeds prompt_embeds', 'a prompt is text or token ids'),
@@ -247,6 +247,7 @@ class GenerateRequest(ApiObject):
     rid: Rid | list[Rid] | None = None     # Its name, unique among those alive
     extra_key: str | list[str] | None = None    # As in `sampling_params`
     cache_salt: str | list[str] | None = None   # Another name of `extra_key`
+    lora_path: str | list[str | None] | None = None   # As `lora` in `sampling_params`: a name
     priority: int | list[int] | None = None     # As in `sampling_params`
     user: str | None = None                # The end user, to be fair among those of a caller
     separate_reasoning: bool | list[bool] | None = None   # As in `sampling_params`
@@ -329,7 +330,8 @@ class GenerateRequest(ApiObject):
         except RequestError as e: raise ApiError.of(e, _THEIR_NAMES.get(e.field)) from None
 
 # %% ../../nbs/server/protocol.ipynb #ffa19f9a
-_BESIDE = ('extra_key', 'cache_salt', 'priority', 'separate_reasoning', 'return_logprob',
+_BESIDE = ('extra_key', 'cache_salt', 'lora_path', 'priority', 'separate_reasoning',
+           'return_logprob',
            'top_logprobs_num', 'logprob_start_len', 'token_ids_logprob')
 _THEIR_NAMES = {'logprobs': 'top_logprobs_num', 'prompt_logprobs': 'top_logprobs_num'}
 
@@ -337,6 +339,7 @@ def _with_fields(params: SamplingParams, own: Mapping[str, object]) -> SamplingP
     "The parameters of a prompt, with the fields that stand beside the prompt"
     key = one_value(**{'sampling_params.extra_key': params.extra_key,
                        'extra_key': own['extra_key'], 'cache_salt': own['cache_salt']})
+    lora = one_value(**{'sampling_params.lora': params.lora, 'lora_path': own['lora_path']})
     priority = one_value(**{'sampling_params.priority': params.priority or None,
                             'priority': own['priority']})
     top, start = own['top_logprobs_num'] or 0, own['logprob_start_len']
@@ -349,5 +352,6 @@ def _with_fields(params: SamplingParams, own: Mapping[str, object]) -> SamplingP
         asked |= dict(prompt_logprobs=top, logprob_start_len=start)
     separate = one_value(**{'sampling_params.separate_reasoning': params.separate_reasoning,
                             'separate_reasoning': own['separate_reasoning']})
-    return replace(params, extra_key=key, priority=priority or 0, separate_reasoning=separate,
+    return replace(params, extra_key=key, lora=lora, priority=priority or 0,
+                   separate_reasoning=separate,
                    **asked)

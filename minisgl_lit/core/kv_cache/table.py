@@ -13,13 +13,13 @@ from ..request import Batch, ForwardMode, Lengths, SamplingArrays
 
 # %% ../../../nbs/core/10_kv_cache.table.ipynb #95bc9dd6
 class TableManager:
-    """Rows of five tables, allocated to running requests.
+    """Rows of six tables, allocated to running requests.
 
     `pages` (numpy, `[max_running_req + 1, max_pages]`) is the truth. `page_table`, its copy
     on the device, is up to date after each `flush` (on a CPU always: they share memory).
-    Beside them lie `token_pool` (on the device), `lengths` and `sampling`. `dummy_row`, the
-    last, is never allocated: padding points there. A freed row is not cleared. The
-    scheduler frees a row only when the last batch launched with it has completed.
+    Beside them lie `token_pool` (on the device), `lengths`, `sampling` and `adapters`.
+    `dummy_row`, the last, is never allocated: padding points there. A freed row is not
+    cleared. The scheduler frees a row only when the last batch launched with it has completed.
     """
     def __init__(
         self,
@@ -41,6 +41,7 @@ class TableManager:
         self.token_pool = torch.from_numpy(tokens).to(device)
         self.lengths, self.sampling = Lengths(n_rows), SamplingArrays.empty(n_rows)
         self._free, self._allocated = list(reversed(range(max_running_req))), set[int]()
+        self.adapters, self.max_adapters = np.zeros(n_rows, dtype=np.int64), 0   # 0: none
         self._filled = 0   # rows that have been allocated once: the first ones
         self._changed: list[tuple[np.ndarray, np.ndarray]] = []  # rows and columns to send
 
@@ -70,6 +71,24 @@ class TableManager:
             raise RuntimeError(f'row {row} is not allocated, so it cannot be freed')
         self._allocated.remove(row)
         self._free.append(row)
+
+    # %% ../../../nbs/core/10_kv_cache.table.ipynb #e31792f2
+    def fits_adapter(
+        self,
+        adapter: int,  # Of a request that waits; 0: none
+    ) -> bool:
+        "Whether it may join the adapters of the allocated rows"
+        there = {0, *self.adapters[[*self._allocated]].tolist()}
+        return adapter in there or len(there) <= self.max_adapters
+
+    def adapters_of(
+        self,
+        rows: np.ndarray,    # Rows of a batch, [n]
+    ) -> np.ndarray | None:  # [n]
+        "The adapter of each; `None` if none has one"
+        if not self.max_adapters: return None
+        found = self.adapters[rows]
+        return found if found.any() else None
 
     # %% ../../../nbs/core/10_kv_cache.table.ipynb #91bfab82
     def write(

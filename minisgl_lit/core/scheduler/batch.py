@@ -171,4 +171,5 @@ def make_batch(
                 make_pooling_requests(plan)]
     return Batch(plan.reqs, mode, step, rows, plan.cached_lens, plan.device_lens,
                  token_rows, positions, table.slots(token_rows, positions),
-                 sampled, table.sampling.at(rows[sampled]), *more, drafts=plan.drafts)
+                 sampled, table.sampling.at(rows[sampled]), *more, drafts=plan.drafts,
+                 adapters=table.adapters_of(rows))

@@ -67,7 +67,8 @@ class PrefillAdder:
         self._whole_chunk = not mixed_decode_tokens
         self.reserved_pages, self.reserved_rows, self.passed_over = reserved_pages, 0, 0
         self.may_cut, self.closed = True, False   # whether a chunk may start; and anything at all
-        self.loading = False   # whether some wait for pages that are on their way
+        self.loading = False   # whether some wait for pages on their way, or for adapters to end
+        self.without_adapter = 0   # requests that wait for a place among the adapters
         self.cache, self.table, self.lengths = cache, cache.table, cache.table.lengths
 
     # %% ../../../nbs/core/17_scheduler.prefill.ipynb #cbbb70ac
@@ -100,6 +101,7 @@ class PrefillAdder:
         if self.table.available_size <= self.reserved_rows:
             self.closed = True
             return None
+        if pending.adapter and self._waits_for_adapter(pending.adapter): return None
         handle = self.cache.match(pending)
         if not self.may_cut and pending.n_tokens - handle.cached_len > limit:
             self.closed = not self._pass_over(pending, handle)
@@ -119,6 +121,14 @@ class PrefillAdder:
         if 'scheduled' not in pending.times: pending.cached_tokens = cached_len
         return req
 
+    # %% ../../../nbs/core/17_scheduler.prefill.ipynb #2a9d64ee
+    def _waits_for_adapter(self, adapter: int) -> bool:
+        "Whether there is no place for it; then those behind it that have one wait as well"
+        if not self.without_adapter and self.table.fits_adapter(adapter): return False
+        self.without_adapter, self.loading = self.without_adapter + 1, True
+        self.closed = self.without_adapter == self.max_passed_over
+        return True
+
     # %% ../../../nbs/core/17_scheduler.prefill.ipynb #321c528a
     def _fill_row(self, pending: PendingReq, row: int, handle: CacheHandle) -> None:
         "Write what is known of a request into its row"
@@ -128,6 +138,7 @@ class PrefillAdder:
         self.lengths.cached_len[row] = handle.cached_len
         self.lengths.max_device_len[row] = pending.max_len
         self.table.sampling.put(row, pending.params)
+        self.table.adapters[row] = pending.adapter
         ends = pending.params.stop_token_ids, pending.stop_check, pending.grammar
         self.lengths.watched[row] = any(map(bool, ends))
 

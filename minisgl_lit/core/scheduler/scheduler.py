@@ -19,8 +19,8 @@ import numpy as np
 
 from ..config import EngineConfig, admissions
 from ..request import (
-    AnswerRules, Drafter, Batch, Caller, EngineProtocol, FinishReason, ForwardOutput, Logprob,
-    PendingReq, Req, StopCheck, AnswerEnd, Lengths, LogprobRequests, LogprobResults,
+    Adapters, AnswerRules, Drafter, Batch, Caller, EngineProtocol, FinishReason, ForwardOutput,
+    Logprob, PendingReq, Req, StopCheck, AnswerEnd, Lengths, LogprobRequests, LogprobResults,
     PoolingRequests, ForwardMode, Grammar, PooledStates, PromptLogprobs)
 from ..sampling_params import QueueFull, RequestError, SamplingParams
 from ..kv_cache.manager import CacheManager, ReleaseList
@@ -103,6 +103,7 @@ class Scheduler:
     ):
         self.engine, self.cache, self.clock, self.config = engine, cache, clock, config
         self.rules, self.observer, self.drafter = rules, observer or Observer(), drafter
+        self.adapters: Adapters | None = None   # that requests may name; `None`: there are none
         self.validator = RequestValidator(cache, vocab_size, eos_token_ids, defaults, headless,
                                           config.seed)
         ratio = admissions.find(config.admission)(config.schedule_conservativeness)
@@ -139,10 +140,12 @@ class Scheduler:
         if rid in self.alive:
             raise RequestError('rid', f'rid {rid!r} belongs to a request that is still running')
         ids, max_len = self.validate(input_ids, params)
-        params = self.validator.resolve(params)
+        params, adapter = self.validator.resolve(params), 0
         if self.config.schedule_low_priority_values_first:
             params = replace(params, priority=-params.priority)
+        if self.adapters and params.lora: params, adapter = self.adapters.resolve(params)
         pending = PendingReq(rid, ids, params, max_len, self.clock(), caller)
+        pending.adapter = adapter
         if self.rules: self.rules.begin(pending, self.validator.end_token_ids(params))
         if params.min_tokens: pending.forbidden_tokens = self.validator.end_token_ids(params)
         self._make_room(pending)
@@ -162,6 +165,9 @@ class Scheduler:
         else:
             for name in params.need_rules:
                 raise RequestError(name, f'{name} needs a tokenizer, and there is none here')
+        if self.adapters and params.lora: self.adapters.validate(params)
+        elif params.lora:
+            raise RequestError('lora', f'lora={params.lora!r}: there are no adapters here')
         return self.validator.validate(input_ids, params)
 
     # %% ../../../nbs/core/19_scheduler.lifecycle.ipynb #ec18135d
