@@ -33,7 +33,7 @@ def save_random(
     fields: Mapping[str, object] = {},   # Of its config, beside `SIZES`
 ) -> torch.nn.Module:        # For the CPU, in float32
     "A random model, the same each time, and its checkpoint"
-    transformers = import_module('transformers')   # a tool of those who develop; nobody checks its types
+    transformers = import_module('transformers')   # a tool of those who develop
     torch.manual_seed(0)
     make: Any = getattr(transformers, f'{name}ForCausalLM')
     model = make(make.config_class(**{**SIZES, **fields})).eval()
