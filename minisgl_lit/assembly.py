@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from .config import EngineConfig
-from .core.config import compressions
+from .core.config import NoRoom, compressions
 from .core.request import Batch, ForwardMode, LogitEdits, SamplingArrays
 from .core.device import ProcessGroup, Stream, make_stream, resolve_device
 from .core.engine.assembly import (
@@ -318,13 +318,13 @@ def kv_memory(
     resolved: ResolvedConfig,  # Of one rank
     weights: Weights,          # Its shard of them
 ) -> tuple[int, list[int]]:    # Bytes for pages, and batch sizes to capture
-    "What the weights leave for pages; `ValueError` if a step does not fit beside them"
+    "What the weights leave for pages; `NoRoom` if a step does not fit beside them"
     if resolved.device.type != 'cuda': return resolved.free(), []
     torch.cuda.empty_cache()   # what loading has left over
     try: return profile_run(resolved, weights, CudaCapture(), resolved.free)
     except torch.OutOfMemoryError as e:
         c = resolved.config
-        raise ValueError(
+        raise NoRoom(
             'beside its weights this GPU has no room to compute: lower max_prefill_tokens='
             f'{c.max_prefill_tokens} or max_running_req={c.max_running_req}') from e
     finally:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ..core.request import Caller
+from ..core.config import NoRoom
 from ..core.sampling_params import ContextTooLong, QueueFull, RequestError
 from ..text.sampling_params import SamplingParams
 from ..core.outputs import EngineCoreOutputs
@@ -60,10 +61,12 @@ class FailMsg(Message, frozen=True):
     "The scheduler could not start; no other message follows."
     message: str  # Why, in one sentence
     bug: bool     # False: the user can fix it
+    no_room: bool = False   # Whether memory is lacking, which others may give back
 
     @property
     def error(self) -> ValueError | RuntimeError:
         "The same as an error, to be raised on this side"
+        if self.no_room: return NoRoom(self.message)
         return (RuntimeError if self.bug else ValueError)(self.message)
 
 class ControlReply(Message, frozen=True):

@@ -29,7 +29,7 @@ from ..loop.messages import FailMsg, ReadyMsg
 from .ray_engine import (
     EngineActor, check_config, import_ray, needs, seen_from_here, settings_elsewhere)
 from .router import Router
-from .serve import application, max_open
+from .engines import application, max_open
 
 # %% ../../nbs/server/cluster.ipynb #f6c3a3dc
 class Directory:
