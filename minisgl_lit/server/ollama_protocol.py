@@ -377,7 +377,7 @@ NEVER = '9999-12-31T23:59:59Z'   # when a model leaves that stays
 
 def _waited(request: Request) -> float:
     "Seconds that a call has waited for its model, which is one of several"
-    return getattr(request.state, 'load_seconds', 0.)
+    return getattr(getattr(request, 'state', None), 'load_seconds', 0.)
 
 def loaded_answer(
     model: str,                       # As it is served

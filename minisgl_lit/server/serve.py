@@ -20,15 +20,18 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
 import uvicorn
+from fastapi import FastAPI
 
 from .config import ServerConfig
 from ..log import LogFile, write_text
 from .batches import Batches, BatchRoutes
 from .callers import Callers
 from .connection import ConnectionAcceptor, connection_limit
-from .engines import Engines, application
+from .engines import Engines, api_of, application
 from .files import Folders
 from .middleware import log_to_stderr
+from .model_table import read_table
+from .models import Models
 
 # %% ../../nbs/server/serve.ipynb #6e4e0a79
 _BACKLOG = 2048   # connections that may wait to be accepted, while a model loads for instance
@@ -85,11 +88,16 @@ class Server(Engines):
         config: ServerConfig,  # What to serve, and where
     ):
         self._callers = Callers.from_config(config)
+        table = read_table(config) if config.models else None
         folders = Folders(config.batch_folder, config.batch_folder_mb << 20)
         self._batches = Batches(folders, self._callers, max(config.max_running_req // 2, 1))
         self._max_connections = connection_limit(config.max_connections)
         self._listener = listen(config.host, config.port)
         super().__init__(config, LogFile(sys.stderr, config.log_json))
+        self._models = Models(table, config, self._log_file) if table else None
+        self._serving = self._models or self   # what runs and ends: several models, or one's engines
+        self.models = [*table.specs] if table else [self.model]   # as callers know them
+        if self._models: self.model, self.memory = self._models.model, self._models.memory
         self.url = url_of(self._listener)
         self._loop = asyncio.new_event_loop()
         self._ready: Future[None] = Future()
@@ -126,7 +134,7 @@ class Server(Engines):
 
     def __enter__(self) -> 'Server': return self
     def __exit__(self, *error: object) -> None: self.stop()
-    def __repr__(self) -> str: return f'Server({self.model!r}, {self.url})'
+    def __repr__(self) -> str: return f'Server({", ".join(self.models)!r}, {self.url})'
 
     # %% ../../nbs/server/serve.ipynb #3642100c
     def _run(self) -> None:
@@ -155,7 +163,7 @@ class Server(Engines):
         self, engine: asyncio.Future[None], answering: asyncio.Future[None],
     ) -> None:
         "Return when the server is stopped or drained; `RuntimeError` if it has failed"
-        draining, client = asyncio.ensure_future(self._draining.wait()), self.client
+        draining, client = asyncio.ensure_future(self._draining.wait()), self._serving.client
         try:
             if not await self._unless_stopped(engine, draining, answering): return
             if engine.done():
@@ -173,12 +181,18 @@ class Server(Engines):
             await asyncio.wait({engine, draining})
 
     # %% ../../nbs/server/serve.ipynb #3e695167
+    async def _application(self) -> FastAPI:
+        "What answers HTTP, once it can; several models are loaded later"
+        routes, c = BatchRoutes(self._batches).routes, self._config
+        if self._models: return self._models.front(self._callers, routes)
+        ready = await self.start()
+        api = api_of(c, self.client, ready, self._log)
+        return application(c, [*api.routes, *routes], self._callers)
+
     async def _serve(self) -> None:
         c = self._config
         try:
-            ready = await self.start()
-            app = application(c, self.client, ready, self._callers, self._log,
-                              BatchRoutes(self._batches).routes)
+            app = await self._application()
             http = uvicorn.Server(uvicorn.Config(
                 app, log_config=None, log_level='critical', access_log=False,
                 lifespan='off', ws='none', timeout_graceful_shutdown=1))
@@ -187,15 +201,15 @@ class Server(Engines):
             limits = asyncio.ensure_future(acceptor.run())
             log_to_stderr(c.log_json)
             self._warn_of_strangers()
-            engine = asyncio.ensure_future(self.run())
-            while not self.client.alive and not engine.done():
+            engine = asyncio.ensure_future(self._serving.run())
+            while not self._serving.client.alive and not engine.done():
                 if not await self._unless_stopped(engine, timeout=_JOIN_POLL): break
             self._batches.start(app)
             self._ready.set_result(None)
             try: await self._run_until_stopped(engine, answering)
             finally:
                 await self._batches.close()   # before its requests end with an error
-                self.fail('the server was stopped')
+                self._serving.fail('the server was stopped')
                 acceptor.close()
                 self._listener.close()   # to end may take Ray some seconds: nobody shall wait for it
                 limits.cancel()
@@ -203,7 +217,7 @@ class Server(Engines):
                 await answering
         finally:
             await self._batches.close()
-            await self.close()
+            await self._serving.close()
 
 # %% ../../nbs/server/serve.ipynb #baadc14c
 _FAILED_LINGER = 3.   # seconds in which a failed server still answers, `/health` above all
@@ -217,5 +231,6 @@ def serve(
 ) -> Server:
     "Start a server, and return when it is ready; `ValueError` in one sentence if it cannot"
     server = Server(ServerConfig.of(model, **settings))
-    write_text(sys.stdout, f'{server.model} is served on {server.url}\n')
+    is_or_are = 'is' if len(server.models) == 1 else 'are'
+    write_text(sys.stdout, f'{", ".join(server.models)} {is_or_are} served on {server.url}\n')
     return server
