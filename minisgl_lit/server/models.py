@@ -23,7 +23,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp
 
 from ..core.outputs import EngineCoreOutput
 from ..core.sampling_params import QueueFull
@@ -65,7 +64,7 @@ class Model(Engines):
     ready: ReadyMsg
     api: Api
     about: ServedModel
-    app: ASGIApp
+    app: FastAPI
     _running: asyncio.Task[None] | None = None
 
     @classmethod
