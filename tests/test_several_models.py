@@ -14,7 +14,7 @@ from test_serve import engines, until, web
 from minisgl_lit import serve
 from minisgl_lit.core.config import NoRoom
 from minisgl_lit.formats.hub import embedded_path
-from minisgl_lit.server import model_switch
+from minisgl_lit.server import model_switch, models
 from minisgl_lit.server.config import ServerConfig
 from minisgl_lit.server.fields import ApiError
 from minisgl_lit.server.lives import Lives
@@ -107,7 +107,8 @@ async def live(seed):
     assert not wrong, wrong
     await asyncio.wait_for(meddling, 20)
     assert world.lives.calls == 0
-    for life in world.lives.lives.values(): assert not life.waiting and (life.stay is None or not life.stay.users)
+    for life in world.lives.lives.values():
+        assert not life.waiting and (life.stay is None or not life.stay.users)
     if not stop and "answered" in ends:   # whoever was held is idle, and may be asked again
         again = await asyncio.gather(*(one(world, o, None) for o in world.held), return_exceptions=True)
         assert {*again} <= {"answered", "refused"}
@@ -116,9 +117,9 @@ async def live(seed):
     return ends
 
 def test_random_lives(long):
-    """No request is lost, answered by a model that has left, or left hanging; no model is loaded twice, and none
-    leaves that is in use; what fails is one request's error"""
-    ends = [end for seed in range(20_000 if long else 400) for end in asyncio.run(live(seed))]
+    """No request is lost, answered by a model that has left, or left hanging; no model is loaded twice, and
+    none leaves that is in use; what fails is one request's error"""
+    ends = [end for seed in range(20_000 if long else 250) for end in asyncio.run(live(seed))]
     assert ends.count("answered") > len(ends)/3 and "refused" in ends
 
 def test_nobody_is_kept_out_for_ever():
@@ -165,7 +166,7 @@ def made(folder, name, seed=None, embeds=False):
         weights, random_of = load_file(place/"model.safetensors"), torch.Generator().manual_seed(seed)
         for key, value in weights.items():
             noise = torch.randn(value.shape, generator=random_of)*value.float().std()
-            weights[key] = (value.float() + .3*noise).to(value.dtype)
+            weights[key] = (value.float() + noise).to(value.dtype)
         save_file(weights, place/"model.safetensors", metadata={"format": "pt"})
     if embeds:
         (place/"modules.json").write_text(json.dumps([
@@ -223,10 +224,11 @@ def test_each_protocol_finds_its_model(server):
         ollama = dict(model=name, stream=False, options=dict(temperature=0, num_predict=12))
         assert post(server, "/api/chat", messages=HI, **ollama).json()["message"]["content"] == text
         assert post(server, "/api/generate", prompt=HI[0]["content"], **ollama).json()["response"] == text
-        plain = post(server, "/v1/completions", prompt="A page", max_tokens=8, **own).json()["choices"][0]["text"]
+        plain = post(server, "/v1/completions", prompt="A page", max_tokens=8, **own).json()
         native = post(server, "/generate", text="A page", model=name,
                       sampling_params=dict(max_new_tokens=8, temperature=0)).json()["text"]
-        assert plain == native and post(server, "/tokenize", model=name, prompt="A page").status_code == 200
+        assert plain["choices"][0]["text"] == native
+        assert post(server, "/tokenize", model=name, prompt="A page").status_code == 200
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     assert [o.id for o in client.models.list()] == ["chat", "other", "embed", "broken"]
     for path, body in [("/v1/chat/completions", dict(messages=HI)), ("/generate", dict(text="x")),
@@ -276,9 +278,10 @@ def test_who_waits_is_told(server, monkeypatch):
         with web.stream("POST", server.url + path, json=body | dict(stream=True)) as r:
             return r.status_code, r.read().decode()
     def leave(): post(server, "/models/unload", model="other")
-    ask, right = dict(model="other", messages=HI, max_tokens=12, temperature=0), said(server, "other")
+    ask, right = dict(model="other", messages=HI, max_tokens=12, temperature=0), []
     for path in ("/v1/chat/completions", "/v1/messages"):
         leave()
+        assert states(server)["other"] == "unloaded"
         status, text = stream(path, **ask)
         assert status == 200
         first, *rest = text.split("\n\n")
@@ -286,13 +289,10 @@ def test_who_waits_is_told(server, monkeypatch):
         else:
             assert first == ": model 'other' is loading" and rest[-2] == "data: [DONE]"
             deltas = [json.loads(o[6:])["choices"][0]["delta"] for o in rest if o.startswith("data: {")]
-            assert "".join(o.get("content") or "" for o in deltas) == right
-    leave()
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-    chunks = client.chat.completions.create(**ask, stream=True)
-    assert "".join(o.choices[0].delta.content or "" for o in chunks) == right
+            right.append("".join(o.get("content") or "" for o in deltas))
     leave()
     status, text = stream("/v1/completions", model="other", prompt="x", temperature=-1)
+    assert right == [said(server, "other")]
     assert status == 200 and text.startswith(": ") and text.endswith("data: [DONE]\n\n")
     assert "temperature must be" in text
     status, text = stream("/v1/completions", model="broken", prompt="x")
@@ -314,7 +314,7 @@ def test_a_load_that_fails_is_that_requests_error(server, folder):
     post(server, "/models/unload", model="broken")
 
 def test_how_long_it_stays(server):
-    "As Ollama's clients say it: not at all, for ever, or some time; who has left is not loaded to leave again"
+    "As Ollama's clients say it: not at all, for ever, some time; who has left is not loaded to leave again"
     chat = dict(model="other", messages=HI, stream=False, options=dict(num_predict=1))
     def left(): return states(server)["other"] == "unloaded"
     assert post(server, "/api/chat", **chat, keep_alive=0).status_code == 200
@@ -324,7 +324,7 @@ def test_how_long_it_stays(server):
     assert post(server, "/api/generate", model="other", keep_alive=-1).json()["done_reason"] == "load"
     [other] = [o for o in get(server, "/api/ps")["models"] if o["name"] == "other:latest"]
     assert other["expires_at"].startswith("9999")
-    post(server, "/api/chat", **chat, keep_alive="1s")
+    post(server, "/api/chat", **chat, keep_alive="2s")
     [other] = [o for o in get(server, "/api/ps")["models"] if o["name"] == "other:latest"]
     assert not other["expires_at"].startswith("9999")
     until(left)
@@ -332,12 +332,13 @@ def test_how_long_it_stays(server):
 
 def pid_of(server, name): return server._models.loaded[name]._processes[0].process.pid
 
-def test_what_kills_one_touches_no_other(server):
+def test_what_kills_one_touches_no_other(server, monkeypatch):
     "kill -9 and SIGSTOP: the streams of that model end with an error, those of the other go on"
     right = {o: said(server, o) for o in ("chat", "other")}
     before = pid_of(server, "chat")
     def stream(model):
-        body = dict(model=model, text="A page", stream=True, sampling_params=dict(max_new_tokens=400, ignore_eos=True))
+        body = dict(model=model, text="A page", stream=True,
+                    sampling_params=dict(max_new_tokens=400, ignore_eos=True))
         events = []
         with web.stream("POST", server.url + "/generate", json=body) as r:
             for line in r.iter_lines():
@@ -353,11 +354,13 @@ def test_what_kills_one_touches_no_other(server):
     assert "has ended with code -9" in ends["other"]["error"]["message"]
     assert ends["chat"]["meta_info"]["finish_reason"]["type"] == "length"
     assert said(server, "other") == right["other"] and pid_of(server, "chat") == before
+    monkeypatch.setattr(models, "_PATIENCE", .3)
     os.kill(frozen := pid_of(server, "other"), signal.SIGSTOP)
     try:
         assert said(server, "chat") == right["chat"]
         assert 'model_name="chat"' in web.get(server.url + "/metrics").text
     finally: os.kill(frozen, signal.SIGCONT)
+    until(lambda: not server._models.loaded["other"].client.why)
     assert said(server, "other") == right["other"]
 
 def test_it_leaves_nothing_behind(table):
@@ -378,7 +381,8 @@ def test_it_leaves_nothing_behind(table):
 
 @pytest.mark.long
 def test_a_soak(table, record_property):
-    "Three models of which two fit, random callers, loads, unloads and kills: every answer is right, nothing hangs"
+    """Three models of which two fit, random callers, loads, unloads and kills: every answer is right, and
+    nothing hangs"""
     seconds, rng, kills = 120, random.Random(3), 0
     with serve(models=table, max_loaded=2, keep_alive="2s", **HOW) as s:
         right, counts = {o: said(s, o) for o in ("chat", "other", "embed")}, dict(right=0, told=0)
@@ -388,8 +392,8 @@ def test_a_soak(table, record_property):
             while time.monotonic() < end:
                 name = own.choice([*right])
                 keep = {"keep_alive": own.choice([0, 1, "5m"])} if own.random() < .2 else {}
-                body = dict(model=name, messages=HI, stream=False, options=dict(temperature=0, num_predict=12))
-                r = post(s, "/api/chat", **body, **keep)
+                r = post(s, "/api/chat", model=name, messages=HI, stream=False,
+                         options=dict(temperature=0, num_predict=12), **keep)
                 if r.status_code == 200:
                     assert r.json()["message"]["content"] == right[name]
                     counts["right"] += 1

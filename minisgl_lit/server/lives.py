@@ -50,7 +50,7 @@ class Life(Generic[H]):
     waiting: list[asyncio.Future[Stay[H]]] = field(default_factory=list)   # Requests, for a stay
     task: asyncio.Task[None] | None = None   # Loads it
     placed: bool = False         # Whether that has found room
-    keep: float = math.inf       # Seconds that it stays after its last request
+    keep: float = math.inf       # Seconds that it stays idle, as its newest request says
     last_used: float = 0.        # When that ended
     timer: asyncio.TimerHandle | None = None   # Ends it
     error: str = ''              # Why it could not be loaded, or has died, the last time
@@ -105,8 +105,9 @@ class Lives(Generic[H]):
         "A model for the length of a block, loaded before if need be; `ApiError` if it cannot be"
         life = self.lives[name]
         stay = await self._enter(life)
+        life.keep = life.spec.keep_alive if keep_alive is None else keep_alive
         try: yield stay
-        finally: self._left(life, stay, keep_alive)
+        finally: self._left(life, stay)
 
     async def _enter(self, life: Life[H]) -> Stay[H]:
         if self.closed: raise ApiError(self.closed, 503)
@@ -120,7 +121,7 @@ class Lives(Generic[H]):
         try: return await future
         except asyncio.CancelledError:   # perhaps in the moment in which it was let in
             if future.done() and not future.cancelled() and not future.exception():
-                self._left(life, future.result(), None)
+                self._left(life, future.result())
             raise
         finally:
             with suppress(ValueError): life.waiting.remove(future)
@@ -138,11 +139,10 @@ class Lives(Generic[H]):
         self._news = asyncio.Event()
 
     # %% ../../nbs/server/lives.ipynb #f06a2ac9
-    def _left(self, life: Life[H], stay: Stay[H], keep_alive: float | None) -> None:
+    def _left(self, life: Life[H], stay: Stay[H]) -> None:
         "A request has ended"
         stay.users -= 1
         life.last_used = asyncio.get_running_loop().time()
-        life.keep = life.spec.keep_alive if keep_alive is None else keep_alive
         if not stay.users and life.stay is stay: self._rest(life, stay)
         self._changed()
 
