@@ -162,6 +162,7 @@ class Lives(Generic[H]):
                 life.stay = None
                 self._changed()
         stay.going = True
+        if life.timer and life.stay is stay: life.timer.cancel()
         if stay.ending is None: stay.ending = self._begin(end())
 
     async def unload(self, name: str) -> None:
