@@ -113,7 +113,7 @@ class Page:
 
     def console(self, command, expected):
         if command == "minisgl-lit serve": said = f"{self.shared.model} is served on {URL}"
-        elif "minisgl-lit serve" in command and " is served on " in expected: said = self.start(command)
+        elif "minisgl-lit serve" in command and " served on " in expected: said = self.start(command)
         else:
             # one that is refused, whoever has the usual port
             own = " --port 0" * ("minisgl-lit serve" in command)

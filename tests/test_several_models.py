@@ -339,17 +339,18 @@ def test_what_kills_one_touches_no_other(server, monkeypatch):
     before = pid_of(server, "chat")
     def stream(model):
         body = dict(model=model, text="A page", stream=True,
-                    sampling_params=dict(max_new_tokens=400, ignore_eos=True))
+                    sampling_params=dict(max_new_tokens=480, ignore_eos=True))
         events = []
         with web.stream("POST", server.url + "/generate", json=body) as r:
             for line in r.iter_lines():
                 if line.startswith("data: {"): events.append(json.loads(line[6:]))
-                if len(events) == 3: begun[model].set()
+                if events: begun[model].set()
         return events
     begun = {o: threading.Event() for o in right}
     with ThreadPoolExecutor(2) as pool:
         streams = {o: pool.submit(stream, o) for o in right}
         for o in begun.values(): assert o.wait(60)
+        assert post(server, "/pause_generation?model=other", mode="in_place").status_code == 200
         os.kill(pid_of(server, "other"), signal.SIGKILL)
         ends = {o: streams[o].result(60)[-1] for o in right}
     assert "has ended with code -9" in ends["other"]["error"]["message"]
