@@ -185,13 +185,15 @@ def folder(tmp_path_factory):
     (made(place, "broken")/"config.json").write_text("{}")
     return place
 
+NAMES = "chat", "other", "embed", "broken", "huge"
 HOW = dict(port=0, num_pages=128, max_running_req=8, max_seq_len=512, log_interval=0)
 
 @pytest.fixture(scope="module")
 def table(folder):
     path = folder/"models.json"
     path.write_text(json.dumps({
-        "models": {o: str(folder/o) for o in ("chat", "other", "embed", "broken")}, "default": "chat",
+        "models": {o: str(folder/o) for o in NAMES[:4]} | {
+            "huge": {"model": str(folder/"chat"), "memory_ratio": 1e-9}}, "default": "chat",
         "aliases": {"gpt-4o": "chat"}}))
     return str(path)
 
@@ -211,7 +213,7 @@ def test_each_protocol_finds_its_model(server):
     """The model of a request chooses, in the words of all protocols; names are aliases, tags or none, and an
     unknown one is told the known"""
     before = engines()
-    assert states(server) == dict.fromkeys(("chat", "other", "embed", "broken"), "unloaded")
+    assert states(server) == dict.fromkeys(NAMES, "unloaded")
     right = {o: said(server, o) for o in ("chat", "other")}
     assert right["chat"] != right["other"] and len(engines()) - len(before) == 2
     assert said(server, "gpt-4o") == said(server, "chat:latest") == right["chat"]
@@ -230,12 +232,12 @@ def test_each_protocol_finds_its_model(server):
         assert plain["choices"][0]["text"] == native
         assert post(server, "/tokenize", model=name, prompt="A page").status_code == 200
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-    assert [o.id for o in client.models.list()] == ["chat", "other", "embed", "broken"]
+    assert [o.id for o in client.models.list()] == [*NAMES]
     for path, body in [("/v1/chat/completions", dict(messages=HI)), ("/generate", dict(text="x")),
                        ("/v1/messages", dict(messages=HI, max_tokens=1)), ("/api/chat", dict(messages=HI)),
                        ("/v1/embeddings", dict(input="x")), ("/api/show", {})]:
         r = post(server, path, model="nobody", **body)
-        assert r.status_code == 404 and "this server has 'chat', 'other', 'embed', 'broken'" in r.text, path
+        assert r.status_code == 404 and "this server has 'chat', 'other', 'embed', 'broken', 'huge'" in r.text, path
     assert post(server, "/generate", text="A page", sampling_params=dict(max_new_tokens=8, temperature=0)
                 ).status_code == 200   # it names none: the default
     r = web.post(server.url + "/v1/completions", content=b"{", headers={"content-type": "application/json"})
@@ -255,7 +257,7 @@ def test_an_embedding_model_beside_a_chat_model(server):
     post(server, "/models/load", model="other")
     said(server, "chat")
     vector = post(server, "/v1/embeddings", model="embed", input="A page").json()["data"][0]["embedding"]
-    assert states(server) == dict(chat="loaded", other="unloaded", embed="loaded", broken="unloaded")
+    assert states(server) == dict.fromkeys(NAMES, "unloaded") | dict(chat="loaded", embed="loaded")
     assert post(server, "/api/embed", model="embed", input="A page").json()["embeddings"][0] == vector
     said(server, "chat")
     found = {o["id"]: o for o in get(server, "/v1/models")["data"]}
@@ -264,7 +266,7 @@ def test_an_embedding_model_beside_a_chat_model(server):
     shown = post(server, "/api/show", model="embed").json()
     assert "embedding" in shown["capabilities"] and shown["details"]["format"] == "safetensors"
     assert [o["name"] for o in get(server, "/api/ps")["models"]] == ["chat:latest", "embed:latest"]
-    assert len(get(server, "/api/tags")["models"]) == 4
+    assert len(get(server, "/api/tags")["models"]) == 5
     page = web.get(server.url + "/metrics").text
     for name, value in dict(chat="1.0", embed="1.0", other="0.0").items():
         assert f'minisgl:model_loaded{{model_name="{name}"}} {value}' in page
@@ -306,13 +308,16 @@ def test_who_waits_is_told(server, monkeypatch):
     assert json.loads(stream("/api/chat", **ollama)[1].splitlines()[-1])["load_duration"] < 10**8
 
 def test_a_load_that_fails_is_that_requests_error(server, folder):
-    "The next request tries again, and finds it mended"
+    """The next request tries again, and finds it mended; where memory lacks, those that are idle leave before
+    it is refused"""
     r = post(server, "/v1/chat/completions", model="broken", messages=HI)
     assert r.status_code == 400 and "model 'broken' could not be loaded: " in r.json()["error"]["message"]
     assert states(server)["broken"] == "unloaded"
     shutil.copy(folder/"chat"/"config.json", folder/"broken"/"config.json")
     assert said(server, "broken") == said(server, "chat")
-    post(server, "/models/unload", model="broken")
+    r = post(server, "/v1/chat/completions", model="huge", messages=HI)
+    assert r.status_code == 503 and "may be filled, by memory_ratio=1e-09" in r.json()["error"]["message"]
+    assert {*states(server).values()} == {"unloaded"}
 
 def test_how_long_it_stays(server):
     "As Ollama's clients say it: not at all, for ever, some time; who has left is not loaded to leave again"
@@ -369,7 +374,7 @@ def test_it_leaves_nothing_behind(table):
     "Whoever waits for a load when the server stops is told; orders are for the admin; settings are checked"
     before = engines()
     with serve(models=table, admin_key="k"*16, **HOW) as s, ThreadPoolExecutor(1) as pool:
-        assert repr(s).startswith("Server('chat, other, embed, broken'")
+        assert repr(s).startswith("Server('chat, other, embed, broken, huge'")
         waiting = pool.submit(post, s, "/v1/chat/completions", model="chat", messages=HI)
         until(lambda: len(engines()) > len(before))
         assert post(s, "/models/unload", model="chat").status_code == 403

@@ -195,8 +195,8 @@ class Lives(Generic[H]):
                 await self.unload(leaver.spec.name)
             elif any(o.placed or o.stay and o.stay.going for o in others): await self._news.wait()
             elif others: raise NoRoom('; '.join(filter(None, [
-                str(lack or f'{len(others)} models are loaded, as many as max_loaded allows'),
-                'and none can leave: ' + ', '.join(o.spec.name for o in others) + ' is pinned'])))
+                str(lack or f'max_loaded={self.most} models are loaded'), 'and none can leave; pinned: '
+                + ', '.join(o.spec.name for o in others)])))
             else: raise lack or NoRoom('max_loaded allows none')
             lack = None   # whether it was enough, the next try says
 

@@ -152,6 +152,7 @@ class Hosted(Held, Protocol):
     def app(self) -> ASGIApp: ...
 
 H = TypeVar('H', bound=Hosted)
+_GONE = 499   # as nginx logs a caller that has hung up
 _SAYS_NOTHING = {'/api/chat': ('messages', OllamaChatWriter), '/api/generate': ('prompt', OllamaTextWriter)}
 
 def _replay(message: Message, receive: Receive) -> Receive:
@@ -192,8 +193,7 @@ class ModelSwitch(Generic[H]):
         if body is None: return await self.app(scope, _replay(message, receive), send)
         name = self.table.find(body.model or asked)
         if silent := self._unloads(route, body, name): return await silent(scope, receive, send)
-        try: await self._answer(route, body, name, scope, receive, send)
-        except ClientDisconnected: await Response(status_code=499)(scope, receive, send)
+        await self._answer(route, body, name, scope, receive, send)
 
     def loaded(
         self,
@@ -228,6 +228,8 @@ class ModelSwitch(Generic[H]):
                 state = {**scope.get('state', {}), 'load_seconds': waited}
                 again = _replay({'type': 'http.request', 'body': body.named(name)}, receive)
                 await stay.held.app({**scope, 'state': state}, again, told.send)
+        except ClientDisconnected:
+            if not told.begun: await Response(status_code=_GONE)(scope, receive, send)
         except ApiError as e:
             if not told.begun: raise
             await told.fail(route.error(e))

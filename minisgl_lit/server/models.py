@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from importlib.resources import files
@@ -318,7 +319,8 @@ class Models:
     def front(self, callers: Callers, more: Sequence[Route]) -> FastAPI:
         "The web application of the server; nothing is loaded yet"
         nobody = Api(self, Tokenizer(_folder('embedded')), vars(self._config), self.store)
-        own, c = [*self.routes(), *more], self._config
+        asked = [replace(o, method='HEAD', in_schema=False) for o in self.routes() if o.method == 'GET']
+        own, c = [*self.routes(), *asked, *more], self._config
         mine = {(o.method.replace('HEAD', 'GET'), o.path) for o in own}
         others = [o for o in nobody.routes if (o.method.replace('HEAD', 'GET'), o.path) not in mine]
         of_a_model = [o for o in others if o.path not in _OF_THE_SERVER]
