@@ -102,7 +102,7 @@ class Parser(ArgumentParser):
         self.error(f'{unknown} is not understood{nearest(unknown.split("=")[0], flags)}')
 
 # %% ../nbs/cli_arguments.ipynb #a719d3e2
-COMMON = ('model', 'models', 'device', 'dtype', 'quantization', 'quantization_compute', 'max_seq_len',
+COMMON = ('model', 'device', 'dtype', 'quantization', 'quantization_compute', 'max_seq_len',
           'memory_ratio', 'max_running_req', 'host', 'port', 'api_key')
 
 class _HelpAll(Action):

@@ -12,7 +12,7 @@ import torch
 
 from test_serve import engines, until, web
 from minisgl_lit import serve
-from minisgl_lit.core.config import NoRoom
+from minisgl_lit.config import NoRoom
 from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.server import model_switch, models
 from minisgl_lit.server.config import ServerConfig
@@ -237,7 +237,8 @@ def test_each_protocol_finds_its_model(server):
                        ("/v1/messages", dict(messages=HI, max_tokens=1)), ("/api/chat", dict(messages=HI)),
                        ("/v1/embeddings", dict(input="x")), ("/api/show", {})]:
         r = post(server, path, model="nobody", **body)
-        assert r.status_code == 404 and "this server has 'chat', 'other', 'embed', 'broken', 'huge'" in r.text, path
+        assert r.status_code == 404, path
+        assert "this server has 'chat', 'other', 'embed', 'broken', 'huge'" in r.text
     assert post(server, "/generate", text="A page", sampling_params=dict(max_new_tokens=8, temperature=0)
                 ).status_code == 200   # it names none: the default
     r = web.post(server.url + "/v1/completions", content=b"{", headers={"content-type": "application/json"})

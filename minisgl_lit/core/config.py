@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DTypeName', 'CacheName', 'policies', 'evictions', 'admissions', 'backends', 'compressions', 'guessers', 'T',
-           'setting', 'kinds', 'accepts', 'allowed', 'check_names', 'NoRoom', 'EngineConfig']
+           'setting', 'kinds', 'accepts', 'allowed', 'check_names', 'EngineConfig']
 
 # %% ../../nbs/core/05_config.ipynb #4b337cc6
 import difflib
@@ -105,10 +105,6 @@ def check_names(
         near = difflib.get_close_matches(name, known, 1)
         hint = f'did you mean {near[0]}?' if near else f'there are {", ".join(known)}'
         raise ValueError(f'{name} is no setting of {cls.__name__}; {hint}')
-
-# %% ../../nbs/core/05_config.ipynb #9a1e6b30
-class NoRoom(ValueError):
-    "A config asks for more memory than may be filled now."
 
 # %% ../../nbs/core/05_config.ipynb #bc08d3e9
 @dataclass(frozen=True)

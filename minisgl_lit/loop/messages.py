@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ..core.request import Caller
-from ..core.config import NoRoom
+from ..config import NoRoom
 from ..core.sampling_params import ContextTooLong, QueueFull, RequestError
 from ..text.sampling_params import SamplingParams
 from ..core.outputs import EngineCoreOutputs

@@ -345,7 +345,8 @@ class Api:
                post('/detokenize', self.detokenize), post('/v1/detokenize', self.detokenize),
                post('/abort_request', self.abort_request)]
         embeddings, about = EmbeddingRoutes(self), ServedModel.of(self.tokenizer, self.info)
-        others = (embeddings, self.operations, ResponsesProtocol(self, self.store), MessagesProtocol(self),
+        responses = ResponsesProtocol(self, self.store)
+        others = (embeddings, self.operations, responses, MessagesProtocol(self),
                   OllamaProtocol(self, embeddings, self.client.model, self.info, about),
                   *(make(self) for make in protocols.values()))
         return [*own, *(route for protocol in others for route in protocol.routes)]

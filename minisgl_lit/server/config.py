@@ -37,13 +37,13 @@ class ServerConfig(EngineConfig):
     served_model_name: str | None = setting(
         None, "What callers call the model; None is the last part of model's name")
     models: str | None = setting(
-        None, 'Several models instead of one: a TOML, YAML or JSON file that names them, or a folder '
-        'of checkpoints; each is loaded when it is first asked for')
+        None, 'Several models instead of one: a TOML, YAML or JSON file that names them, or a '
+        'folder of checkpoints; each is loaded when it is first asked for')
     max_loaded: int | None = setting(
         None, 'Models of these that may be loaded at once; None is as many as memory holds', low=1)
     keep_alive: int | str = setting(
-        '5m', 'How long one of several models stays loaded that nobody asks for: seconds, or such as '
-        '5m; 0 is not at all, -1 for ever', low=-1, form=r'-?(\d+(\.\d*)?(ms|s|m|h)?)+',
+        '5m', 'How long one of several models stays loaded that nobody asks for: seconds, or such '
+        'as 5m; 0 is not at all, -1 for ever', low=-1, form=r'-?(\d+(\.\d*)?(ms|s|m|h)?)+',
         words="a time such as '5m'")
     tool_call_parser: str = setting(
         'auto', 'Format in which the model calls tools; auto is that of its chat template',

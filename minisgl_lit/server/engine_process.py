@@ -24,7 +24,7 @@ from typing import TextIO
 import zmq
 
 from .config import ServerConfig
-from ..core.config import NoRoom
+from ..config import NoRoom
 from ..core.device import resolve_device
 from ..core.engine.memory import MemoryRatio, available_cores
 from ..core.outputs import EngineCoreOutputs

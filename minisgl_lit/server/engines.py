@@ -250,5 +250,6 @@ def application(
     inner: Sequence[Middleware] = (),   # Between the bodies and the routes
 ) -> FastAPI:
     "The web application of a server"
-    return web_application(known, callers, config.protect_metrics, config.max_body_mb, config.log_json,
-                           WebPages.from_config(config), config.unknown_fields != 'ignore', inner)
+    c, pages = config, WebPages.from_config(config)
+    return web_application(known, callers, c.protect_metrics, c.max_body_mb, c.log_json, pages,
+                           c.unknown_fields != 'ignore', inner)

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
-from ..core.config import NoRoom
+from ..config import NoRoom
 from .fields import ApiError
 from .model_table import ModelSpec
 
@@ -80,7 +80,7 @@ class Lives(Generic[H]):
     def __init__(
         self,
         specs: Mapping[str, ModelSpec],            # All models there are
-        load: Callable[[str], Awaitable[H]],       # `NoRoom` if it lacks memory; its errors are told
+        load: Callable[[str], Awaitable[H]],       # `NoRoom` if it lacks memory
         most: int | None = None,                   # Loaded at once; `None`: as many as memory holds
         log: Callable[[str], None] = lambda sentence: None,   # Hears who comes and goes
     ):
@@ -180,8 +180,8 @@ class Lives(Generic[H]):
         able = [o for o in self.lives.values()
                 if o.state == 'ready' and not o.spec.pinned and o.stay and not o.stay.going]
         idle = [o for o in able if o.is_idle]
-        if idle: return min(idle, key=lambda o: o.last_used)
-        return min(able, key=lambda o: o.stay.since if o.stay else 0., default=None)
+        if idle: return min(idle, key=lambda life: life.last_used)
+        return min(able, key=lambda life: life.stay.since if life.stay else 0., default=None)
 
     async def _make_room(self, life: Life[H], lack: NoRoom | None) -> None:
         "Wait until there may be room for a model; `NoRoom` if there never is"
@@ -210,7 +210,8 @@ class Lives(Generic[H]):
             begun = time()
             try:
                 async with asyncio.timeout(self.load_limit): held = await self.load(life.spec.name)
-            except TimeoutError: raise RuntimeError(f'it took more than {self.load_limit:g} s') from None
+            except TimeoutError:
+                raise RuntimeError(f'it took more than {self.load_limit:g} s') from None
             return Stay(held, time(), time() - begun)
         finally:
             if turn.done() and not turn.cancelled(): self._turn.release()
@@ -267,7 +268,8 @@ class Lives(Generic[H]):
         self.log(said)
         status = 400 if isinstance(error, ValueError) and not isinstance(error, NoRoom) else 503
         for future in life.waiting:
-            if not future.done(): future.set_exception(ApiError(said, status, 'model', 'model_not_loaded'))
+            if future.done(): continue
+            future.set_exception(ApiError(said, status, 'model', 'model_not_loaded'))
         life.waiting.clear()
 
     # %% ../../nbs/server/lives.ipynb #1f962480

@@ -24,7 +24,7 @@ from .lives import Held, Lives, Stay
 from .model_table import ModelTable, seconds_of
 from .ollama_protocol import OllamaChatWriter, OllamaTextWriter, loaded_answer
 from .routes import Route
-from .sse import DONE, ClientDisconnected, sse, unless_disconnected
+from .sse import ClientDisconnected, unless_disconnected
 
 # %% ../../nbs/server/model_switch.ipynb #f081c162
 _SMALL = 1_000   # bytes of a value that is read here
@@ -86,24 +86,15 @@ class CallBody:
 
 # %% ../../nbs/server/model_switch.ipynb #2f7828b0
 _TELL = 1.   # seconds between two comments
-_ANTHROPIC, _RESPONSES = '/v1/messages', '/v1/responses'
-
-def _as_event(path: str, error: object) -> str:
-    "An error as the end of a stream that has begun with comments"
-    if path == _ANTHROPIC: return sse(json.dumps(error), 'error')
-    if path != _RESPONSES: return sse(json.dumps(error)) + DONE
-    inner = error.get('error') if isinstance(error, dict) else None
-    told = {k: inner.get(k) for k in ('code', 'message', 'param')} if isinstance(inner, dict) else {}
-    return sse({'type': 'error', 'sequence_number': 0, **told}, 'error')
 
 class Told:
     "The way to a caller who waits for a stream: it may begin before the answer does."
     def __init__(
         self,
-        path: str,   # That was called
-        send: Send,  # To the caller
+        route: Route,  # That was called
+        send: Send,    # To the caller
     ):
-        self.path, self.begun = path, False
+        self.route, self.begun = route, False
         self._send, self._status, self._error = send, 200, b''
 
     async def tell(
@@ -117,8 +108,7 @@ class Told:
             self.begun = True
             await self._send({'type': 'http.response.start', 'status': 200,
                               'headers': [*headers.items()]})
-        ping = sse({'type': 'ping'}, 'ping') if self.path == _ANTHROPIC else f': {what}\n\n'
-        await self._body(ping, True)
+        await self._body(self.route.ping or f': {what}\n\n', True)
 
     async def _body(self, text: str, more: bool) -> None:
         await self._send({'type': 'http.response.body', 'body': text.encode(), 'more_body': more})
@@ -128,7 +118,7 @@ class Told:
         error: object,   # JSON, as the route writes errors
     ) -> None:
         "End the stream"
-        await self._body(_as_event(self.path, error), False)
+        await self._body(self.route.late_error(error), False)
 
     async def send(
         self,
@@ -153,7 +143,7 @@ class Hosted(Held, Protocol):
 
 H = TypeVar('H', bound=Hosted)
 _GONE = 499   # as nginx logs a caller that has hung up
-_SAYS_NOTHING = {'/api/chat': ('messages', OllamaChatWriter), '/api/generate': ('prompt', OllamaTextWriter)}
+_SAID = 'messages', 'prompt'   # fields of Ollama's; a call that has none only loads, or unloads
 
 def _replay(message: Message, receive: Receive) -> Receive:
     "What has been received, once more"
@@ -207,23 +197,24 @@ class ModelSwitch(Generic[H]):
 
     def _unloads(self, route: Route, body: CallBody, name: str) -> Response | None:
         "The answer to who wants a model to leave that is not there"
-        field, writer = _SAYS_NOTHING.get(route.path, ('', OllamaChatWriter))
-        if not field or body.value(field) or body.keep_alive != 0: return None
-        if self.lives.lives[name].state == 'ready': return None   # it is there
+        if route.stream != OllamaChatWriter.media_type or body.keep_alive != 0: return None
+        if any(map(body.value, _SAID)) or self.lives.lives[name].state == 'ready': return None
+        writer = OllamaChatWriter if route.path.endswith('chat') else OllamaTextWriter
         return JSONResponse(loaded_answer(name, writer, 'unload'))
 
     # %% ../../nbs/server/model_switch.ipynb #d1c797d3
     async def _answer(self, route: Route, body: CallBody, name: str, scope: Scope,
                       receive: Receive, send: Send) -> None:
         "Load the model, and have it answer; `ApiError` if it cannot be loaded"
-        told = Told(route.path, send)
+        told = Told(route, send)
         tells = body.value('stream') is True and route.stream == 'text/event-stream'
         begun = asyncio.get_running_loop().time()
         try:
             async with AsyncExitStack() as stack:
                 entering = stack.enter_async_context(self.lives.use(name, body.keep_alive))
                 stay = await unless_disconnected(
-                    Request(scope, receive), self._until_loaded(name, entering, told if tells else None))
+                    Request(scope, receive),
+                    self._until_loaded(name, entering, told if tells else None))
                 waited = asyncio.get_running_loop().time() - begun
                 state = {**scope.get('state', {}), 'load_seconds': waited}
                 again = _replay({'type': 'http.request', 'body': body.named(name)}, receive)

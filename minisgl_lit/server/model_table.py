@@ -57,7 +57,8 @@ class ModelTable:
         if not asked: return self.default
         for name in (asked, asked.removesuffix(':latest')):
             if (found := self.aliases.get(name, name)) in self.specs: return found
-        names = ', '.join(map(repr, [*self.specs][:20])) + ', …' * (len(self.specs) > 20)
+        more = [', …'] if len(self.specs) > 20 else []
+        names = ', '.join(map(repr, [*self.specs][:20])) + ''.join(more)
         raise ApiError(f'model {asked!r:.80} is not served here; this server has {names}',
                        404, 'model', 'model_not_found')
 
@@ -90,7 +91,8 @@ def _spec(name: str, given: object, common: ServerConfig) -> ModelSpec:
     known = [*(f.name for f in fields(EngineConfig) if f.name != 'plugins'), *_OF_SERVERS]
     for setting in own:
         if setting not in known: raise ValueError(
-            f'{setting} is no setting of a model; {_hint(setting, [*known, "keep_alive", "pinned"])}')
+            f'{setting} is no setting of a model; '
+            + _hint(setting, [*known, 'keep_alive', 'pinned']))
     if 'model' not in own: raise ValueError('model is missing: its checkpoint')
     return ModelSpec(name, replace(common, served_model_name=name, **own), keep_alive, pinned)
 
@@ -114,10 +116,12 @@ _KEYS = 'models', 'aliases', 'default'
 
 def _table(said: object, common: ServerConfig) -> ModelTable:
     "A table of what a file says"
-    if not isinstance(said, dict) or not isinstance(models := said.get('models'), dict) or not models:
+    models = said.get('models') if isinstance(said, dict) else None
+    if not isinstance(said, dict) or not isinstance(models, dict) or not models:
         raise ValueError('it must have models, a table of at least one name')
     for key in said:
-        if key not in _KEYS: raise ValueError(f'{key} has no meaning here; {_hint(str(key), _KEYS)}')
+        if key not in _KEYS:
+            raise ValueError(f'{key} has no meaning here; {_hint(str(key), _KEYS)}')
     specs: dict[str, ModelSpec] = {}
     for name, given in models.items():
         try: specs[str(name)] = _spec(str(name), given, common)
@@ -125,7 +129,8 @@ def _table(said: object, common: ServerConfig) -> ModelTable:
     aliases, default = said.get('aliases') or {}, said.get('default') or next(iter(specs))
     if not isinstance(aliases, dict): raise ValueError('aliases must be a table of names')
     for alias, name in [*aliases.items(), ('default', default)]:
-        if name not in specs: raise ValueError(f'{alias} means {name!r:.80}, which is no model here')
+        if name not in specs:
+            raise ValueError(f'{alias} means {name!r:.80}, which is no model here')
         if alias in specs: raise ValueError(f'{alias} is an alias and the name of a model')
     return ModelTable(specs, aliases, default)
 
@@ -136,9 +141,11 @@ def read_table(
     path = Path(config.models or '').expanduser()
     for name, alone in (('model', 'embedded'), ('served_model_name', None), ('ray_address', None)):
         if getattr(config, name) != alone: raise ValueError(
-            f'{name}={getattr(config, name)!r} is for a server of one model; leave it out with models')
+            f'{name}={getattr(config, name)!r} is for a server of one model; '
+            'leave it out with models')
     try:
         if path.is_dir(): return _table({'models': _in_folder(path)}, config)
         return _table(parse_file(path), config)
-    except OSError as e: raise ValueError(f'models={config.models!r} cannot be read: {e.strerror}') from None
+    except OSError as e:
+        raise ValueError(f'models={config.models!r} cannot be read: {e.strerror}') from None
     except ValueError as e: raise ValueError(f'models={config.models!r}: {e}') from None

@@ -95,7 +95,7 @@ class Server(Engines):
         self._listener = listen(config.host, config.port)
         super().__init__(config, LogFile(sys.stderr, config.log_json))
         self._models = Models(table, config, self._log_file) if table else None
-        self._serving = self._models or self   # what runs and ends: several models, or one's engines
+        self._serving = self._models or self   # what runs and ends
         self.models = [*table.specs] if table else [self.model]   # as callers know them
         if self._models: self.model, self.memory = self._models.model, self._models.memory
         self.url = url_of(self._listener)

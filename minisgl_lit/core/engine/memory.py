@@ -16,7 +16,6 @@ from typing import Literal
 
 import torch
 
-from ..config import NoRoom
 from ..models.decoder import ModelConfig, weight_shapes
 
 # %% ../../../nbs/core/35_engine.memory.ipynb #6e2cefc2
@@ -124,9 +123,9 @@ class WeightsNeed:
         free: int,           # Bytes that may be filled
         ratio: MemoryRatio,  # What `free` comes from
     ) -> int:                # Bytes that the weights will take
-        "`NoRoom` if they do not fit; it says how much is needed, and what would help"
+        "`ValueError` if they do not fit; it says how much is needed, and what would help"
         if self.nbytes <= free: return self.nbytes
-        raise NoRoom(f'the weights of this model need {gib(self.nbytes)} as {self.kind}, but '
+        raise ValueError(f'the weights of this model need {gib(self.nbytes)} as {self.kind}, but '
                          f'only {gib(free)} may be filled, by {ratio}{ratio.hint}{self.less}')
 
 # %% ../../../nbs/core/35_engine.memory.ipynb #4b91b285
@@ -165,15 +164,15 @@ class MemoryPlan:
         usable: int,            # Pages that all running requests together could fill
         ratio: MemoryRatio,     # The share of memory that `weights` and `free` are
     ) -> 'MemoryPlan':
-        "Decide how many pages the pool gets; `NoRoom` if none fits, or not those asked for"
+        "Decide how many pages the pool gets; `ValueError` if none fits, or not those asked for"
         fit = free // page_bytes - 1
         if num_pages is None: num_pages = min(fit, usable)
         if num_pages < 1:
-            raise NoRoom(f'{ratio} leaves {gib(free)} for keys and values, less than two '
+            raise ValueError(f'{ratio} leaves {gib(free)} for keys and values, less than two '
                              f'pages{ratio.hint}, or lower page_size')
         if num_pages > fit:
             needed = gib(num_pages * page_bytes)
-            raise NoRoom(f'num_pages={num_pages} needs {needed} for keys and values, '
+            raise ValueError(f'num_pages={num_pages} needs {needed} for keys and values, '
                              f'but only {gib(free)} are free, by {ratio}{ratio.hint}; '
                              f'at most {max(fit, 0)} pages fit')
         return cls(weights, free, page_bytes, page_size, num_pages, ratio)
