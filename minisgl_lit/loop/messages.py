@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from ..core.request import Caller
-from ..config import NoRoom
 from ..core.sampling_params import ContextTooLong, QueueFull, RequestError
 from ..text.sampling_params import SamplingParams
 from ..core.outputs import EngineCoreOutputs
@@ -66,7 +65,6 @@ class FailMsg(Message, frozen=True):
     @property
     def error(self) -> ValueError | RuntimeError:
         "The same as an error, to be raised on this side"
-        if self.no_room: return NoRoom(self.message)
         return (RuntimeError if self.bug else ValueError)(self.message)
 
 class ControlReply(Message, frozen=True):
