@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from .config import EngineConfig
+from .config import EngineConfig, NoRoom, counting_memory
 from .core.config import compressions
 from .core.request import Batch, ForwardMode, LogitEdits, SamplingArrays
 from .core.device import ProcessGroup, Stream, make_stream, resolve_device
@@ -318,13 +318,13 @@ def kv_memory(
     resolved: ResolvedConfig,  # Of one rank
     weights: Weights,          # Its shard of them
 ) -> tuple[int, list[int]]:    # Bytes for pages, and batch sizes to capture
-    "What the weights leave for pages; `ValueError` if a step does not fit beside them"
+    "What the weights leave for pages; `NoRoom` if a step does not fit beside them"
     if resolved.device.type != 'cuda': return resolved.free(), []
     torch.cuda.empty_cache()   # what loading has left over
     try: return profile_run(resolved, weights, CudaCapture(), resolved.free)
     except torch.OutOfMemoryError as e:
         c = resolved.config
-        raise ValueError(
+        raise NoRoom(
             'beside its weights this GPU has no room to compute: lower max_prefill_tokens='
             f'{c.max_prefill_tokens} or max_running_req={c.max_running_req}') from e
     finally:
@@ -409,7 +409,7 @@ def load_model(
     weights = resolved.weights()
     free, sizes = kv_memory(resolved, weights)
     least = min([free, *(reply.free for reply in ranks.receive_all())])
-    memory = plan_memory(resolved, least, size)
+    with counting_memory(): memory = plan_memory(resolved, least, size)
     def decoder(group: ProcessGroup) -> Decoder:
         return Decoder(resolved.model, weights, group, resolved.operations)
     if tp == 1: return decoder(ProcessGroup()), memory, sizes
@@ -428,7 +428,7 @@ def make_engine(
     stream: Stream | None = None,   # Of another engine, to take turns; `None`: one of its own
 ) -> tuple[Engine, TableManager, MemoryPlan]:
     "The engine of rank 0, the table that it reads, and the memory plan"
-    size = resolved.needed().check(resolved.free(), resolved.ratio)
+    with counting_memory(): size = resolved.needed().check(resolved.free(), resolved.ratio)
     device = resolved.device
     if device.type == 'cuda' and device.index is not None: torch.cuda.set_device(device)
     resolved = resolved.with_kernels()

@@ -7,7 +7,6 @@ __all__ = ['PREFIX', 'Config', 'read_file', 'Sourced', 'gather', 'sourced_settin
 
 # %% ../nbs/config_sources.ipynb #9c895e79
 import os
-import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
@@ -16,22 +15,14 @@ from typing import TypeVar, cast
 
 from .config import EngineConfig, import_plugins, names_of, read, renamed
 from .core.config import accepts, allowed, check_names
-from .server.config import ServerConfig
+from .server.config import ServerConfig, parse_file
 
 # %% ../nbs/config_sources.ipynb #6183c58f
-def _parse(file: Path) -> object:
-    "What a file says; `ValueError` if it is no TOML, or YAML where its name ends so"
-    text = file.read_text('utf-8')
-    if file.suffix not in ('.yaml', '.yml'): return tomllib.loads(text)
-    import yaml
-    try: return yaml.safe_load(text)
-    except yaml.YAMLError as e: raise ValueError(' '.join(str(e).split())) from None
-
 def read_file(
     path: str,  # Of a TOML or YAML file
 ) -> dict[str, object]:
     "The settings in a file, by name; `ValueError` if there is no such file, or one name is wrong"
-    try: found = _parse(Path(path).expanduser())
+    try: found = parse_file(Path(path).expanduser())
     except OSError as e: raise ValueError(f'--config {path} cannot be read: {e.strerror}') from None
     except ValueError as e: raise ValueError(f'{path} cannot be read: {e}') from None
     if not isinstance(found, dict | None):

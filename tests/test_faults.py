@@ -198,7 +198,7 @@ def test_callers_hang_up(server):
             if rng.random() < .3: s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b'\1\0\0\0\0\0\0\0')
             s.close()
     until(lambda: idle(server))
-    client = server._client
+    client = server.client
     until(lambda: not client._open and not client.calls)
     assert not client._control_replies and client.alive
 
@@ -230,7 +230,7 @@ def test_more_than_fit():
         assert {r.status_code for r in answers} == {200, 503}
         assert all(len(r.json()['output_ids']) == 20 for r in answers if r.status_code == 200)
         until(lambda: idle(s))
-        assert post(s, '/generate', **ask).status_code == 200 and not s._client._open
+        assert post(s, '/generate', **ask).status_code == 200 and not s.client._open
         stuck = connect(s, dict(text='Hello', stream=True, **LONG), buffer=2048)
         until(lambda: info(s)['running'] == 1)
         # so that it does not end by itself
@@ -429,7 +429,7 @@ def test_slow_compiler(tmp_path, monkeypatch):
         (tmp_path/'go').touch()
         assert served.result(60).json()['text'] in ('yes', 'no')
         assert refused.result(60).status_code == 400 and refused.result().json()['error']['param'] == 'regex'
-        until(lambda: idle(s) and not s._client._open)
+        until(lambda: idle(s) and not s.client._open)
 
 
 # The client alone, with an engine that only listens

@@ -30,7 +30,8 @@ from minisgl_lit.core.scheduler.scheduler import Scheduler
 from minisgl_lit.loop.engine_core import EngineCore
 from minisgl_lit.server.engine_process import run_engine_core
 from minisgl_lit.loop.messages import ControlMsg, StopMsg, UserMsg, encode
-from minisgl_lit.server.serve import Backoff, Server
+from minisgl_lit.server.engines import Backoff
+from minisgl_lit.server.serve import Server
 from minisgl_lit.testing.toy_engine import ToyEngine, expected_output
 
 ROOT = Path(__file__).parents[1]

@@ -60,6 +60,7 @@ class FailMsg(Message, frozen=True):
     "The scheduler could not start; no other message follows."
     message: str  # Why, in one sentence
     bug: bool     # False: the user can fix it
+    no_room: bool = False   # Whether memory is lacking, which others may give back
 
     @property
     def error(self) -> ValueError | RuntimeError:

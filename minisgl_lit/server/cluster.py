@@ -29,7 +29,7 @@ from ..loop.messages import FailMsg, ReadyMsg
 from .ray_engine import (
     EngineActor, check_config, import_ray, needs, seen_from_here, settings_elsewhere)
 from .router import Router
-from .serve import application, max_open
+from .engines import api_of, application, max_open
 
 # %% ../../nbs/server/cluster.ipynb #f6c3a3dc
 class Directory:
@@ -159,9 +159,9 @@ class Ingress:
         self._links = set[asyncio.Task[None]]()
         self._ready: asyncio.Future[ReadyMsg] = asyncio.get_running_loop().create_future()
         self._looking = asyncio.ensure_future(self._look())
-        self._app = application(
-            replace(self.config, host=_EVERYWHERE), self.router, await self._ready,
-            Callers.from_config(self.config), self._log)
+        config = replace(self.config, host=_EVERYWHERE)
+        api = api_of(config, self.router, await self._ready, self._log)
+        self._app = application(config, api.routes, Callers.from_config(config))
         while not self.router.alive: await asyncio.sleep(_JOIN_POLL)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

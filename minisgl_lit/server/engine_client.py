@@ -22,7 +22,7 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
-from ..config import EngineConfig
+from ..config import EngineConfig, NoRoom
 from .config import ServerConfig
 from ..core.outputs import EngineCoreOutput, EngineCoreOutputs
 from ..core.request import FinishReason
@@ -210,7 +210,8 @@ class EngineCoreHandle:
     async def start(self) -> ReadyMsg:
         "Wait until the model is loaded; `ValueError` for what the user can mend"
         [message] = await self.receive()
-        if isinstance(message, FailMsg): raise message.error
+        if isinstance(message, FailMsg):
+            raise NoRoom(message.message) if message.no_room else message.error
         assert isinstance(message, ReadyMsg), 'the first message is one of the two'
         self._last_heartbeat, self.ready = self.loop.time(), True
         return message

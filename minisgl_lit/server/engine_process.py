@@ -24,6 +24,7 @@ from typing import TextIO
 import zmq
 
 from .config import ServerConfig
+from ..config import NoRoom
 from ..core.device import resolve_device
 from ..core.engine.memory import MemoryRatio, available_cores
 from ..core.outputs import EngineCoreOutputs
@@ -183,7 +184,7 @@ def load_runtime(
         runtime = build(config, observe=observe)
         runtime.grammars.prepare()   # it takes a second, in which no step could run later
         return runtime
-    except ValueError as e: return FailMsg(str(e), bug=False)
+    except ValueError as e: return FailMsg(str(e), False, isinstance(e, NoRoom))
     except Exception as e:
         traceback.print_exc()
         return FailMsg(f'{type(e).__name__}: {e}', bug=True)

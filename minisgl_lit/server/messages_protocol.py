@@ -8,6 +8,7 @@ __all__ = ['TextBlock', 'ToolReference', 'ContentBlock', 'BlockMessage', 'messag
            'MessagesWriter', 'messages_error', 'MessagesProtocol']
 
 # %% ../../nbs/server/messages_protocol.ipynb #4cc2c3e7
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from .openai_protocol import (
     Arguments, ChatMessage, ChatRequest, Function, FunctionCall, MessageCall, NamedFunction,
     NamedSchema, NamedTool, OtherTool, ResponseFormat, Tool, ToolName, new_id)
 from .routes import Route
+from .sse import sse
 from ..text.tokenizer import RequestOutput
 
 # %% ../../nbs/server/messages_protocol.ipynb #032c8429
@@ -336,5 +338,7 @@ class MessagesProtocol:
     def routes(self) -> list[Route]:
         "All of them"
         route = partial(Route, 'POST', error=messages_error)
-        return [route('/v1/messages', self.create, stream=MessagesWriter.media_type),
+        ping = sse({'type': 'ping'}, 'ping')
+        return [route('/v1/messages', self.create, stream=MessagesWriter.media_type, ping=ping,
+                      late_error=lambda error: sse(json.dumps(error), 'error')),
                 route('/v1/messages/count_tokens', self.count_tokens)]

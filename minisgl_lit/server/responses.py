@@ -20,6 +20,7 @@ from .openai_protocol import ChatMessage, new_id
 from .responses_protocol import (
     InputItem, Reasoning, ResponsesRequest, ResponsesWriter, messages_of)
 from .routes import Route
+from .sse import sse
 
 # %% ../../nbs/server/responses.ipynb #4079d8ea
 _Json = dict[str, object]
@@ -132,6 +133,13 @@ class ResponseStore:
         return resolved
 
 # %% ../../nbs/server/responses.ipynb #80b4e408
+def _late_error(error: object) -> str:
+    "An error before a response that a stream has waited for"
+    inner = error.get('error') if isinstance(error, dict) else None
+    if not isinstance(inner, dict): inner = {}
+    told = {k: inner.get(k) for k in ('code', 'message', 'param')}
+    return sse({'type': 'error', 'sequence_number': 0, **told}, 'error')
+
 @dataclass(eq=False)
 class ResponsesProtocol:
     "The routes of OpenAI's Responses."
@@ -170,5 +178,5 @@ class ResponsesProtocol:
                  'max_tokens': 'max_output_tokens'}
         one = '/v1/responses/{response_id}'
         return [Route('POST', '/v1/responses', self.create, field_names=names,
-                      stream=ResponsesWriter.media_type),
+                      stream=ResponsesWriter.media_type, late_error=_late_error),
                 Route('GET', one, self.get), Route('DELETE', one, self.delete)]

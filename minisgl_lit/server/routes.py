@@ -22,7 +22,7 @@ from starlette.routing import Match, compile_path
 from starlette.types import Scope
 
 from .fields import ApiError, checking_fields, explain
-from .sse import ClientDisconnected
+from .sse import DONE, ClientDisconnected, sse
 
 # %% ../../nbs/server/routes.ipynb #fab78787
 _STATUSES: dict[int | str, str] = {
@@ -31,6 +31,10 @@ _STATUSES: dict[int | str, str] = {
     404: 'There is no such thing', 413: 'The body is too long',
     429: 'This caller has too many requests or tokens', 503: 'Try again later',
     'default': 'Any other error'}
+
+def _late_error(error: object) -> str:
+    "An error, as JSON, that ends a stream which has begun"
+    return sse(json.dumps(error)) + DONE
 
 @dataclass(frozen=True)
 class Route:
@@ -42,6 +46,8 @@ class Route:
     field_names: Mapping[str, str] = field(default_factory=dict)   # By the scheduler's names
     stream: str = ''   # Media type that it may answer with, beside JSON
     error: Callable[[ApiError], Mapping[str, object]] = attrgetter('body')   # One as JSON
+    ping: str = ''   # An event that tells a caller to go on waiting; '': a comment does
+    late_error: Callable[[object], str] = _late_error   # One as the end of a stream
     access: Literal['public', 'metrics', 'caller', 'admin'] = 'caller'   # Who may call
     reads_body: bool = False   # Whether `handler` reads the body as it comes, and bounds it
     in_schema: bool = True     # Whether OpenAPI has it
