@@ -167,6 +167,7 @@ def add_matmuls(c: Calls, rows: int, bf16: bool) -> None:
         some, weights = min(rows, 256), [c.packed(2 * n, hidden, bf16), c.packed(hidden, n, bf16)]
         biases = [c.some(o, bf16=bf16) if bias else None for o in (2 * n, hidden)]
         wide, narrow = c.some(some, 2 * n, bf16=bf16), c.some(some, n, bf16=bf16)
+        c.call('gate', narrow, wide, some, n, bias, bf16, out=[narrow])   # GELU or SiLU
         x, y = (c.some(rows, hidden, bf16=bf16) for _ in range(2))
         c.call('gated_mlp', y, x, weights[0], None, biases[0], weights[1], None, biases[1], wide, narrow,
                None, rows, hidden, n, rows % 2, bf16, out=[y])

@@ -165,7 +165,7 @@ class Api:
         max_len = info.get('max_seq_len')
         self.texts = AsyncTokenizer(tokenizer, max_len if isinstance(max_len, int) else None)
         self.info = {k: v for k, v in info.items() if k not in _SECRETS}
-        self.adapters = AdapterNames(client)
+        self.adapters = AdapterNames(client, self.info.get('lora'))
         megabytes = self.info.get('response_store_mb')
         most = megabytes if isinstance(megabytes, int) else 64
         self.store = ResponseStore(most << 20) if store is None else store

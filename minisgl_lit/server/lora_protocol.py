@@ -6,6 +6,8 @@
 __all__ = ['AdapterNames', 'with_adapter', 'LoadLora', 'UnloadLora', 'LoraRoutes']
 
 # %% ../../nbs/server/lora_protocol.ipynb #3337295b
+import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -21,13 +23,17 @@ from .routes import Route
 from ..text.sampling_params import SamplingParams
 
 # %% ../../nbs/server/lora_protocol.ipynb #87d7fe35
+_PATIENCE = 1.   # seconds
+
 class AdapterNames:
     "The adapters that requests may name, as far as this process knows."
     def __init__(
         self,
         client: EngineClient,   # Of the engine that has them
+        lora: object = None,    # The setting: those that it is started with
     ):
         self.client, self.known = client, dict[str, str]()   # where each comes from, by name
+        self.keep({'adapters': lora})
 
     def keep(
         self,
@@ -35,11 +41,13 @@ class AdapterNames:
     ) -> None:
         "Note what the engine has told"
         found = told.get('adapters')
-        if isinstance(found, dict): self.known = {str(k): str(v) for k, v in found.items()}
+        if isinstance(found, Mapping): self.known = {str(k): str(v) for k, v in found.items()}
 
     async def refresh(self) -> None:
-        "Ask the engine which there are; if it cannot answer, what was known stays"
-        with suppress(RuntimeError): self.keep(await self.client.control('adapters'))
+        "Ask the engine which there are; if it does not answer soon, what was known stays"
+        with suppress(RuntimeError, TimeoutError):
+            async with asyncio.timeout(_PATIENCE):
+                self.keep(await self.client.control('adapters'))
 
     async def chosen(
         self,

@@ -142,7 +142,7 @@ class ServerRoutes:
     # %% ../../nbs/server/operations.ipynb #607275f5
     async def models(self) -> dict[str, object]:
         "The model of this server, and its adapters"
-        await self.adapters.refresh()
+        if self.adapters.known: await self.adapters.refresh()
         names = self.client.model, *self.adapters.known
         return {'object': 'list', 'data': [await self.model(name) for name in names]}
 
