@@ -215,7 +215,7 @@ def test_each_protocol_finds_its_model(server):
     before = engines()
     assert states(server) == dict.fromkeys(NAMES, "unloaded")
     right = {o: said(server, o) for o in ("chat", "other")}
-    assert right["chat"] != right["other"] and len(engines()) - len(before) == 2
+    assert right["chat"] != right["other"] and len(engines().keys() - before.keys()) == 2
     assert said(server, "gpt-4o") == said(server, "chat:latest") == right["chat"]
     for name, text in right.items():
         own = dict(model=name, temperature=0, stream=False)
@@ -377,11 +377,12 @@ def test_it_leaves_nothing_behind(table):
     with serve(models=table, admin_key="k"*16, **HOW) as s, ThreadPoolExecutor(1) as pool:
         assert repr(s).startswith("Server('chat, other, embed, broken, huge'")
         waiting = pool.submit(post, s, "/v1/chat/completions", model="chat", messages=HI)
-        until(lambda: len(engines()) > len(before))
+        until(lambda: engines().keys() - before.keys())
         assert post(s, "/models/unload", model="chat").status_code == 403
         s.stop()
-        with contextlib.suppress(httpx.TransportError): assert waiting.result().status_code == 503
-    assert engines() == before
+        # it may just have been loaded
+        with contextlib.suppress(httpx.TransportError): assert waiting.result().status_code in (200, 503)
+    assert not engines().keys() - before.keys()   # those of another server may have left meanwhile
     for more, sentence in [(dict(model="x"), "model='x' is for a server of one model"),
                            (dict(models="/nowhere"), "models='/nowhere' cannot be read")]:
         with pytest.raises(ValueError, match=sentence): serve(**dict(models=table, port=0) | more)
