@@ -125,8 +125,8 @@ SAID = {
     "nbs/server/engine_process": "DetokenizerManager, detokenizer manager, backpressure, back-pressure, "
                                  "heartbeat",
     "nbs/server/operations": "release_memory_occupation, sleep mode",
-    "guides/coming-from": "ServerArgs, server_args, EAGLE, MTP, MLA, DeepSeek, DeepSeek V3, reward model, "
-                          "torch compile, data parallel attention, DP attention",
+    "guides/coming-from": "max_model_len, ServerArgs, server_args, EAGLE, MTP, MLA, DeepSeek, DeepSeek "
+                          "V3, reward model, torch compile, data parallel attention, DP attention",
     "nbs/server/web_pages": "CORS, cross-origin",
     "nbs/server/connection": "keep-alive, keepalive",
     "nbs/server/fields": "retry-after, error format, HTTP status",
