@@ -114,7 +114,7 @@ SAID = {
     "nbs/formats/hub": "Hugging Face, download a model, HF_TOKEN, offline",
     "nbs/core/kv_cache.manager": "inc_lock_ref, dec_lock_ref, cache_finished_req, cache_unfinished_req, KV "
                                  "allocator, TokenToKVPoolAllocator",
-    "nbs/core/kv_cache.table": "req_to_token_pool, req_to_token, ReqToTokenPool",
+    "nbs/core/kv_cache.table": "block table, req_to_token_pool, req_to_token, ReqToTokenPool",
     "nbs/core/scheduler.lifecycle": "retract_decode",
     "nbs/core/scheduler.batch": "ScheduleBatch, ModelWorkerBatch, ForwardBatch",
     "nbs/core/engine.memory": "mem_fraction_static, gpu_memory_utilization, memory fraction",
