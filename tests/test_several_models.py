@@ -348,15 +348,18 @@ def test_what_kills_one_touches_no_other(server, monkeypatch):
                     sampling_params=dict(max_new_tokens=480, ignore_eos=True))
         events = []
         with web.stream("POST", server.url + "/generate", json=body) as r:
+            if r.status_code != 200: return [json.loads(r.read())]   # nothing had come before
             for line in r.iter_lines():
                 if line.startswith("data: {"): events.append(json.loads(line[6:]))
-                if events: begun[model].set()
+                if events: begun.set()
         return events
-    begun = {o: threading.Event() for o in right}
+    begun = threading.Event()   # the answer of the one that is not killed
+    assert post(server, "/pause_generation?model=other", mode="in_place").status_code == 200
     with ThreadPoolExecutor(2) as pool:
-        streams = {o: pool.submit(stream, o) for o in right}
-        for o in begun.values(): assert o.wait(60)
-        assert post(server, "/pause_generation?model=other", mode="in_place").status_code == 200
+        streams = {"other": pool.submit(stream, "other")}
+        until(lambda: get(server, "/get_server_info?model=other")["waiting"])
+        streams["chat"] = pool.submit(stream, "chat")
+        assert begun.wait(60)
         os.kill(pid_of(server, "other"), signal.SIGKILL)
         ends = {o: streams[o].result(60)[-1] for o in right}
     assert "has ended with code -9" in ends["other"]["error"]["message"]
