@@ -1,6 +1,6 @@
 """Adapters change no answer but their own: tokens are those of a merged model, alone and in any company, over
 any base; cached prefixes are never shared across adapters; names come and go while requests run."""
-import importlib.util, json, random, re
+import asyncio, importlib.util, json, random, re
 
 import httpx
 import numpy as np
@@ -16,6 +16,7 @@ from minisgl_lit.core.models.operations import linear
 from minisgl_lit.core.models.weights import tensor_placements
 from minisgl_lit.core.sampling_params import RequestError
 from minisgl_lit.formats.hub import embedded_path
+from minisgl_lit.server.lora_protocol import AdapterNames
 from reference import MAX_NEW, load, make_checkpoint, prompts
 
 HOW = dict(temperature=0, max_tokens=MAX_NEW)
@@ -375,3 +376,13 @@ def test_over_http(embedded):
         assert [o['id'] for o in models()] == [server.model, 'a']
         assert said('b')['error']['code'] == 'model_not_found'
         assert said('a')['choices'][0]['message']['content'] == texts['a']
+
+def test_an_engine_that_hangs_does_not_keep_a_list_waiting(monkeypatch):
+    "What was known of its adapters is told"
+    class Hangs:
+        model = 'base'
+        async def control(self, command): await asyncio.Event().wait()
+    monkeypatch.setattr('minisgl_lit.server.lora_protocol._PATIENCE', .05)
+    names = AdapterNames(Hangs(), {'a': '/somewhere'})
+    asyncio.run(asyncio.wait_for(names.refresh(), 20))
+    assert names.known == {'a': '/somewhere'}

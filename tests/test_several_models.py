@@ -340,7 +340,7 @@ def test_how_long_it_stays(server):
 def pid_of(server, name): return server._models.loaded[name]._processes[0].process.pid
 
 def test_what_kills_one_touches_no_other(server, monkeypatch):
-    "kill -9 and SIGSTOP: a request that waits in that model ends with an error, a stream of the other goes on"
+    "kill -9 and SIGSTOP: what waits in that model ends with an error, a stream of the other goes on"
     right = {o: said(server, o) for o in ("chat", "other")}
     before = pid_of(server, "chat")
     def stream(model):
