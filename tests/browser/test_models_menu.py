@@ -97,5 +97,6 @@ def test_adapters(page, width):
     page.until(lambda: page.last() == "Yes")
     asked = dict(page.js("asked"))
     assert asked["v1/chat/completions"] == "a poet of a very-long-name-indeed"
-    page.until(lambda: "get_server_info?model=a%20poet%20of%20a%20very-long-name-indeed" in dict(page.js("asked")))
+    info = "get_server_info?model=a%20poet%20of%20a%20very-long-name-indeed"
+    page.until(lambda: info in dict(page.js("asked")))
     page.quiet()
