@@ -262,7 +262,9 @@ def test_an_embedding_model_beside_a_chat_model(server):
     assert post(server, "/api/embed", model="embed", input="A page").json()["embeddings"][0] == vector
     said(server, "chat")
     found = {o["id"]: o for o in get(server, "/v1/models")["data"]}
-    assert "embedding" in found["embed"]["capabilities"] and "embedding" not in found["chat"]["capabilities"]
+    able = lambda name: {"embedding", "completion"} & {*found[name]["capabilities"]}
+    assert able("embed") == {"embedding"} and able("chat") == {"completion"}
+    assert [o for o in found if found[o]["default"]] == ["chat"]
     assert found["other"]["max_model_len"] == 512 and found["other"]["size"] > 10**5
     shown = post(server, "/api/show", model="embed").json()
     assert "embedding" in shown["capabilities"] and shown["details"]["format"] == "safetensors"

@@ -114,6 +114,7 @@ class Engines:
             return process, ready
         finally: start.cancel()
 
+    # %% ../../nbs/server/engines.ipynb #3a099e41
     async def _load_all(self) -> list[tuple[EngineCoreHandle | RayEngine, ReadyMsg]]:
         "The engines of all replicas, at the same time"
         c = self._config
@@ -134,6 +135,7 @@ class Engines:
             if not self._config.restart: raise RuntimeError(client.failed)
             await self._restart(replica, client, backoff)
 
+    # %% ../../nbs/server/engines.ipynb #5fd0312f
     async def _restart(self, replica: int, client: AsyncEngineClient,
                        backoff: Backoff) -> None:
         "Start another engine, as soon and as often as it may be; `RuntimeError` when it may not"
@@ -243,6 +245,7 @@ def api_of(
     for problem in checkpoint_problems(tokenizer): log(problem)
     return Api(client, tokenizer, info, store)
 
+# %% ../../nbs/server/engines.ipynb #ce61a06d
 def application(
     config: ServerConfig,          # Of the server
     known: Sequence[Route],        # All that it serves

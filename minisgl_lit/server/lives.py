@@ -28,6 +28,7 @@ class Held(Protocol):
         "End it, and give back what it holds"
         ...
 
+# %% ../../nbs/server/lives.ipynb #69f9c502
 H = TypeVar('H', bound=Held)
 State = Literal['cold', 'waiting', 'loading', 'ready', 'leaving']
 
@@ -42,6 +43,7 @@ class Stay(Generic[H]):
     running: asyncio.Task[None] | None = None  # Hears of the end of its engine
     ending: asyncio.Task[None] | None = None   # Closes it
 
+# %% ../../nbs/server/lives.ipynb #7f1475c8
 @dataclass(eq=False)
 class Life(Generic[H]):
     "A model, loaded or not."
@@ -62,6 +64,7 @@ class Life(Generic[H]):
         if self.task is None or self.task.done(): return 'cold'
         return 'loading' if self.placed else 'waiting'
 
+    # %% ../../nbs/server/lives.ipynb #94502964
     @property
     def is_idle(self) -> bool:
         "Whether it is loaded for nobody"
@@ -109,6 +112,7 @@ class Lives(Generic[H]):
         try: yield stay
         finally: self._left(life, stay)
 
+    # %% ../../nbs/server/lives.ipynb #b3454bbf
     async def _enter(self, life: Life[H]) -> Stay[H]:
         if self.closed: raise ApiError(self.closed, 503)
         if (stay := life.stay) and not stay.going:
@@ -127,6 +131,7 @@ class Lives(Generic[H]):
             with suppress(ValueError): life.waiting.remove(future)
             if not life.waiting and life.state == 'waiting' and life.task: life.task.cancel()
 
+    # %% ../../nbs/server/lives.ipynb #0efab8dc
     def _begin(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -153,6 +158,7 @@ class Lives(Generic[H]):
         elif seconds < math.inf: life.timer = asyncio.get_running_loop().call_later(
             seconds, lambda: stay.users or self._end(life, stay))
 
+    # %% ../../nbs/server/lives.ipynb #d5457941
     def _end(self, life: Life[H], stay: Stay[H]) -> None:
         "Begin to end a stay; to call it again does nothing"
         async def end() -> None:
@@ -165,6 +171,7 @@ class Lives(Generic[H]):
         if life.timer and life.stay is stay: life.timer.cancel()
         if stay.ending is None: stay.ending = self._begin(end())
 
+    # %% ../../nbs/server/lives.ipynb #9fa7e4cd
     async def unload(self, name: str) -> None:
         "Let a model leave, once its open requests have ended; wait for that"
         life = self.lives[name]
@@ -183,6 +190,7 @@ class Lives(Generic[H]):
         if idle: return min(idle, key=lambda life: life.last_used)
         return min(able, key=lambda life: life.stay.since if life.stay else 0., default=None)
 
+    # %% ../../nbs/server/lives.ipynb #c0bf2fc5
     async def _make_room(self, life: Life[H], lack: NoRoom | None) -> None:
         "Wait until there may be room for a model; `NoRoom` if there never is"
         def is_full() -> bool:
@@ -217,6 +225,7 @@ class Lives(Generic[H]):
             if turn.done() and not turn.cancelled(): self._turn.release()
             turn.cancel()
 
+    # %% ../../nbs/server/lives.ipynb #8342eef6
     async def _load(self, life: Life[H]) -> None:
         "A task: load a model, and let all in who wait for it"
         lack = None
@@ -261,6 +270,7 @@ class Lives(Generic[H]):
         self.log(f'model {life.spec.name!r} has died: {why}')
         self._end(life, stay)
 
+    # %% ../../nbs/server/lives.ipynb #f0bbaea6
     def _refuse(self, life: Life[H], error: Exception) -> None:
         "It cannot be loaded: all who wait are told"
         life.error = str(error) or type(error).__name__

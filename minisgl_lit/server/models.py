@@ -235,7 +235,7 @@ class Models:
                 'max_model_len': context_of(about), 'status': {'value': _status(life), **error},
                 'size': about.size, 'capabilities': [*about.can], 'aliases': self.table.names_of(name),
                 'pinned': life.spec.pinned, 'open_requests': life.stay.users if life.stay else 0,
-                'waiting_requests': len(life.waiting)}
+                'waiting_requests': len(life.waiting), 'default': name == self.table.default}
 
     async def list_models(self) -> dict[str, object]:
         "All models, loaded or not, each with its adapters"

@@ -344,9 +344,10 @@ class ServedModel:
         most = {'context_length': info.get('max_seq_len')}
         known = {'general.architecture': family, 'general.parameter_count': n,
                  **{f'{family}.{k}': v for k, v in (own | most).items()}}
-        can = {'completion': True, 'tools': template is not None and template.takes_tools,
+        embeds = (folder/'modules.json').exists()   # of sentence-transformers
+        can = {'completion': not embeds, 'tools': template is not None and template.takes_tools,
                'thinking': tokenizer.reasoning is not None,
-               'embedding': (folder/'modules.json').exists()}   # of sentence-transformers
+               'embedding': embeds}
         return cls(size, details, known, template.source if template else '',
                    tuple(o for o, does in can.items() if does))
 

@@ -2,10 +2,11 @@
 
 import {$, button, element} from './dom.js'
 import {theKey} from './server.js'
-import {repaint, unlocked, watch} from './engine.js'
+import {repaint, turn, unlocked, watch} from './engine.js'
 import * as chat from './chat.js'
 import * as talks from './talks.js'
 import * as settings from './settings.js'
+import * as models from './models.js'
 
 // ---- what stands beside the chat
 
@@ -109,6 +110,7 @@ const KEYS = [   // as they are shown; when they are meant; what they do
   ['Alt + N', 'new chat', e => e.altKey && e.code === 'KeyN', begin],
   ['Alt + R', 'answer again', e => e.altKey && e.code === 'KeyR', () => chat.again()],
   ['Alt + K', 'search conversations', e => e.altKey && e.code === 'KeyK', () => { open('talks', true); $('search').focus() }],
+  ['Alt + M', 'choose a model, where there are several', e => e.altKey && e.code === 'KeyM', () => $('models').focus()],
   ['Alt + E', 'engine', e => e.altKey && e.code === 'KeyE', () => beside('live')],
   ['Alt + S', 'settings', e => e.altKey && e.code === 'KeyS', () => beside('settings')],
   ['/', 'go to the message', e => e.key === '/' && !typing(e), () => $('text').focus()],
@@ -157,4 +159,5 @@ settings.build()
 chat.start({onLocked: lock, onSaved: talks.saved})
 talks.start(() => { if (!wide()) open('talks', false); $('text').focus() })
 talks.load().catch(e => { chat.show(chat.current()); chat.fail(e) })
+models.start(turn)
 watch({onLocked: lock, onModel: model => { suggest(model); settings.learn(model.sampling_parameters ?? {}, model.chat_template ?? '') }})

@@ -4,11 +4,13 @@ import {$, asked, element} from './dom.js'
 import {Locked, ask, call, events, offers} from './server.js'
 import {add, children, nameOf, newConversation, newId, path, remove, select, siblings} from './conversation.js'
 import {keep, recall, remember} from './store.js'
+import {theModel} from './models.js'
 import {systemPrompt, two, wishes} from './settings.js'
 import {Turn} from './turn.js'
 
 const SAVE = 1000   // milliseconds between two savings of an answer that grows
 const WATCHING = 500   // milliseconds between two looks at the way of an answer that is being written
+const LOADING = 1500   // and from a comment that a model is being loaded to the first such look, unless another comes
 const STOPPING = 2000   // and until a server that does not end an answer is left alone
 
 let talk = newConversation(), turns = new Map(), editing = null
@@ -58,7 +60,7 @@ function busy() {
   const mine = runs.some(o => o.talk === talk)
   $('send').hidden = mine
   $('stop').hidden = !mine
-  log().setAttribute('aria-busy', String(mine))
+  log().setAttribute('aria-busy', String(runs.some(o => o.talk === talk && !isLoading(o))))   // what it says is read out when it is whole
   takeFocus()
 }
 
@@ -155,18 +157,19 @@ function said(of, message) {
 }
 
 async function answer(of, message, set) {
-  const run = {message, talk: of, controller: new AbortController(), id: `chatcmpl-${newId()}`, started: performance.now(), saved: performance.now(), drawn: 0, begun: false}
+  const run = {message, talk: of, controller: new AbortController(), id: `chatcmpl-${newId()}`, started: performance.now(), saved: performance.now(), loading: -LOADING, drawn: 0, begun: false}
   runs.push(run)
   run.watch = setInterval(watchWay, WATCHING, run)
   delete message.reason
   redraw(run)
   busy()
   try {
-    Object.assign(message, {settings: wishes(set), system: systemPrompt(set)})
+    Object.assign(message, {settings: wishes(set), system: systemPrompt(set), model: theModel()})
     const messages = said(of, message), begun = message.text !== ''
     if (begun) messages.push({role: 'assistant', content: message.text})
-    const body = {rid: run.id, messages, stream: true, stream_options: {include_usage: true}, ...message.settings, ...(begun && {continue_final_message: true})}
-    for await (const event of events(await call('v1/chat/completions', body, run.controller.signal))) take(run, event)
+    const body = {rid: run.id, model: message.model, messages, stream: true, stream_options: {include_usage: true}, ...message.settings, ...(begun && {continue_final_message: true})}
+    const response = await call('v1/chat/completions', body, run.controller.signal)
+    for await (const event of events(response, said => wait(run, said))) take(run, event)
     if (!message.reason) throw new Error('The answer broke off.')
   } catch (e) {
     message.reason = e.name === 'AbortError' ? 'stopped' : 'broken'
@@ -178,7 +181,7 @@ async function answer(of, message, set) {
 // an event of the stream; the answer is drawn when the browser draws
 function take(run, event) {
   const {message} = run, [choice] = event.choices, {content = '', reasoning_content: thought = ''} = choice?.delta ?? {}
-  run.begun = true
+  if (!run.begun) { Object.assign(run, {begun: true, loading: -LOADING}); busy() }
   message.usage = event.usage ?? message.usage
   message.text += content ?? ''
   if (thought) message.thought = (message.thought ?? '') + thought
@@ -190,6 +193,15 @@ function take(run, event) {
   run.saved = performance.now()
   save(run.talk)
 }
+
+// its model is being loaded, as the server says about once a second
+function wait(run, said) {
+  run.loading = performance.now()
+  busy()
+  follow(() => turns.get(run.message.id)?.say(said + ' …'))
+}
+
+const isLoading = run => performance.now() - run.loading < LOADING
 
 function noteToken(message, {token, logprob, top_logprobs}, thought) {
   message.tokens ??= []
@@ -203,7 +215,7 @@ function redraw({message}) {
 // how far its request is, in the queue, too; one look at a time, since a browser has few connections, which Stop needs, too
 async function watchWay(run) {
   const {id, message, started} = run, seen = turns.get(message.id)
-  if (!offers.more || !seen || run.looks || document.hidden) return
+  if (!offers.more || !seen || run.looks || isLoading(run) || document.hidden) return
   run.looks = true
   const way = await ask(`requests/${id}`).catch(() => null)
   run.looks = false
@@ -228,9 +240,10 @@ async function end(run) {
 
 // The server is told to end the answer, so that it can say what it has cost.
 export function stop() {
-  for (const {id, controller, message, talk: of} of runs) {
+  for (const run of runs) {
+    const {id, controller, message, talk: of} = run
     if (of !== talk) continue
-    if (!offers.more) { controller.abort(); continue }
+    if (!offers.more || isLoading(run)) { controller.abort(); continue }
     call('abort_request', {rid: id}).catch(() => controller.abort())
     setTimeout(() => { if (!message.reason) controller.abort() }, STOPPING)
   }

@@ -84,10 +84,11 @@ function checked(given) {
 }
 
 // the fields that the page would show, each of the kind that it expects
-function plain({id, parent, role, text, thought, reason, settings, system, usage}) {
+function plain({id, parent, role, text, thought, reason, settings, system, model, usage}) {
   const message = {id, parent, role, text}
   if (typeof thought === 'string') message.thought = thought
   if (typeof system === 'string') message.system = system
+  if (typeof model === 'string') message.model = model
   if (role === 'assistant') message.reason = typeof reason === 'string' ? reason : 'broken'
   if (settings && typeof settings === 'object') message.settings = settings
   if (Number.isInteger(usage?.prompt_tokens) && Number.isInteger(usage?.completion_tokens)) message.usage = usage

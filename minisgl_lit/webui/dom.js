@@ -48,6 +48,9 @@ export function download(name, text, type) {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000)
 }
 
+// of a select, from pairs of value and text
+export const options = pairs => pairs.map(([value, text]) => Object.assign(element('option', '', text), {value}))
+
 // a toggle, as screen readers know it
 export function press(made, on) {
   made.setAttribute('aria-pressed', String(on))

@@ -2,31 +2,50 @@
 
 import {$, element, number} from './dom.js'
 import {Locked, ask, askMore, call, events, offers} from './server.js'
+import {about, chosen, refresh, theModel, theState} from './models.js'
 
 const WINDOW = 12   // seconds of batches
 let batches = [], counts = [], before = null   // what was computed; what the engine has counted, a second long
 let looking = new AbortController(), wake = () => {}, locked = false
 let pageSize = 0
+let met = null   // the model of which was told last
 
 export const sizeOfPage = () => pageSize
 
-// tells: what to do when the key is missing, and with what is known of the model
+// what to do when the key is missing, and with what is known of the model that is chosen
 export async function watch({onLocked, onModel}) {
   for (;;) {
-    looking = new AbortController()
+    const mine = looking = new AbortController()
+    let brief = 'not connected'
     try {
-      await introduce(onModel)
-      if (!offers.more) return
-      for await (const now of events(await call('live', null, looking.signal))) show(now)
+      await refresh()
+      if (theState() === 'loaded') {
+        await introduce(onModel)
+        if (!offers.more) return
+        for await (const now of events(await call(about('live'), null, mine.signal))) show(now)
+      } else {
+        brief = theState()
+        if (met !== theModel()) onModel({chat_template: (await ask('api/show', {model: theModel()})).template})
+      }
+      met = theModel()
     } catch (e) {
       if (e instanceof Locked) { locked = true; onLocked() }
     }
     document.body.classList.remove('on')
     $('live').classList.add('lost')
-    $('brief').textContent = locked ? 'locked' : 'not connected'
+    $('brief').textContent = locked ? 'locked' : mine.signal.aborted ? 'connecting' : brief
     $('speed').textContent = ''
-    await pause(locked || document.hidden ? 0 : 2000)
+    if (document.hidden || !mine.signal.aborted) await pause(locked || document.hidden ? 0 : 2000)
   }
+}
+
+// another model is chosen: what is known is of its engine no more
+export function turn() {
+  batches = counts = []
+  before = null
+  for (const o of $('live').querySelectorAll('dd')) o.textContent = '–'
+  looking.abort()
+  wake()
 }
 
 export function unlocked() {
@@ -39,23 +58,19 @@ const pause = ms => new Promise(done => { wake = done; if (ms) setTimeout(done, 
 document.addEventListener('visibilitychange', () => document.hidden ? looking.abort() : wake())
 
 async function introduce(onModel) {
-  const info = await askMore('get_server_info')
+  const info = await askMore(about('get_server_info'))
   if (!info) return plain(onModel)
   pageSize = info.page_size ?? 1
-  const model = await ask('get_model_info')
-  $('model').textContent = model.served_model_name
-  onModel({...model, ...await ask('tokenizer_info')})
+  onModel({...await ask(about('get_model_info')), ...await ask(about('tokenizer_info'))})
 }
 
 // a server of OpenAI's API alone: what it does not offer is hidden
 async function plain(onModel) {
   offers.more = false
-  const [model] = (await ask('v1/models')).data
-  $('model').textContent = model.id
   document.body.classList.add('plain', 'on')
   $('brief').textContent = 'settings'
   $('tab-settings').click()
-  onModel({model_path: model.root})
+  onModel({model_path: chosen().root})
 }
 
 function note(now) {

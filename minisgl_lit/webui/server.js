@@ -30,14 +30,18 @@ function lost(sentence) {
   return e => { throw e.name === 'AbortError' ? e : new Error(sentence) }
 }
 
-export async function* events(response) {
+// onComment: hears of what is told between events, as while a model is loaded
+export async function* events(response, onComment = () => {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader()
   for (let rest = ''; ;) {
     const {value, done} = await reader.read().catch(lost('The connection was lost.'))
     if (done) return
     const parts = (rest + value).split('\n\n')
     rest = parts.pop()
-    for (const data of parts.map(o => o.slice('data: '.length)).filter(o => o !== '[DONE]')) {
+    for (const part of parts) {
+      if (part.startsWith(':')) { onComment(part.slice(1).trim()); continue }
+      const data = part.slice('data: '.length)
+      if (data === '[DONE]') continue
       const event = JSON.parse(data)
       if (event.error) throw new Error(event.error.message)
       yield event

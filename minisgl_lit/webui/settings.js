@@ -1,6 +1,6 @@
 // How answers are sampled: a form for all that the server takes, sets of values with names, and what follows from them for a request.
 
-import {$, asked, button, element} from './dom.js'
+import {$, asked, button, element, options} from './dom.js'
 import {offers} from './server.js'
 import {recall, remember} from './store.js'
 
@@ -95,8 +95,6 @@ const PRESETS = {exact: {temperature: '0'}, steady: {temperature: '0.3', top_p: 
 const THINKING = [['', 'as the model has it'], ['none', 'off'], ['low', 'a little'], ['medium', 'on'], ['high', 'much']]
 const THEMES = [['', 'as the system has it'], ['light', 'light'], ['dark', 'dark']]
 const FLAGS = [['', 'auto'], ['yes', 'yes'], ['no', 'no']]
-
-const options = pairs => pairs.map(([value, text]) => Object.assign(element('option', '', text), {value}))
 
 function labelled(text, input, name = '') {
   return element('label', name, text, input)

@@ -94,6 +94,9 @@ export class Turn {
     for (const o of by < 0 ? [next, before] : [before, next]) o.focus()   // one that is disabled takes none
   }
 
+  // what it waits for, before it has a way
+  say(text) { if (this.now.textContent !== text) this.now.replaceChildren(element('p', 'bill', text)) }
+
   // its way so far; seconds: since it was asked for
   watch(way, seconds) { this.now.replaceChildren(...wayNow(way, seconds)) }
 

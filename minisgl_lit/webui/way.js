@@ -3,6 +3,7 @@
 import {button, duration, element, number} from './dom.js'
 import {ask} from './server.js'
 import {sizeOfPage} from './engine.js'
+import {about} from './models.js'
 
 const ENDS = {length: 'ended at the token limit', abort: 'stopped', stopped: 'stopped', broken: 'broke off'}
 
@@ -12,8 +13,8 @@ function rate(way) {
   return way.output_tokens > 1 && seconds > 0 ? (way.output_tokens - 1) / seconds : null
 }
 
-export function bill({usage, way, reason}) {
-  const parts = []
+export function bill({usage, way, reason, model}) {
+  const parts = model ? [model] : []
   if (usage) {
     const {reasoning_tokens: thought, accepted_prediction_tokens: guessed} = usage.completion_tokens_details ?? {}, cached = usage.prompt_tokens_details?.cached_tokens
     parts.push(`${number(usage.completion_tokens)} tokens` + (guessed ? `, ${number(guessed)} of them guessed` : '') + (thought ? `, ${number(thought)} of thinking` : ''))
@@ -91,8 +92,8 @@ function promptPart(message, messages) {
 
 async function prompt(message, messages) {
   const {reasoning_effort} = message.settings ?? {}
-  const {tokens} = await ask('tokenize', {messages, ...(reasoning_effort && {reasoning_effort})}), n = message.usage?.prompt_tokens_details?.cached_tokens ?? 0
-  const {text: [cached, rest]} = await ask('detokenize', {tokens: [tokens.slice(0, n), tokens.slice(n)], skip_special_tokens: false})
+  const {tokens} = await ask(about('tokenize', message.model), {messages, ...(reasoning_effort && {reasoning_effort})}), n = message.usage?.prompt_tokens_details?.cached_tokens ?? 0
+  const {text: [cached, rest]} = await ask(about('detokenize', message.model), {tokens: [tokens.slice(0, n), tokens.slice(n)], skip_special_tokens: false})
   const told = element('p', 'note', n ? `${number(n)} tokens came from the cache: they are marked.` : 'Nothing of it came from the cache.')
   const text = element('pre', 'prompt-text', ...(n ? [element('mark', '', cached)] : []), rest)
   Object.assign(text, {tabIndex: 0, role: 'region', ariaLabel: 'The prompt'})
