@@ -139,6 +139,7 @@ def test_a_soak(table, record_property):
                 elif what < .7 and loaded: post(s, "/models/unload", model=rng.choice(loaded))
             counts = [o.result(120) for o in running]
         until(lambda: not s._models.calls)
+        until(lambda: all(post(s, "/models/load", model=o).status_code == 200 for o in ("chat", "other")))
         for name, text in right.items():   # and at the end each is as at the beginning
             if name != "late": assert said(s, name) == text
         seen.append(memory())
