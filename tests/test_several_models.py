@@ -1,7 +1,7 @@
 """Several models in one server: who is loaded, who leaves, and that each answers as it would alone.
 
 First the lives of toys, thousands of them, then a server with real engines."""
-import asyncio, contextlib, json, math, os, random, re, shutil, signal, threading, time
+import asyncio, contextlib, json, math, os, random, re, shutil, signal, threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
