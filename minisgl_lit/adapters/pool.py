@@ -84,6 +84,11 @@ class AdapterPool:
         key = self.adapters[params.lora].digest + (params.extra_key or '')
         return params.within(key), self.numbers[params.lora]
 
+    @property
+    def digests(self) -> dict[str, str]:
+        "What the namespace of each begins with, by name"
+        return {name: o.digest for name, o in self.adapters.items()}
+
     # %% ../../nbs/adapters/pool.ipynb #a4b7ae88
     def load(
         self,

@@ -26,6 +26,10 @@ class AdapterKeeper(Protocol):
     def paths(self) -> Mapping[str, str]:
         "Where each that is loaded comes from, by name"
         ...
+    @property
+    def digests(self) -> Mapping[str, str]:
+        "What the `extra_key` of its requests begins with, by name"
+        ...
     def load(self, name: str, path: str) -> None:
         "Load one; `ValueError` if that cannot be"
         ...
@@ -77,6 +81,11 @@ class AdapterOrders:
         if not self._begun: return []
         gone = self.keeper.drop_unused()
         return [ControlReply(self._begun.pop(name), self.describe()) for name in gone]
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        "What tells the prefixes of each from all others, by name"
+        return self._keeper.digests if self._keeper else {}
 
     def describe(self) -> dict[str, object]:
         "The adapters that are loaded"
