@@ -87,7 +87,7 @@ INLINE i64 run_end(const int32_t *ids, const i64 *order, i64 r, i64 rows) {
 
 # %% ../../nbs/adapters/low_rank.ipynb #cb52696a
 low_rank_c += r"""
-enum { BLOCK = 4, NEAR = W == 16 ? 4 : 2 };      // ranks and rows whose sums fit the registers
+enum { SUM_RANKS = 4, SUM_ROWS = W == 16 ? 4 : 2 };      // ranks and rows whose sums fit the registers
 INLINE vu some_bytes(const char *p, i64 size) {
     vu v = {0};
     if (size >= (i64)sizeof v) return raw(p);
@@ -98,26 +98,26 @@ INLINE vf mac_bits(vf sum, vu x, vu w, int bf16) {
     if (!bf16 || PAIRS) return mac(sum, x, w, bf16);
     return mac(mac(sum, (vu)even(x), (vu)even(w), 0), (vu)odd(x), (vu)odd(w), 0);
 }
-INLINE void add_dots(vf sums[NEAR][BLOCK], const char **x, const char *a, i64 bytes, i64 k,
+INLINE void add_dots(vf sums[SUM_ROWS][SUM_RANKS], const char **x, const char *a, i64 bytes, i64 k,
                      i64 size, int bf16) {
-    vu weights[BLOCK];
-    UNROLL for (int i = 0; i < BLOCK; i++) weights[i] = some_bytes(a + i * bytes + k, size);
-    UNROLL for (int r = 0; r < NEAR; r++) {
+    vu weights[SUM_RANKS];
+    UNROLL for (int i = 0; i < SUM_RANKS; i++) weights[i] = some_bytes(a + i * bytes + k, size);
+    UNROLL for (int r = 0; r < SUM_ROWS; r++) {
         vu v = some_bytes(x[r] + k, size);
-        UNROLL for (int i = 0; i < BLOCK; i++)
+        UNROLL for (int i = 0; i < SUM_RANKS; i++)
             sums[r][i] = mac_bits(sums[r][i], v, weights[i], bf16);
     }
 }
 INLINE void shrink(const char *x, const i64 *order, i64 rows, const char *a, i64 bytes, char *h,
-                   i64 apart, int bf16) {      // h[rows, BLOCK] = x[order, n] a[BLOCK, n]^T
-    for (i64 r = 0, size = sizeof(vu), k; r < rows; r += NEAR) {
-        const char *near[NEAR];      // where a run ends, its last row more than once
-        for (i64 i = 0; i < NEAR; i++) near[i] = x + order[lesser(r + i, rows - 1)] * bytes;
-        vf sums[NEAR][BLOCK] = {0};
+                   i64 apart, int bf16) {      // h[rows, SUM_RANKS] = x[order, n] a[SUM_RANKS, n]^T
+    for (i64 r = 0, size = sizeof(vu), k; r < rows; r += SUM_ROWS) {
+        const char *near[SUM_ROWS];      // where a run ends, its last row more than once
+        for (i64 i = 0; i < SUM_ROWS; i++) near[i] = x + order[lesser(r + i, rows - 1)] * bytes;
+        vf sums[SUM_ROWS][SUM_RANKS] = {0};
         for (k = 0; k + size <= bytes; k += size) add_dots(sums, near, a, bytes, k, size, bf16);
         if (k < bytes) add_dots(sums, near, a, bytes, k, bytes - k, bf16);
-        for (i64 i = 0; i < NEAR && r + i < rows; i++)
-            for (i64 j = 0; j < BLOCK; j++)
+        for (i64 i = 0; i < SUM_ROWS && r + i < rows; i++)
+            for (i64 j = 0; j < SUM_RANKS; j++)
                 put(h, (r + i) * apart + j, sum(sums[i][j]), bf16 && PAIRS);
     }
 }
@@ -125,19 +125,27 @@ INLINE void shrink(const char *x, const i64 *order, i64 rows, const char *a, i64
 
 # %% ../../nbs/adapters/low_rank.ipynb #cb52696b
 low_rank_c += r"""
-INLINE void add_row(void *y, const float *more, i64 n, int bf16) {
-    _Pragma("omp simd")
-    for (i64 i = 0; i < n; i++) put(y, i, get(y, i, bf16) + more[i], bf16);
+typedef uint16_t vb __attribute__((vector_size(2 * W)));      // W numbers of bfloat16
+INLINE void add_vector(void *y, vf more, int bf16) {
+    vb half;
+    if (!bf16) more += (vf)raw(y);
+    if (!bf16) { memcpy(y, &more, sizeof more); return; }
+    memcpy(&half, y, sizeof half);
+    more += (vf)(__builtin_convertvector(half, vu) << 16);
+    vu u = (vu)more, nan = (vu)(more != more);
+    u = (~nan & (u + 0x7fff + (u >> 16 & 1)) | nan & 0x7fc00000u) >> 16;
+    half = __builtin_convertvector(u, vb);
+    memcpy(y, &half, sizeof half);
 }
 INLINE void add_tile(int R, const char *h, i64 ld, const char *b, i64 words, const void *y,
                      const i64 *order, i64 n_out, i64 n, int bf16) {
-    float sums[ROWS * PANEL];
-    memset(sums, 0, R * PANEL * sizeof *sums);
-    tile(R, h, ld, b, words, b, 0, sums, PANEL, bf16);
-    for (int r = 0; r < R; r++) {
-        void *to = (void *)at(y, order[r] * n_out, bf16);
-        if (n >= PANEL) add_row(to, sums + r * PANEL, PANEL, bf16);
-        else add_row(to, sums + r * PANEL, n, bf16);
+    vf sums[ROWS][WIDE] = {0};
+    add_products(R, sums, h, ld, b, words, b, 0, bf16);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < WIDE; j++) {
+        void *to = (void *)at(y, order[r] * n_out + j * W, bf16);
+        if (n >= PANEL) add_vector(to, sums[r][j], bf16);
+        else for (int i = 0; i < W && j * W + i < n; i++)
+            put(to, i, get(to, i, bf16) + sums[r][j][i], bf16);
     }
 }
 INLINE void expand(const char *h, const i64 *order, i64 rows, i64 apart, const char *b, i64 rank,
@@ -163,7 +171,7 @@ INLINE void all_changes(const char *y, const char *x, const int32_t *ids, const 
     i64 bytes = n_in * (bf16 ? 2 : 4);
     for (RUNS(r, end)) for (i64 p = 0; p < parts; p++) {
         const change *c = table + ids[order[r]] * parts + p;
-        for (i64 i = 0; i < c->rank; i += BLOCK) if (unit++ % t->size == t->id)
+        for (i64 i = 0; i < c->rank; i += SUM_RANKS) if (unit++ % t->size == t->id)
             shrink(x, order + r, end - r, (const char *)c->a + i * bytes, bytes,
                    (char *)at(h, r * apart + p * TOP + i, bf16 && PAIRS), apart, bf16);
     }
