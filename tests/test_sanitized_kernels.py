@@ -27,7 +27,7 @@ from minisgl_lit.kernels.cpu_operations import layers_c
 from test_attention_cpu import make as make_world
 
 # an address into a table: what the driver has lies elsewhere
-place_c = team_c + 'void place(void **to, void *x, team *t) { if (!t->id) *to = x; }\n'
+place_c = team_c + 'void note_place(void **to, void *x, team *t) { if (!t->id) *to = x; }\n'
 # all kernels in one text: each begins with those before it, which may stand there once
 ALL_C = (tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '').replace(bytes_c, '')
          + tokens_c.removeprefix(team_c) + low_rank_c.removeprefix(linear_c) + place_c.removeprefix(team_c))
@@ -239,15 +239,16 @@ def add_layers(c: Calls, rows: int, bf16: bool) -> None:
                out=[qkv])
 
 def add_adapters(c: Calls, rows: int, bf16: bool) -> None:
-    """Parts that fill no panel, one part and two, the least rank and the largest; rows of adapters that take turns,
-    of none, and of one that leaves a part as it is"""
-    for n_in, parts, ranks in ((2, [(0, 1)], [4]), (30, [(1, 150), (155, 70)], [8, 4, 20]), (134, [(3, 64)], [128])):
+    """Parts that fill no panel, one part and two, the least rank and the largest; rows of adapters that take
+    turns, of none, and of one that leaves a part as it is"""
+    for n_in, parts, ranks in ((2, [(0, 1)], [4]), (30, [(1, 150), (155, 70)], [8, 4, 20]),
+                               (134, [(3, 64)], [128])):
         table = torch.zeros(MOST_ADAPTERS, len(parts), 5, dtype=torch.int64)
         for number, rank in enumerate(ranks, 1):
             for (first, n), entry in zip(parts[:1 if rank == 8 else 2], table[number]):
                 entry[2:] = torch.tensor([rank, first, n])
                 for i, o in enumerate((c.some(rank, n_in, bf16=bf16), c.packed(n, rank, bf16))):
-                    c.call('place', entry[i:], o)
+                    c.call('note_place', entry[i:], o)
         n_out = parts[-1][0] + parts[-1][1] + 1
         ids = torch.randint(0, len(ranks) + 1, (rows,), generator=c.g, dtype=torch.int32)
         x, y = c.some(rows, n_in, bf16=bf16), c.some(rows, n_out, bf16=bf16)

@@ -125,16 +125,16 @@ INLINE void shrink(const char *x, const i64 *order, i64 rows, const char *a, i64
 
 # %% ../../nbs/adapters/low_rank.ipynb #cb52696b
 low_rank_c += r"""
-typedef uint16_t vb __attribute__((vector_size(2 * W)));      // W numbers of bfloat16
+typedef uint16_t vbf __attribute__((vector_size(2 * W)));      // W numbers of bfloat16
 INLINE void add_vector(void *y, vf more, int bf16) {
-    vb half;
+    vbf half;
     if (!bf16) more += (vf)raw(y);
     if (!bf16) { memcpy(y, &more, sizeof more); return; }
     memcpy(&half, y, sizeof half);
     more += (vf)(__builtin_convertvector(half, vu) << 16);
     vu u = (vu)more, nan = (vu)(more != more);
     u = (~nan & (u + 0x7fff + (u >> 16 & 1)) | nan & 0x7fc00000u) >> 16;
-    half = __builtin_convertvector(u, vb);
+    half = __builtin_convertvector(u, vbf);
     memcpy(y, &half, sizeof half);
 }
 INLINE void add_tile(int R, const char *h, i64 ld, const char *b, i64 words, const void *y,
