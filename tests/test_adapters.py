@@ -380,7 +380,8 @@ def test_over_http(embedded):
         assert 'vllm:lora_requests_info{max_lora="8",running_lora_adapters="",waiting_lora_adapters=""}' in told
         line = dict(prompt='one', temperature=0, max_tokens=6, ignore_eos=True)
         assert post('/v1/completions', model='b', **line).json()['choices'][0]['text'] == each[2]
-        assert post('/v1/responses', model='a', input='Hi', temperature=0).json()['model'] == 'a'
+        answer = post('/v1/responses', model='a', input='Hi', temperature=0, max_output_tokens=8)
+        assert answer.json()['model'] == 'a'
         for path, body, status, sentence in [
                 ('/v1/chat/completions', dict(model='z', **chat), 404, "model 'z' is not served here"),
                 ('/generate', dict(text='x', lora_path='z'), 400, "no adapter is called 'z'"),
