@@ -30,6 +30,13 @@ class AdapterKeeper(Protocol):
     def digests(self) -> Mapping[str, str]:
         "What the `extra_key` of its requests begins with, by name"
         ...
+    @property
+    def most(self) -> int:
+        "How many different ones may run at once"
+        ...
+    def stats(self) -> dict[str, dict[str, int]]:
+        "Counts of each that is loaded, by name"
+        ...
     def load(self, name: str, path: str) -> None:
         "Load one; `ValueError` if that cannot be"
         ...
@@ -90,3 +97,8 @@ class AdapterOrders:
     def describe(self) -> dict[str, object]:
         "The adapters that are loaded"
         return {'adapters': dict(self._keeper.paths) if self._keeper else {}}
+
+    def stats(self) -> dict[str, object]:
+        "For the statistics of the engine: nothing where there are no adapters"
+        if not self._keeper or not self._keeper.paths: return {}
+        return {'adapters': self._keeper.stats(), 'max_loras': self._keeper.most}

@@ -249,7 +249,7 @@ class EngineCore:
         stats = self.scheduler.stats()
         waiting = stats['waiting']
         assert isinstance(waiting, int)
-        return {**stats, 'waiting': waiting + len(self.grammar_queue)}
+        return {**stats, 'waiting': waiting + len(self.grammar_queue), **self.adapters.stats()}
 
     def _tell_kv_events(self) -> dict[str, object]:
         "From now on turns tell what the tree has, and then what changes; its measures"

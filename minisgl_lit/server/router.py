@@ -438,7 +438,7 @@ async def merged(
 _MOST_PAGES = 8192   # of a prompt that are looked at
 
 # %% ../../nbs/server/router.ipynb #435ec82e
-_SIZES = {'page_bytes'}
+_SIZES = {'page_bytes', 'max_loras'}
 
 def joined(
     values: Sequence[object],   # The same of each replica
