@@ -95,7 +95,6 @@ class ModelFolder:
                 f'{name!r} would lie in {folder.relative_to(self.path).as_posix()!r}, which is a model')
         if name in self.found().paths or os.path.lexists(folder/last):
             raise ValueError(f'there is {name!r} already; it can be deleted first')
-        folder.mkdir(parents=True, exist_ok=True)
         return folder/last
 
     # %% ../../nbs/server/model_folder.ipynb #1e8ef23e
@@ -105,7 +104,9 @@ class ModelFolder:
         name: str,       # As callers will know it
     ) -> None:
         "Move in what was fetched"
-        place, repository = self.place(name), self.cache/fetched.relative_to(self.cache).parts[0]
+        place = self.place(name.removesuffix('.gguf'))
+        repository = self.cache/fetched.relative_to(self.cache).parts[0]
+        place.parent.mkdir(parents=True, exist_ok=True)
         if fetched.is_dir():
             new = Path(mkdtemp(dir=repository))
             for file in [o for o in fetched.rglob('*') if o.is_file() and o.suffix != '.gguf']:
@@ -113,7 +114,7 @@ class ModelFolder:
                 moved.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file.resolve(), moved)
             new.chmod(0o755)
-            new.rename(place)
+            os.rename(new, place)
         else:
             for file in reversed(_files(fetched)):   # the first is the one that is found
                 os.replace(file.resolve(), place.with_name(place.name + _ending(file)))
@@ -127,6 +128,7 @@ class ModelFolder:
     ) -> None:
         "Give a model a second name"
         place = self.place(new)
+        place.parent.mkdir(parents=True, exist_ok=True)
         for file in reversed(_files(self.found().paths[name])):
             link = place.with_name(place.name + _ending(file))
             link.symlink_to(os.path.relpath(file, link.parent))
@@ -143,8 +145,10 @@ class ModelFolder:
     ) -> list[Path]:    # Hidden folders, which may be deleted now
         "Take a name away; `ValueError` if it lies elsewhere"
         found = self.found()
-        path, hidden = found.paths[name], Path(mkdtemp(prefix='.removed-', dir=self.path))
+        path = found.paths.get(name)
+        if path is None: raise ValueError(f'{name!r} lies there no more')
         self._check_inside(name, path)
+        hidden = Path(mkdtemp(prefix='.removed-', dir=self.path))
         def hide(name: str) -> None:
             for file in filter(os.path.lexists, _files(found.paths[name])):
                 os.rename(file, hidden/f'{len(os.listdir(hidden))} {file.name}')
