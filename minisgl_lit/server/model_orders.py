@@ -132,7 +132,7 @@ class ModelOrders(Generic[H]):
                         if error := step.get('error'): raise ApiError(str(error), param='model')
                         if path := step.get('path'): break
                         yield step
-                    else: raise ApiError('the download was ended; the same pull goes on where it was', 500)
+                    else: raise ApiError('the download was ended; the same pull goes on with it', 500)
                 if known is None:
                     with _explained(): self.folder.adopt(Path(str(path)), name)
                     self._changed()
