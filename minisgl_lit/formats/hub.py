@@ -42,8 +42,9 @@ class _Part(BufferedWriter):
         end = self.tell() + len(data)
         if end > self.size: raise OSError(
             f'it sends more than the {self.size:,} bytes that it has announced')
+        n = super().write(data)
         self._told(self._content, self.size, end)
-        return super().write(data)
+        return n
 
     def empty(self) -> None:
         "Begin anew"

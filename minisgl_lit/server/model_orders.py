@@ -41,14 +41,15 @@ async def fetched(
     "What the program says that fetches a model; it ends with this generator"
     ours, theirs = os.pipe()
     reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
-    with open(ours, 'rb', 0) as pipe:
-        with open(theirs, 'wb', 0) as out: process = start_program(
-            'minisgl_lit.formats.pull:fetch', name, cache, stdin=DEVNULL, stdout=out,
-            orphaned=SIGTERM)
-        try:
-            await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-            async for line in reader: yield json.loads(line)
-        finally: process.kill()
+    with open(theirs, 'wb', 0) as out: process = start_program(
+        'minisgl_lit.formats.pull:fetch', name, cache, stdin=DEVNULL, stdout=out, orphaned=SIGTERM)
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), open(ours, 'rb', 0))
+    try:
+        async for line in reader: yield json.loads(line)
+    finally:
+        process.kill()
+        transport.close()
 
 # %% ../../nbs/server/model_orders.ipynb #ef79aa45
 class PullRequest(ApiObject):
