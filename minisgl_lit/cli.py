@@ -411,7 +411,7 @@ def _add_command(
 
 # %% ../nbs/cli.ipynb #6e7c56e9
 _PLUGINS, _URL = f'{PREFIX}PLUGINS', f'{PREFIX}URL'
-_WORDS = dict(name=('NAME', 'a model: owner/model or owner/model:Q4_K_M on the hub, or as list has it'),
+_WORDS = dict(name=('NAME', 'owner/model or owner/model:Q4_K_M on the hub, or as list has it'),
               new=('NEW', 'its second name'), names=('NAME', 'models, or second names'))
 
 def make_parser() -> Parser:

@@ -119,7 +119,8 @@ def programs():
     "Downloads of this machine's servers"
     found = []
     for o in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError): found += [o.parent.name] if b"formats.pull" in o.read_bytes() else []
+        with contextlib.suppress(OSError):
+            if b"formats.pull" in o.read_bytes(): found.append(o.parent.name)
     return found
 
 def parts(folder): return [o for o in folder.rglob("*.part") if o.stat().st_size]
@@ -148,8 +149,8 @@ def test_a_pull_goes_on(server, hub, folder):
 def contents(folder): return {o.relative_to(folder): o.read_bytes() for o in folder.rglob("*") if o.is_file()}
 
 def test_what_lies_elsewhere_stays(server, folder, tmp_path):
-    """A link out of the folder goes and what it leads to stays, also if the way became a link just now; no name
-    is a path; what was put there by hand is found and may go"""
+    """A link out of the folder goes and what it leads to stays, also if the way became a link just now; no
+    name is a path; what was put there by hand is found and may go"""
     mine = shutil.copytree(embedded_path(), tmp_path/"mine"/"deep")
     before = contents(mine)
     (folder/"link").symlink_to(mine)
@@ -190,7 +191,8 @@ def test_a_new_start_finds_all(server, folder):
 def test_a_file_of_names_is_its_users(hub, tmp_path):
     "It is not changed, nor what it names by a path deleted; what it names on the hub may be fetched before"
     mine = shutil.copytree(embedded_path(), tmp_path/"mine")
-    (file := tmp_path/"models.json").write_text(json.dumps({"models": dict(mine=str(mine), far="some/model@v1")}))
+    named = dict(mine=str(mine), far="some/model@v1")
+    (file := tmp_path/"models.json").write_text(json.dumps({"models": named}))
     before = contents(tmp_path)
     with serve(models=str(file), port=0, num_pages=64, log_interval=0) as s:
         for r in (delete(s, "mine"), delete(s, "far"), pull(s, "some/model"),

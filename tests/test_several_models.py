@@ -307,8 +307,7 @@ def test_how_long_it_stays(server, long):
     last = ask(keep_alive=-1)
     assert 10**7 < last["load_duration"] < last["total_duration"] and expires().startswith("9999")
     assert ask(keep_alive="5m")["load_duration"] < 10**8 and not expires().startswith("9999")
-    assert ask(keep_alive="soon") == {"error": "keep_alive must be seconds, or a time such as '5m' or '1h30m', "
-                                               "and -1 for ever, not 'soon'"}
+    assert "keep_alive must be seconds, or a time" in ask(keep_alive="soon")["error"]
     ask(keep_alive=0)
     until(left)
     assert post(server, "/api/chat", model="other", keep_alive=0).json()["done_reason"] == "unload" and left()

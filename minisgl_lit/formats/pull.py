@@ -7,7 +7,6 @@ __all__ = ['fetch']
 
 # %% ../../nbs/formats/pull.ipynb #b1b74f63
 import json
-import sys
 import threading
 import time
 from pathlib import Path
@@ -30,6 +29,7 @@ def fetch(
     def tell(content: str, size: int, here: int) -> None:
         if here < size and time.monotonic() < last.get(content, 0.) + _OFTEN: return
         last[content] = time.monotonic()
-        say(status=f'pulling {content[:12]}', digest=f'sha256:{content}', total=size, completed=here)
+        say(status=f'pulling {content[:12]}', digest=f'sha256:{content}', total=size,
+            completed=here)
     try: say(path=str(fetch_model(name, Path(cache) if cache else None, tell)))
     except ValueError as e: say(error=str(e))

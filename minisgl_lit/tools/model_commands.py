@@ -7,11 +7,11 @@ __all__ = ['URL', 'pull', 'list_', 'ps', 'cp', 'rm']
 
 # %% ../../nbs/tools/model_commands.ipynb #f99de99a
 import json
+import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPException
-import os
 
 URL = 'http://127.0.0.1:1919'   # where a server listens by default
 

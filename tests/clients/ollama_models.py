@@ -1,6 +1,5 @@
 # needs: ollama
-"""A server of several models that has none yet: one is pulled from a hub, listed, shown, asked, named twice and
-deleted"""
+"A server of several models that has none yet: one is pulled, listed, shown, asked, named twice, deleted"
 import sys
 
 import ollama
