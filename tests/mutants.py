@@ -50,7 +50,7 @@ LIVES = ['tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_sch
          'tests/test_speculation.py', 'tests/test_adapters.py',
          'tests/test_hostile_chunks.py']
 ROUTED = ['tests/test_router.py', 'tests/test_prefill.py']   # of what stands before several engines
-SEVERAL = ['tests/test_several_models.py', 'tests/test_pulled_models.py']
+SEVERAL = ['tests/test_pulled_models.py', 'tests/test_several_models.py']
 
 mutants = [   # what breaks, module, the line, what becomes of it
     ('pages behind wrong guesses are lost', 'core/kv_cache/manager',

@@ -15,7 +15,7 @@ RUN = ("from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 2
        "minisgl_lit.cli import main; sys.exit(main(sys.argv[1:]))")
 
 class Hub(BaseHTTPRequestHandler):
-    "The repositories of `REFS`; weights come slowly, by `server.slow` bytes in 10 ms"
+    "The repositories of `REFS`; weights come slowly while `server.slow`, and as far as `server.most`"
     def log_message(self, *args): pass
     def do_HEAD(self): self.do_GET()
     def do_GET(self):
@@ -31,9 +31,11 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET": self.send(data)
     def send(self, data):
-        step = self.server.slow if self.server.slow and len(data) > 10**6 else len(data) or 1
+        step = 20_000 if self.server.slow and len(data) > 10**6 else len(data) or 1
         for at in range(0, len(data), step):
-            try: self.wfile.write(data[at:at + step])
+            try:
+                self.wfile.write(data[at:at + step][:self.server.most])
+                while (most := self.server.most) and most < len(data): time.sleep(.01)
             except OSError: return   # the caller was killed
             if step < len(data): time.sleep(.01)
     def about(self, repo, what, revision):
@@ -53,17 +55,17 @@ class Hub(BaseHTTPRequestHandler):
         self.say(206 if first else 200, data[first:], etag=f'"{hashlib.sha256(data).hexdigest()}"',
                  x_repo_commit=commit)
 
-def start_hub(slow=0):
+def start_hub(slow=False):
     "A hub of this machine: `asked` has the files that were fetched, and from which byte"
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked, server.slow = [], slow
+    server.asked, server.slow, server.most = [], slow, None
     threading.Thread(target=server.serve_forever, args=(.01,), daemon=True).start()
     return server
 
 @pytest.mark.long
 def test_killed_it_goes_on(tmp_path):
     env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-    server = start_hub(slow=20_000)
+    server = start_hub(slow=True)
     env |= dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(tmp_path/"hf"))
     def command(name, *more):
         return [sys.executable, "-c", RUN, "generate", "What is a page?", "--model", name, "--max-tokens",
@@ -80,7 +82,7 @@ def test_killed_it_goes_on(tmp_path):
         p.send_signal(signal.SIGKILL)
     [part] = tmp_path.rglob("*.part")
     kept = part.stat().st_size
-    server.slow, server.asked[:] = 0, []
+    server.slow, server.asked[:] = False, []
     done = answer("some/model")
     assert (done.returncode, done.stdout) == (0, want), done.stderr
     assert (server.asked == [("model.safetensors", kept)]
