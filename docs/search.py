@@ -86,6 +86,7 @@ SAID = {
     "guides/openai-client": "OpenAI API, chat completions, logprobs, streaming",
     "nbs/server/messages_protocol": "Anthropic, Anthropic API, Claude",
     "guides/clients": "Anthropic, ollama, Claude Code, LangChain",
+    "guides/several-models": "ollama pull, ollama list, ollama ps, ollama rm, keep_alive",
     "nbs/server/ollama_protocol": "ollama",
     "nbs/server/batches": "batch API",
     "guides/batch": "batch API, offline batch, batch inference",

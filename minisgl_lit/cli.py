@@ -30,6 +30,7 @@ from .server.config import ServerConfig
 from .config_sources import PREFIX, from_args, sourced_settings
 from .log import LogFile, write_text
 from .tools.chat import ChatConfig, chat
+from .tools.model_commands import URL, cp, list_, ps, pull, rm
 
 if TYPE_CHECKING:   # only names in annotations: `--help` shall not wait for them
     from minisgl_lit.text.sampling_params import SamplingParams
@@ -381,6 +382,13 @@ examples = dict(
             'path/to/file.gguf --json'],
     models=['',
             '--plugins mine --json'],
+    pull=['Qwen/Qwen3-0.6B',
+          'hf.co/owner/model:Q4_K_M',
+          'owner/model:file.gguf --url http://127.0.0.1:8000'],
+    list=[''],
+    ps=[''],
+    cp=['Qwen/Qwen3-0.6B gpt-4o-mini'],
+    rm=['Qwen/Qwen3-0.6B'],
     config=['--config serve.toml --port 8000',
             '--all'],
     quantize=['Qwen/Qwen3-0.6B small --bits 4',
@@ -392,7 +400,7 @@ def _add_command(
     parent: Parser, run: Callable[[Namespace], int], config: type[EngineConfig] | None,
 ) -> Parser:
     "The parser of one command, with the flags of its config; its docstring is the help"
-    name, about = run.__name__, getdoc(run) or ''
+    name, about = run.__name__.rstrip('_'), getdoc(run) or ''
     first = about.split('\n')[0].split('. ')[0]
     lines = [f'  minisgl-lit {name} {o}'.rstrip() for o in examples[name]]
     parser = parent.add_command(name, help=first.rstrip('.'), description=about,
@@ -402,7 +410,9 @@ def _add_command(
     return parser
 
 # %% ../nbs/cli.ipynb #6e7c56e9
-_PLUGINS = f'{PREFIX}PLUGINS'
+_PLUGINS, _URL = f'{PREFIX}PLUGINS', f'{PREFIX}URL'
+_WORDS = dict(name=('NAME', 'owner/model or owner/model:Q4_K_M on the hub, or as list has it'),
+              new=('NEW', 'its second name'), names=('NAME', 'models, or second names'))
 
 def make_parser() -> Parser:
     "The whole command line"
@@ -454,6 +464,15 @@ def make_parser() -> Parser:
         command.add_argument('--json', action='store_true', help='print JSON, in one line')
         command.add_argument('--plugins', metavar='MODULES', default=os.environ.get(_PLUGINS),
                              help='modules of your own, imported first: their families count')
+    for run, what in {pull: 'name', list_: '', ps: '', cp: 'name new', rm: 'names'}.items():
+        command = _add_command(parser, run, None)
+        for word in what.split(): command.add_argument(
+            word, metavar=_WORDS[word][0], help=_WORDS[word][1],
+            nargs='+' if word == 'names' else None)
+        command.add_argument('--url', metavar='URL', default=os.environ.get(_URL, URL),
+                             help=f'the server; {URL} if left out')
+        command.add_argument('--api-key', metavar='KEY', help='its bearer token, and where it has '
+                             'one its admin_key; left out, the variable OPENAI_API_KEY')
     asking = _add_command(parser, config, ServerConfig)
     asking.add_argument('--all', action='store_true', help='show defaults, too')
     asking.add_argument('--json', action='store_true', help='print JSON, in one line')

@@ -67,8 +67,8 @@ def import_plugins(
 class EngineConfig(CoreConfig):
     "How to run a model. Checked when made: the first wrong value is a `ValueError`."
     model: str = setting(
-        'embedded', "A folder, a .gguf file, a name on the model hub (owner/model, or of a file "
-        "hf:owner/model/file.gguf), or 'embedded' for the package's own")
+        'embedded', "A folder, a .gguf file, a name on the model hub (owner/model, or of a GGUF "
+        "file owner/model:Q4_K_M), or 'embedded' for the package's own")
     attention: str = setting(
         'auto', "What computes attention; two, as in 'torch,flashinfer': prefill and decode; auto "
         'and flashinfer take the quickest kernels, as measured at the start', form=_attention,

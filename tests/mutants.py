@@ -41,13 +41,16 @@ chapters = {'process': 'process', 'core/outputs': 'core/08_outputs',
             'speculation/draft_model': 'speculation/draft_model', 'speculation/drafts': 'speculation/drafts',
             'adapters/low_rank': 'adapters/low_rank', 'adapters/peft': 'adapters/peft',
             'adapters/pool': 'adapters/pool', 'loop/adapter_orders': 'loop/adapter_orders',
-            'runtime': 'runtime'}
+            'server/lives': 'server/lives', 'server/model_switch': 'server/model_switch',
+            'server/model_folder': 'server/model_folder', 'server/model_orders': 'server/model_orders',
+            'formats/hub': 'formats/hub', 'runtime': 'runtime'}
 gpu = 'kernels/'   # its other tests are those of kernels
 KERNELS = ['tests/test_triton.py', 'tests/test_fp8.py', 'tests/test_flashinfer.py']
 LIVES = ['tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_scheduler.py',
          'tests/test_speculation.py', 'tests/test_adapters.py',
          'tests/test_hostile_chunks.py']
 ROUTED = ['tests/test_router.py', 'tests/test_prefill.py']   # of what stands before several engines
+SEVERAL = ['tests/test_pulled_models.py', 'tests/test_several_models.py']
 
 mutants = [   # what breaks, module, the line, what becomes of it
     ('pages behind wrong guesses are lost', 'core/kv_cache/manager',
@@ -787,6 +790,37 @@ mutants = [   # what breaks, module, the line, what becomes of it
      'yield from [work(o) for o in bench.batches[kind]]'),
     ('callers from vLLM are misunderstood', 'core/scheduler/scheduler',
      'params = replace(params, priority=-params.priority)', 'pass'),
+    ('models: a way that has become a link is followed', 'server/model_folder',
+     'if not lies.is_relative_to(self.path.resolve()): raise', 'if False: raise'),
+    ('models: what a link leads to is deleted', 'server/model_folder', 'os.rename(file, hidden/',
+     'os.rename(file.resolve(), hidden/'),
+    ('models: any name is a path', 'server/model_folder',
+     "fits = all(re.fullmatch(r'\\w[\\w.:@+-]*', o) for o in (*above, last))", 'fits = True'),
+    ('models: a model may lie in another', 'server/model_folder',
+     "if folder.is_symlink() or (folder/'config.json').exists(): raise", 'if False: raise'),
+    ('models: a second name ends with the first', 'server/model_folder',
+     'for own in aliases or [name]: hide(own)', 'for own in (*aliases, name): hide(own)'),
+    ('models: a pull throws away what another has', 'server/model_folder',
+     "if not any(repository.glob('blobs/*.part')): shutil", 'shutil'),
+    ('models: a name leads out of the cache', 'formats/hub',
+     'for form in _FORMS if not is_path_elsewhere else ():', 'for form in _FORMS:'),
+    ('models: a pull begins anew', 'formats/hub', 'http_get(url, file, resume_size=file.tell(),',
+     'file.empty() or http_get(url, file, resume_size=0,'),
+    ('models: a pull outlives its caller', 'server/model_orders', 'process.kill()', 'pass'),
+    ('models: two callers pull the same', 'server/model_orders', 'async with self._one:', 'if True:'),
+    ('models: a failed delete leaves the table wrong', 'server/model_orders',
+     'finally: self._changed()', 'except ZeroDivisionError: pass\n        else: self._changed()'),
+    ('models: a delete ends open requests', 'server/lives',
+     'if life.waiting or life.is_removed or life.stay and life.stay.users: raise',
+     'if life.is_removed: raise'),
+    ('models: what is about to be deleted is used', 'server/lives',
+     'if life is None or life.is_removed: raise', 'if life is None: raise'),
+    ('models: a load that is given up keeps others waiting', 'server/lives',
+     ' or life.task.cancelling()', ''),
+    ('models: who is busy makes room', 'server/lives', 'idle = [o for o in able if o.is_idle]',
+     'idle = able'),
+    ('models: a model is called by an alias', 'server/model_switch', "'body': body.named(name)}",
+     "'body': body.named(body.model or name)}"),
 ]
 
 def make(folder: Path, module: str = '', line: str = '', instead: str = '') -> None:
@@ -842,6 +876,7 @@ def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     name, module, line, instead = mutant
     routed = module in ('process', 'distributed/handoff') or module.startswith('server/')
     callers = ROUTED if routed or name.startswith('handed over:') else []
+    if name.startswith('models:'): callers = SEVERAL
     if name.startswith('below:'): callers = ['tests/test_tier.py']   # a tier below the prefix tree
     own = chapters[module].split(' or ')
     above = ([] if module.startswith(gpu)
@@ -860,7 +895,7 @@ def main() -> int:
     parser.add_argument('-j', type=int, default=2, help='how many at once')
     args = parser.parse_args()
     chosen = [o for o in mutants if args.k in o[0]]
-    if test := failing_test(Path(as_it_is().name), [*KERNELS, *ROUTED, *LIVES]):
+    if test := failing_test(Path(as_it_is().name), [*KERNELS, *ROUTED, *SEVERAL, *LIVES]):
         raise SystemExit(f'{test} fails without a mutant')
     with ThreadPoolExecutor(args.j) as pool:
         found = []

@@ -239,10 +239,10 @@ def test_a_model_without_its_flag(run, server):
 def test_help_and_errors_name_all_that_a_model_may_be(run):
     for command in 'serve', 'chat', 'generate':
         shown = ' '.join(run(command, '--help')[1].split())
-        assert '.gguf' in shown and 'hf:owner/model' in shown and 'folder' in shown, command
+        assert '.gguf' in shown and 'owner/model:Q4_K_M' in shown and 'folder' in shown, command
     for name in 'smollm2:135m', './nowhere', '/no/such/file.bin':
         err = run('generate', 'Hi', '--model', name)[2]
-        assert err.count('\n') == 1 and 'hf:owner/model/file.gguf' in err, err
+        assert err.count('\n') == 1 and 'owner/model:file.gguf or owner/model:Q4_K_M' in err, err
 
 # doctor
 
@@ -304,8 +304,8 @@ def test_the_nearest_command_is_named(run, typed, meant):
 def test_nothing_is_near(run):
     code, out, err = run('nonsense')
     assert ((code, out, err.count('\n')) == (2, '', 1)
-            and 'nonsense is none of serve, chat, generate, batch, bench, quantize, doctor, models, config, '
-                'completion; see' in err)
+            and 'nonsense is none of serve, chat, generate, batch, bench, quantize, doctor, models, pull, '
+                'list, ps, cp, rm, config, completion; see' in err)
 
 def test_a_failed_request_is_code_1(run, monkeypatch, llm):
     "Others' answers are printed all the same"

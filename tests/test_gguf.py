@@ -156,7 +156,7 @@ def test_refusals(tmp_path, monkeypatch):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
     small = DATA/'qwen2-Q4_0.gguf'
     refused('the weights of this checkpoint are compressed already', model=small, quantization='int4')
-    refused('there is no such file; one on the hub is named hf:owner/model/file.gguf',
+    refused('there is no such folder or file; on the hub, a model is named owner/model',
             model=tmp_path/'no.gguf')
     whole = small.read_bytes()
     (tmp_path/'cut.gguf').write_bytes(whole[:len(whole) // 2])

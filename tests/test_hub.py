@@ -10,19 +10,19 @@ from minisgl_lit.formats.hub import embedded_path
 FILES = {o.name: o.read_bytes() for o in embedded_path().iterdir() if o.is_file()}
 COMMITS = {"a" * 40: FILES,
            "b" * 40: FILES | {"generation_config.json": json.dumps({"eos_token_id": 0}).encode()}}
-REFS = {"main": "a" * 40, "v1": "b" * 40}
+REFS = {"some/model": {"main": "a" * 40, "v1": "b" * 40}}
 RUN = ("from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 20_000; import sys; from "
        "minisgl_lit.cli import main; sys.exit(main(sys.argv[1:]))")
 
 class Hub(BaseHTTPRequestHandler):
-    "The repository some/model; weights come slowly while `server.slow`"
+    "The repositories of `REFS`; weights come slowly while `server.slow`, and as far as `server.most`"
     def log_message(self, *args): pass
     def do_HEAD(self): self.do_GET()
     def do_GET(self):
         path = self.path.partition("?")[0]
-        if found := re.fullmatch(r"/api/models/some/model/(revision|tree)/(.+)", path):
-            self.about(*found.groups())
-        elif found := re.fullmatch(r"/some/model/resolve/(\w+)/(.+)", path): self.file(*found.groups())
+        asked = re.fullmatch(r"/api/models/(some/\w+)/(revision|tree)/(.+)", path)
+        if asked and asked[1] in REFS: self.about(*asked.groups())
+        elif found := re.fullmatch(r"/some/\w+/resolve/(\w+)/(.+)", path): self.file(*found.groups())
         else: self.say(404, x_error_code="RepoNotFound")
     def say(self, status, data=b"", **headers):
         self.send_response(status)
@@ -33,14 +33,16 @@ class Hub(BaseHTTPRequestHandler):
     def send(self, data):
         step = 20_000 if self.server.slow and len(data) > 10**6 else len(data) or 1
         for at in range(0, len(data), step):
-            try: self.wfile.write(data[at:at + step])
+            try:
+                self.wfile.write(data[at:at + step][:self.server.most])
+                while (most := self.server.most) and most < len(data): time.sleep(.01)
             except OSError: return   # the caller was killed
             if step < len(data): time.sleep(.01)
-    def about(self, what, revision):
-        commit = REFS.get(revision, revision)
+    def about(self, repo, what, revision):
+        commit = REFS[repo].get(revision, revision)
         if commit not in COMMITS: self.say(404, x_error_code="RevisionNotFound")
         elif what == "revision":
-            self.say(200, json.dumps(dict(id="some/model", sha=commit, siblings=[])).encode())
+            self.say(200, json.dumps(dict(id=repo, sha=commit, siblings=[])).encode())
         else:
             self.say(200,
                      json.dumps([dict(type="file", path=k, size=len(v), oid=hashlib.sha1(v).hexdigest())
@@ -53,12 +55,17 @@ class Hub(BaseHTTPRequestHandler):
         self.say(206 if first else 200, data[first:], etag=f'"{hashlib.sha256(data).hexdigest()}"',
                  x_repo_commit=commit)
 
+def start_hub(slow=False):
+    "A hub of this machine: `asked` has the files that were fetched, and from which byte"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked, server.slow, server.most = [], slow, None
+    threading.Thread(target=server.serve_forever, args=(.01,), daemon=True).start()
+    return server
+
 @pytest.mark.long
 def test_killed_it_goes_on(tmp_path):
     env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked, server.slow = [], True
-    threading.Thread(target=server.serve_forever, args=(.01,), daemon=True).start()
+    server = start_hub(slow=True)
     env |= dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(tmp_path/"hf"))
     def command(name, *more):
         return [sys.executable, "-c", RUN, "generate", "What is a page?", "--model", name, "--max-tokens",

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from test_hub import start_hub
 from minisgl_lit import serve
 
 HERE = Path(__file__).parent
-SCRIPTS = sorted([*(HERE/"clients").glob("*.py"), *(HERE/"clients").glob("*.mjs")])
+SEVERAL = [HERE/"clients"/"ollama_models.py"]   # which wants several models, and a hub
+SCRIPTS = sorted({*(HERE/"clients").glob("*.py"), *(HERE/"clients").glob("*.mjs")} - {*SEVERAL})
 ENVIRONMENTS = HERE.parent/".clients"
 pytestmark = pytest.mark.skipif(not os.environ.get("TST_CLIENTS"),
                                 reason="environments of other clients: make test-clients")
@@ -36,15 +38,31 @@ def installed(script):
 def server():
     with serve(port=0, device="cpu", num_pages=1024, max_running_req=16, log_interval=0) as s: yield s
 
-@pytest.mark.timeout(900)   # npm and pip may take minutes
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda o: o.stem)
-def test_client(server, script):
-    "All that this client does by default"
+def run_client(script, url, model):
     folder = installed(script)
     run = [folder/"bin/python", "-P", script]
     if script.suffix == ".mjs":   # node looks for packages beside a script
         run = ["node", shutil.copy(script, folder)]
     env = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
-    done = subprocess.run([*run, server.url, server.model], capture_output=True, text=True, timeout=200,
+    done = subprocess.run([*run, url, model], capture_output=True, text=True, timeout=200,
                           env=env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+@pytest.mark.timeout(900)   # npm and pip may take minutes
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda o: o.stem)
+def test_client(server, script):
+    "All that this client does by default"
+    run_client(script, server.url, server.model)
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("script", SEVERAL, ids=lambda o: o.stem)
+def test_client_of_several_models(script, tmp_path, monkeypatch):
+    "The same where models come and go: from a hub of this machine into a folder"
+    hub = start_hub()
+    for name, value in dict(HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_HUB_OFFLINE="0").items():
+        monkeypatch.setenv(name, value)
+    (folder := tmp_path/"models").mkdir()
+    with serve(models=str(folder), port=0, device="cpu", num_pages=128, log_interval=0) as s:
+        run_client(script, s.url, "some/model")
+    hub.shutdown()
+    hub.server_close()

@@ -56,6 +56,7 @@ class Life(Generic[H]):
     last_used: float = 0.        # When that ended
     timer: asyncio.TimerHandle | None = None   # Ends it
     error: str = ''              # Why it could not be loaded, or has died, the last time
+    is_removed: bool = False     # Whether it is about to go for good
 
     @property
     def state(self) -> State:
@@ -98,12 +99,20 @@ class Lives(Generic[H]):
         most: int | None = None,                   # Loaded at once; `None`: as many as memory holds
         log: Callable[[str], None] = lambda sentence: None,   # Hears who comes and goes
     ):
-        self.lives = {name: Life[H](spec, keep=spec.keep_alive) for name, spec in specs.items()}
+        self.lives = dict[str, Life[H]]()
+        for spec in specs.values(): self.add(spec)
         self.load, self.most, self.log = load, most, log
         self.closed = ''   # why no requests are let in
         self._room, self._turn = asyncio.Lock(), asyncio.Lock()
         self._news = asyncio.Event()
         self._tasks = set[asyncio.Task[None]]()   # the event loop itself keeps none
+
+    def add(
+        self,
+        spec: ModelSpec,   # Of a model that may be new
+    ) -> None:
+        "Have it loaded when it is asked for"
+        self.lives.setdefault(spec.name, Life(spec, keep=spec.keep_alive))
 
     @property
     def calls(self) -> int:
@@ -117,7 +126,9 @@ class Lives(Generic[H]):
         keep_alive: float | None = None,   # Seconds that it stays afterwards; `None`: as it is set
     ) -> AsyncIterator[Stay[H]]:
         "A model for the length of a block, loaded before if need be; `ApiError` if it cannot be"
-        life = self.lives[name]
+        life = self.lives.get(name)
+        if life is None or life.is_removed: raise ApiError(
+            f'model {name!r} has been deleted', 404, 'model', 'model_not_found')
         stay = await self._enter(life)
         life.keep = life.spec.keep_alive if keep_alive is None else keep_alive
         try: yield stay
@@ -191,6 +202,21 @@ class Lives(Generic[H]):
         stay.going = True
         if not stay.users: self._end(life, stay)
         while life.stay is stay: await self._news.wait()
+
+    async def remove(self, name: str) -> None:
+        "Let a model go for good; `ApiError` 409 if a request uses it, or waits for it"
+        life = self.lives[name]
+        if life.waiting or life.is_removed or life.stay and life.stay.users: raise ApiError(
+            f'model {name!r} has open requests; it can be deleted when they have ended', 409, 'model')
+        life.is_removed = True
+        try:
+            loading = life.task
+            await self.unload(name)
+            if loading: await asyncio.wait({loading})
+        except BaseException:
+            life.is_removed = False
+            raise
+        del self.lives[name]
 
     # %% ../../nbs/server/lives.ipynb #54893291
     def _leaver(self) -> Life[H] | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from ..config import EngineConfig
 from .config import ServerConfig, parse_file
 from .fields import ApiError
+from .model_folder import ModelFolder
 
 # %% ../../nbs/server/model_table.ipynb #b45401a1
 _UNITS = {'ms': .001, 's': 1., 'm': 60., 'h': 3600.}
@@ -42,21 +43,32 @@ class ModelSpec:
     keep_alive: float        # Seconds that it stays when nobody asks for it
     pinned: bool = False     # Whether it never makes room for others
 
-@dataclass(frozen=True)
+@dataclass
 class ModelTable:
     "The models of a server, by name."
     specs: Mapping[str, ModelSpec]
     aliases: Mapping[str, str]   # Other names, and whose they are
-    default: str                 # Whom a request means that names none
+    default: str                 # Whom a request means that names none; '': there is no model
+
+    def known(
+        self,
+        asked: str,    # In a request
+    ) -> str | None:   # As it is in the table
+        "The model or the alias that is meant; `None` if there is none"
+        for name in (asked, asked.removesuffix(':latest'), asked.removesuffix('.gguf')):
+            if name in self.specs or name in self.aliases: return name
+        return None
 
     def find(
         self,
         asked: str | None,   # In a request
     ) -> str:                # As it is in the table
         "The model that is meant; `ApiError` 404 if there is none"
-        if not asked: return self.default
-        for name in (asked, asked.removesuffix(':latest')):
-            if (found := self.aliases.get(name, name)) in self.specs: return found
+        found = self.known(asked or self.default)
+        if found is not None: return self.aliases.get(found, found)
+        if not self.specs: raise ApiError(
+            'this server has no model yet; minisgl-lit pull NAME fetches one', 404, 'model',
+            'model_not_found')
         more = [', …'] if len(self.specs) > 20 else []
         names = ', '.join(map(repr, [*self.specs][:20])) + ''.join(more)
         raise ApiError(f'model {asked!r:.80} is not served here; this server has {names}',
@@ -68,6 +80,14 @@ class ModelTable:
     ) -> list[str]:
         "Its aliases"
         return [alias for alias, model in self.aliases.items() if model == name]
+
+    def become(
+        self,
+        other: 'ModelTable',   # What holds from now on
+    ) -> None:
+        "Have the models of another table; the default stays while it is there"
+        self.specs, self.aliases = other.specs, other.aliases
+        if self.default not in self.specs: self.default = other.default
 
 # %% ../../nbs/server/model_table.ipynb #8134147d
 _OF_SERVERS = ('replicas', 'prefill_replicas', 'tool_call_parser', 'watchdog_timeout', 'restart',
@@ -96,29 +116,14 @@ def _spec(name: str, given: object, common: ServerConfig) -> ModelSpec:
     if 'model' not in own: raise ValueError('model is missing: its checkpoint')
     return ModelSpec(name, replace(common, served_model_name=name, **own), keep_alive, pinned)
 
-# %% ../../nbs/server/model_table.ipynb #16942994
-def _in_folder(folder: Path) -> dict[str, object]:
-    "The checkpoints that lie in a folder, by name; `ValueError` if two have one name"
-    found = [(o.name, o) for o in sorted(folder.iterdir()) if (o/'config.json').is_file()]
-    for file in sorted(folder.glob('*.gguf')):
-        part = re.fullmatch(r'(.+)-(\d{5})-of-\d{5}', file.stem)
-        if part is None: found.append((file.stem, file))
-        elif int(part[2]) == 1: found.append((part[1], file))
-    models: dict[str, object] = {}
-    for name, path in found:
-        if name in models: raise ValueError(f'it has two models called {name}')
-        models[name] = str(path)
-    if not models: raise ValueError('it has no folder with a config.json, and no .gguf file')
-    return models
-
 # %% ../../nbs/server/model_table.ipynb #6284d991
 _KEYS = 'models', 'aliases', 'default'
 
 def _table(said: object, common: ServerConfig) -> ModelTable:
     "A table of what a file says"
     models = said.get('models') if isinstance(said, dict) else None
-    if not isinstance(said, dict) or not isinstance(models, dict) or not models:
-        raise ValueError('it must have models, a table of at least one name')
+    if not isinstance(said, dict) or not isinstance(models, dict):
+        raise ValueError('it must have models, a table of names')
     for key in said:
         if key not in _KEYS:
             raise ValueError(f'{key} has no meaning here; {_hint(str(key), _KEYS)}')
@@ -126,10 +131,10 @@ def _table(said: object, common: ServerConfig) -> ModelTable:
     for name, given in models.items():
         try: specs[str(name)] = _spec(str(name), given, common)
         except ValueError as e: raise ValueError(f'models.{name}: {e}') from None
-    aliases, default = said.get('aliases') or {}, said.get('default') or next(iter(specs))
+    aliases, default = said.get('aliases') or {}, said.get('default') or next(iter(specs), '')
     if not isinstance(aliases, dict): raise ValueError('aliases must be a table of names')
     for alias, name in [*aliases.items(), ('default', default)]:
-        if name not in specs:
+        if name not in specs and default:
             raise ValueError(f'{alias} means {name!r:.80}, which is no model here')
         if alias in specs: raise ValueError(f'{alias} is an alias and the name of a model')
     taken = {*specs, *aliases}
@@ -148,8 +153,11 @@ def read_table(
             f'{name}={getattr(config, name)!r} is for a server of one model; '
             'leave it out with models')
     try:
-        if path.is_dir(): return _table({'models': _in_folder(path)}, config)
-        return _table(parse_file(path), config)
+        if path.is_dir():
+            found = ModelFolder(path).found()
+            return _table({'models': found.models, 'aliases': found.aliases}, config)
+        if (table := _table(parse_file(path), config)).specs: return table
+        raise ValueError('it must have models, a table of at least one name')
     except OSError as e:
         raise ValueError(f'models={config.models!r} cannot be read: {e.strerror}') from None
     except ValueError as e: raise ValueError(f'models={config.models!r}: {e}') from None

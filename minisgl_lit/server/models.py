@@ -35,6 +35,7 @@ from .engines import Engines, api_of, application
 from .fields import ApiError, ApiObject
 from .lives import Life, Lives
 from .middleware import ErrorMiddleware
+from .model_orders import ModelOrders
 from .model_switch import ModelSwitch, adapters_of, meant
 from .model_table import ModelTable
 from .native_protocol import AbortRequest
@@ -158,6 +159,7 @@ class Models:
         most = config.max_loaded
         self.lives: Lives[HostedModel] = Lives(table.specs, self._load, most, self._log)
         self._known: dict[str, ServedModel] = {}   # by name
+        self.orders = ModelOrders(config, table, self.lives, self._known.clear)
         self.memory = f'{len(table.specs)} models, each loaded when it is first asked for'
         self._process = CollectorRegistry()   # metrics of this process
         ProcessCollector(registry=self._process)
@@ -229,7 +231,7 @@ class Models:
     # %% ../../nbs/server/models.ipynb #b3837a8a
     async def entry(self, name: str) -> dict[str, object]:
         "A model as `/v1/models` has it"
-        about, life = await self.about(name), self.lives.lives[name]
+        life, about = self.lives.lives[name], await self.about(name)
         error = {'error': life.error} if life.error else {}
         return {'id': name, 'object': 'model', 'created': self.started, 'owned_by': 'minisgl_lit',
                 'max_model_len': context_of(about), 'status': {'value': _status(life), **error},
@@ -239,20 +241,26 @@ class Models:
 
     async def list_models(self) -> dict[str, object]:
         "All models, loaded or not, each with its adapters"
-        names = [o for name, life in self.lives.lives.items() for o in (name, *adapters_of(life))]
-        return {'object': 'list', 'data': [await self.one_model(o) for o in names]}
+        lives = {name: (life, await self.entry(name)) for name, life in [*self.lives.lives.items()]
+                 if name in self.table.specs}
+        return {'object': 'list', 'data': [entry for life, own in lives.values() for entry in
+                                           (own, *(_adapter(own, o) for o in adapters_of(life)))]}
 
     async def one_model(self, name: str) -> dict[str, object]:
         "A model, by its name or an alias; or an adapter, which says whose it is"
         whom = meant(name, self.table, self.lives)
         entry = await self.entry(whom.model)
-        if whom.called == whom.model: return entry
-        return entry | {'id': whom.called, 'parent': whom.model, 'aliases': []}
+        return entry if whom.called == whom.model else _adapter(entry, whom.called)
 
     async def tags(self) -> dict[str, object]:
-        "All models, as Ollama lists them"
-        return {'models': [{**(await self.about(o)).entry(o), 'modified_at': _when(0.)}
-                           for o in self.table.specs]}
+        "All models, as Ollama lists them: a second name is an entry of its own, with the same digest"
+        specs, aliases = self.table.specs, self.table.aliases
+        there = {o: await self.about(o) for o in specs if o in self.table.specs}
+        def entry(name: str, model: str) -> dict[str, object]:
+            digest = there[model].entry(model)['digest']
+            return {**there[model].entry(name), 'digest': digest, 'modified_at': _when(0.)}
+        names = {o: o for o in specs} | dict(aliases)
+        return {'models': [entry(name, model) for name, model in names.items() if model in there]}
 
     async def ps(self) -> dict[str, object]:
         "Those that are loaded, and when each leaves"
@@ -332,6 +340,7 @@ class Models:
         orders = [Route('GET', '/models', self.list_models),
                   Route('POST', '/models/load', self.load_model),
                   Route('POST', '/models/unload', self.unload_model, access='admin')]
+        orders += self.orders.routes
         switch = Middleware(ModelSwitch[HostedModel], table=self.table, lives=self.lives, routes=of_one)
         return application(self._config, [*of_one, *of_all, *orders, *more], callers, [switch])
 
@@ -346,6 +355,10 @@ def _when(seconds: float) -> str:
     if seconds == math.inf: return NEVER
     then = datetime.now(UTC) + timedelta(seconds=max(seconds, 0.))
     return then.isoformat().replace('+00:00', 'Z')
+
+def _adapter(model: dict[str, object], name: str) -> dict[str, object]:
+    "The same of an adapter, which says whose it is"
+    return model | {'id': name, 'parent': model['id'], 'aliases': [], 'default': False}
 
 # %% ../../nbs/server/models.ipynb #eca5ac46
 class _Families:

@@ -231,6 +231,7 @@ def serve(
 ) -> Server:
     "Start a server, and return when it is ready; `ValueError` in one sentence if it cannot"
     server = Server(ServerConfig.of(model, **settings))
-    is_or_are = 'is' if len(server.models) == 1 else 'are'
-    write_text(sys.stdout, f'{", ".join(server.models)} {is_or_are} served on {server.url}\n')
+    is_or_are = 'are' if len(server.models) > 1 else 'is'
+    served = ', '.join(server.models) or 'no model yet'
+    write_text(sys.stdout, f'{served} {is_or_are} served on {server.url}\n')
     return server

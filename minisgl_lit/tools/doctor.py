@@ -37,7 +37,7 @@ from ..core.kv_cache.pool import page_bytes
 from ..core.models.checkpoint import families, read_config, read_optional
 from ..kernels.kv_formats import FP8
 from ..formats.gguf_text import has_index
-from ..formats.hub import HUB, resolve_config
+from ..formats.hub import HubName, resolve_config
 from ..core.models.decoder import ModelConfig
 from ..formats.quantization import weight_bytes
 from ..core.models.weights import (
@@ -334,7 +334,8 @@ def what_fits(
     model: str,   # A folder, a GGUF file, a name on the hub, or 'embedded'
 ) -> list[Finding]:   # The last one is 'served'
     "What a model is, though not downloaded, and what of it fits; `NotServed` if it is refused"
-    if model.startswith(HUB) and model.endswith('.gguf'):
+    is_elsewhere = model != 'embedded' and not Path(model).expanduser().exists()
+    if is_elsewhere and HubName.of(model).part:
         raise ValueError(f'{model}: {_FETCH.format(model)}')
     is_here = Path(model).expanduser().is_file()   # a file that is refused was looked at
     try: path = resolve_config(model)

@@ -124,12 +124,13 @@ def call(
     key: str | None = None,     # Bearer token
     body: Mapping[str, object] | None = None,   # To POST as JSON; `None`: a GET
     timeout: float = 600,       # Seconds of silence until we give up
+    method: str | None = None,  # Such as DELETE; `None`: as the body says
 ) -> HTTPResponse:              # To be read, and closed
     "One HTTP call; `ValueError` in one sentence if the server cannot be reached, or refuses"
     headers = {'Content-Type': 'application/json'}
     if key: headers['Authorization'] = f'Bearer {key}'
     data = None if body is None else json.dumps(body).encode()
-    try: return urlopen(Request(url, data, headers), timeout=timeout)
+    try: return urlopen(Request(url, data, headers, method=method), timeout=timeout)
     except HTTPError as e:
         with e: raise ValueError(f'{url} answers {e.code}: {error_message(e.read())}') from None
     except URLError as e: raise ValueError(f'{url} cannot be reached: {e.reason}') from None
