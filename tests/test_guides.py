@@ -288,7 +288,8 @@ def test_links_and_the_list_of_guides():
 
 def test_routes_in_the_prose(shared):
     "Each route that is named is served"
-    of_several = {"/models/load", "/models/unload"}   # which a server of one model has not
+    # which a server of one model has not
+    of_several = {"/models/load", "/models/unload", "/api/pull", "/api/copy", "/api/delete"}
     known = {"/", "/v1", *of_several, *json.load(urlopen(shared.url + "/openapi.json"))["paths"]}
     for page in guides:
         for route in re.findall(r"`(/[a-z0-9_/]*)`", page.read_text(encoding="utf-8")):

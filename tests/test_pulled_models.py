@@ -80,13 +80,15 @@ def test_from_nothing_and_back(server, hub, folder, capsys):
     tags = web.get(server.url + "/api/tags").json()["models"]
     assert [o["name"] for o in tags] == ["some/model:latest", "gpt-4o:latest"]
     assert tags[0]["digest"] == tags[1]["digest"]
-    long = dict(model="gpt-4o", prompt="A page", stream=True, max_tokens=300, ignore_eos=True)
-    with web.stream("POST", server.url + "/v1/completions", json=long) as r:
-        next(r.iter_lines())
+    assert order(server, "/pause_generation?model=some/model", mode="in_place").status_code == 200
+    with ThreadPoolExecutor(1) as pool:
+        open_one = pool.submit(said, server, "gpt-4o")
+        until(lambda: web.get(server.url + "/get_server_info?model=some/model").json()["waiting"])
         refused = delete(server, "some/model")
+        assert order(server, "/continue_generation?model=some/model").status_code == 200
         assert refused.status_code == 409 and "has open requests" in refused.json()["error"]
+        answer = open_one.result(60)
     until(lambda: not server._models.calls)
-    answer = said(server, "gpt-4o")
     assert delete(server, "some/model").json() == {"status": "success"}
     assert names(server) == ["gpt-4o"] and not (folder/"some").exists()
     until(lambda: engines().keys() <= before.keys())
