@@ -9,6 +9,7 @@ let batches = [], counts = [], before = null   // what was computed; what the en
 let looking = new AbortController(), wake = () => {}, locked = false
 let pageSize = 0
 let met = null   // the model of which was told last
+let cold = false   // whether all that is waited for is that it is loaded
 
 export const sizeOfPage = () => pageSize
 
@@ -16,6 +17,7 @@ export const sizeOfPage = () => pageSize
 export async function watch({onLocked, onModel}) {
   for (;;) {
     const mine = looking = new AbortController()
+    cold = false
     let brief = 'not connected'
     try {
       await refresh()
@@ -35,7 +37,8 @@ export async function watch({onLocked, onModel}) {
     $('live').classList.add('lost')
     $('brief').textContent = locked ? 'locked' : mine.signal.aborted ? 'connecting' : brief
     $('speed').textContent = ''
-    if (document.hidden || !mine.signal.aborted) await pause(locked || document.hidden ? 0 : 2000)
+    cold = !locked && !document.hidden && ['not loaded', 'failed'].includes(brief)
+    if (document.hidden || !mine.signal.aborted) await pause(locked || document.hidden ? 0 : cold ? 20_000 : 2000)
   }
 }
 
@@ -47,6 +50,9 @@ export function turn() {
   looking.abort()
   wake()
 }
+
+// something has happened: perhaps the model is loaded
+export const look = () => { if (cold) wake() }
 
 export function unlocked() {
   locked = false
