@@ -13,8 +13,11 @@ from tangle import TangleError, tangle_file
 # chapters go into one module, one chapter after the other; it begins as that begins which has its name
 NBDEV = """
 import json, sys
+from functools import cache
 from pathlib import Path
 from textwrap import fill
+import nbdev.config
+nbdev.config._load_toml = cache(nbdev.config._load_toml)   # which it reads a thousand times
 from nbdev.clean import nbdev_clean
 from nbdev.config import add_init, get_config
 from nbdev.doclinks import _build_modidx, nbglob

@@ -1,7 +1,7 @@
 """Several models in one server: who is loaded, who leaves, and that each answers as it would alone.
 
 First the lives of toys, thousands of them, then a server with real engines."""
-import asyncio, contextlib, json, math, os, random, re, shutil, signal, threading, time
+import asyncio, contextlib, json, math, os, random, re, shutil, signal, threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -391,40 +391,3 @@ def test_it_leaves_nothing_behind(table):
     for more, sentence in [(dict(model="x"), "model='x' is for a server of one model"),
                            (dict(models="/nowhere"), "models='/nowhere' cannot be read")]:
         with pytest.raises(ValueError, match=sentence): serve(**dict(models=table, port=0) | more)
-
-
-@pytest.mark.long
-def test_a_soak(table, record_property):
-    """Three models of which two fit, random callers, loads, unloads and kills: every answer is right, and
-    nothing hangs"""
-    seconds, rng, kills = 120, random.Random(3), 0
-    with serve(models=table, max_loaded=2, keep_alive="2s", **HOW) as s:
-        right, counts = {o: said(s, o) for o in ("chat", "other", "embed")}, dict(right=0, told=0)
-        end = time.monotonic() + seconds
-        def caller(seed):
-            own = random.Random(seed)
-            while time.monotonic() < end:
-                name = own.choice([*right])
-                keep = {"keep_alive": own.choice([0, 1, "5m"])} if own.random() < .2 else {}
-                r = post(s, "/api/chat", model=name, messages=HI, stream=False,
-                         options=dict(temperature=0, num_predict=12), **keep)
-                if r.status_code == 200:
-                    assert r.json()["message"]["content"] == right[name]
-                    counts["right"] += 1
-                else:
-                    assert r.status_code in (500, 503) and r.json()["error"]
-                    counts["told"] += 1
-        with ThreadPoolExecutor(6) as pool:
-            callers = [pool.submit(caller, o) for o in range(6)]
-            while time.monotonic() < end:
-                time.sleep(rng.random()*4)
-                loaded = [*s._models.loaded]
-                if loaded and rng.random() < .4:
-                    with contextlib.suppress(KeyError, ProcessLookupError):
-                        os.kill(pid_of(s, rng.choice(loaded)), signal.SIGKILL)
-                        kills += 1
-                elif loaded: post(s, "/models/unload", model=rng.choice(loaded))
-            for o in callers: o.result(120)
-        until(lambda: not s._models.calls)
-    assert counts["right"] > 20
-    record_property("a soak of several models", f"{counts}, {kills} kills")

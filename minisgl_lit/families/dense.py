@@ -74,19 +74,19 @@ def mlps(
 ) -> Callable[[Mapping], tuple[Mlp, ...]]:
     "For `Family.mlps`: the same in each layer"
     def made(raw: Mapping) -> tuple[Mlp, ...]:
-        act = read_field(raw, 'activation', str, usual)
+        act = read_field(raw, 'hidden_activation', str, usual)
         if act not in activations:
-            raise ValueError(f'activation {act!r:.80} of config.json is not served; known are '
-                             f'{", ".join(activations.names)}')
+            raise ValueError(f'hidden_activation={act!r:.80} of config.json is not served; known '
+                             f'are {", ".join(activations.names)}')
         bias = read_field(raw, 'mlp_bias', bool, False)
         mlp = make(read_count(raw, 'intermediate_size'), bias, act)
         return (mlp,) * read_count(raw, 'num_hidden_layers')
     return made
 
 def _acts(raw: Raw) -> Raw:
-    "Its activation under a name of ours"
+    "Its activation under one name"
     act = raw.get('hidden_activation') or raw.get('hidden_act')
-    return {name: o for name, o in raw.items() if name != 'hidden_act'} | dict(activation=act)
+    return {name: o for name, o in raw.items() if name != 'hidden_act'} | dict(hidden_activation=act)
 
 # %% ../../nbs/families/dense.ipynb #6fb81634
 _gemma_usual = usual(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192)
@@ -94,7 +94,7 @@ _gemma_usual = usual(head_dim=256, tie_word_embeddings=True, max_position_embedd
 def _gemma(raw: Raw) -> Raw:
     "Embeddings are scaled; what its first files call gelu was never that"
     raw = _gemma_usual(_acts(unless(raw, 'use_bidirectional_attention')))
-    if raw['activation'] == 'gelu': raw = raw | dict(activation='gelu_pytorch_tanh')
+    if raw['hidden_activation'] == 'gelu': raw = raw | dict(hidden_activation='gelu_pytorch_tanh')
     return raw | dict(embedding_multiplier=math.sqrt(read_count(raw, 'hidden_size')))
 
 def _gemma_3(raw: Raw) -> Raw:

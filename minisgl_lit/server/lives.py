@@ -71,9 +71,20 @@ class Life(Generic[H]):
         return self.state == 'ready' and not (self.stay and self.stay.users) and not self.waiting
 
     @property
+    def turn_ends(self) -> float:
+        "When others may have its place: its load has paid, or nobody has asked for a while"
+        if not self.stay: return 0.
+        turn = self.stay.since + min(self.stay.load_seconds, _TURN_LIMIT)
+        return min(turn, self.last_used + _PAUSE) if self.is_idle else turn
+
+    @property
     def expires(self) -> float:
         "When it leaves if nobody asks; `inf`: it does not"
         return self.timer.when() if self.timer and not self.timer.cancelled() else math.inf
+
+# %% ../../nbs/server/lives.ipynb #94502964
+
+_PAUSE, _TURN_LIMIT = 1., 30.   # seconds
 
 # %% ../../nbs/server/lives.ipynb #9584385f
 class Lives(Generic[H]):
@@ -199,6 +210,10 @@ class Lives(Generic[H]):
         while lack or is_full():
             others = [o for o in self.lives.values() if o is not life and (o.stay or o.placed)]
             if leaver := self._leaver():
+                if (early := leaver.turn_ends - asyncio.get_running_loop().time()) > 0:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(early): await self._news.wait()
+                    continue
                 self.log(f'model {leaver.spec.name!r} makes room for {life.spec.name!r}')
                 await self.unload(leaver.spec.name)
             elif any(o.placed or o.stay and o.stay.going for o in others): await self._news.wait()

@@ -132,6 +132,10 @@ def _table(said: object, common: ServerConfig) -> ModelTable:
         if name not in specs:
             raise ValueError(f'{alias} means {name!r:.80}, which is no model here')
         if alias in specs: raise ValueError(f'{alias} is an alias and the name of a model')
+    taken = {*specs, *aliases}
+    for adapter in (o for spec in specs.values() for o in spec.config.lora or {}):
+        if adapter in taken: raise ValueError(f'two models or adapters are called {adapter}')
+        taken.add(adapter)
     return ModelTable(specs, aliases, default)
 
 def read_table(

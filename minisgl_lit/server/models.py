@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -35,7 +35,7 @@ from .engines import Engines, api_of, application
 from .fields import ApiError, ApiObject
 from .lives import Life, Lives
 from .middleware import ErrorMiddleware
-from .model_switch import ModelSwitch
+from .model_switch import ModelSwitch, adapters_of, meant
 from .model_table import ModelTable
 from .native_protocol import AbortRequest
 from .ollama_protocol import NEVER, ModelRequest, ServedModel
@@ -86,6 +86,11 @@ class HostedModel(Engines):
         except BaseException:
             await model.close()
             raise
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        "Where each comes from, by name"
+        return self.api.adapters.known
 
     def _open(self, store: ResponseStore) -> None:
         self.api = api_of(self._config, self.client, self.ready, self._log, store)
@@ -182,6 +187,10 @@ class Models:
             self._known[name] = await asyncio.to_thread(look_at, self.table.specs[name].config)
         return self._known[name]
 
+    def _model(self, asked: str | None) -> str:
+        "The model that is meant, or whose adapter"
+        return meant(asked, self.table, self.lives).model
+
     # What a server does with engines
     @property
     def client(self) -> 'Models': return self
@@ -229,12 +238,16 @@ class Models:
                 'waiting_requests': len(life.waiting), 'default': name == self.table.default}
 
     async def list_models(self) -> dict[str, object]:
-        "All models, loaded or not"
-        return {'object': 'list', 'data': [await self.entry(o) for o in self.table.specs]}
+        "All models, loaded or not, each with its adapters"
+        names = [o for name, life in self.lives.lives.items() for o in (name, *adapters_of(life))]
+        return {'object': 'list', 'data': [await self.one_model(o) for o in names]}
 
     async def one_model(self, name: str) -> dict[str, object]:
-        "A model, by its name or an alias"
-        return await self.entry(self.table.find(name))
+        "A model, by its name or an alias; or an adapter, which says whose it is"
+        whom = meant(name, self.table, self.lives)
+        entry = await self.entry(whom.model)
+        if whom.called == whom.model: return entry
+        return entry | {'id': whom.called, 'parent': whom.model, 'aliases': []}
 
     async def tags(self) -> dict[str, object]:
         "All models, as Ollama lists them"
@@ -253,16 +266,16 @@ class Models:
 
     async def show(self, body: ModelRequest) -> dict[str, object]:
         "What a model is, and what it can do"
-        return (await self.about(self.table.find(body.model or body.name))).shown()
+        return (await self.about(self._model(body.model or body.name))).shown()
 
     # %% ../../nbs/server/models.ipynb #23bfd2e7
     async def load_model(self, body: LoadRequest) -> dict[str, object]:
         "Load a model, and return when it is ready"
-        async with self.lives.use(self.table.find(body.model)): return {'success': True}
+        async with self.lives.use(self._model(body.model)): return {'success': True}
 
     async def unload_model(self, body: LoadRequest) -> dict[str, object]:
         "Let a model leave, and return when it has"
-        await self.lives.unload(self.table.find(body.model))
+        await self.lives.unload(self._model(body.model))
         return {'success': True}
 
     async def abort(self, body: AbortRequest, request: Request) -> dict[str, object]:
