@@ -1,6 +1,7 @@
 """Adapters change no answer but their own: tokens are those of a merged model, alone and in any company, over
 any base; cached prefixes are never shared across adapters; names come and go while requests run."""
 import asyncio, importlib.util, json, random, re
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -11,11 +12,13 @@ from safetensors.torch import save_file
 from minisgl_lit import LLM, SamplingParams, serve
 from minisgl_lit.adapters.low_rank import AdaptedWeight
 from minisgl_lit.adapters.pool import AdapterEngine
+from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.models.checkpoint import read_config
 from minisgl_lit.core.models.operations import linear
 from minisgl_lit.core.models.weights import tensor_placements
 from minisgl_lit.core.sampling_params import RequestError
 from minisgl_lit.formats.hub import embedded_path
+from minisgl_lit.runtime import make_adapters
 from minisgl_lit.server.lora_protocol import AdapterNames
 from reference import MAX_NEW, load, make_checkpoint, prompts
 
@@ -99,10 +102,11 @@ def test_adapters_say_different_things(served):
     assert len({*firsts}) == 9 and len(firsts) == 10   # one was asked twice
 
 @pytest.mark.parametrize('settings', [
-    dict(page_size=1, max_loras=8), dict(page_size=4, max_prefill_tokens=16, overlap=True),
-    dict(page_size=16, mixed_chunk=True, max_loras=2, max_running_req=5),
+    dict(page_size=1, max_loras=8, max_prefill_tokens=16, speculation='ngram'),
+    dict(page_size=16, mixed_chunk=True, max_loras=2, max_running_req=5, policy='lpm', overlap=True),
     dict(attention='torch', cuda_graph_max_bs=0, cache='none'),
-    dict(speculation='ngram'), dict(policy='lpm', speculation='ngram_cache', max_loras=1)], ids=str)
+    pytest.param(dict(page_size=4, max_prefill_tokens=16, overlap=True), marks=pytest.mark.long),
+    pytest.param(dict(speculation='ngram_cache', max_loras=1), marks=pytest.mark.long)], ids=str)
 def test_tokens_are_those_of_a_merged_model(served, settings):
     "All in one call, whatever the settings that should not matter; a second time out of the cache"
     path, paths, asked, right = served
@@ -125,7 +129,7 @@ def test_alone_and_in_company_the_bits_are_the_same(served):
     with LLM(path, **plain, max_loras=8, lora=paths) as llm:
         names = [o for o, _ in asked]
         together = told(llm.generate([o for _, o in asked], lora=names, progress=False, **how))
-        for (name, prompt), said in zip(asked, together):
+        for (name, prompt), said in [*zip(asked, together)][1::2]:   # each adapter, and none
             assert told(llm.generate([prompt], lora=name, **how)) == [said], name
     with LLM(path, **plain) as llm:
         bare = [o for o in zip(asked, together) if o[0][0] is None]
@@ -207,7 +211,7 @@ def test_tenants_keep_their_namespaces(embedded):
     with LLM(num_pages=500, page_size=4, lora=embedded, speculation='draft:embedded') as llm:
         text, seen = 'once upon a time there was a page of tokens', {}
         for name in ('a', None, 'b'):
-            for key in (None, 'k', 'l'):
+            for key in (None, 'k'):
                 out, = llm.generate([text], lora=name, extra_key=key, **HOW)
                 assert out.cached_tokens == 0, (name, key)
                 seen.setdefault(name, set()).add(tuple(out.token_ids))
@@ -246,7 +250,7 @@ def test_random_lives(embedded, seed):
         core, pool, alive, told, held = llm.runtime.core, llm.runtime.scheduler.adapters, {}, {}, {}
         s, n = core.scheduler, 0
         def look(batch): assert batch.adapters is None or len({*batch.adapters} - {0}) <= most
-        for _ in range(160):
+        for _ in range(160 if seed else 80):
             what = rng.random()
             names = [o for o in held if o not in pool.leaving]
             if what < .08 and len(held) < 4:
@@ -279,7 +283,7 @@ def test_random_lives(embedded, seed):
         pool.drop_unused()
         weights = pool._weights.values()
         assert not pool.numbers and not any(o.changes or o.table.any() for o in weights)
-        assert len(told) > 20
+        assert len(told) > (20 if seed else 10)
 
 def look_at(scheduler, look):
     "See every batch that an engine is given"
@@ -330,9 +334,17 @@ def test_an_unload_waits_for_its_requests(embedded):
 def test_a_bad_adapter_is_one_sentence(settings, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)): LLM(num_pages=50, **settings)
 
-def test_what_cannot_be_together_is_refused(embedded, tmp_path):
+@pytest.mark.long
+def test_several_ranks_are_refused(embedded):
     with pytest.raises(ValueError, match=r"lora='a': adapters need tp=1, not 2"):
         LLM(num_pages=50, tp=2, lora=embedded)
+
+def test_what_cannot_be_together_is_refused(embedded, tmp_path):
+    for wrong, sentence in ((dict(tp=2), 'tp=1, not 2'), (dict(device='cuda'), 'a CPU, not cuda')):
+        asked = EngineConfig(lora=embedded, **wrong)
+        resolved = SimpleNamespace(config=asked, device=torch.device(wrong.get('device', 'cpu')))
+        with pytest.raises(ValueError, match=f"lora='a': adapters need {sentence}"):
+            make_adapters(resolved, SimpleNamespace(), None)
     make_checkpoint('Qwen3', tmp_path/'other')
     with pytest.raises(ValueError, match='has shape'): LLM(tmp_path/'other', num_pages=50, lora=embedded)
     with LLM(num_pages=50) as llm:
@@ -361,9 +373,15 @@ def test_over_http(embedded):
         each = [o['text'] for o in post('/generate', lora_path=['a', None, 'b'], **how).json()]
         assert len({*each}) == 3
         assert [o['text'] for o in post('/generate', lora_path='b', **how).json()] == [each[2]]*3
+        told = httpx.get(f'{server.url}/metrics').text
+        counted = {o: float(told.split(f'adapter_computed_tokens_total{{adapter="{o}",model_name="{server.model}"}} ')[1]
+                            .split()[0]) for o in 'ab'}
+        assert min(counted.values()) > 8 and 'adapter="z"' not in told
+        assert 'vllm:lora_requests_info{max_lora="8",running_lora_adapters="",waiting_lora_adapters=""}' in told
         line = dict(prompt='one', temperature=0, max_tokens=6, ignore_eos=True)
         assert post('/v1/completions', model='b', **line).json()['choices'][0]['text'] == each[2]
-        assert post('/v1/responses', model='a', input='Hi', temperature=0).json()['model'] == 'a'
+        answer = post('/v1/responses', model='a', input='Hi', temperature=0, max_output_tokens=8)
+        assert answer.json()['model'] == 'a'
         for path, body, status, sentence in [
                 ('/v1/chat/completions', dict(model='z', **chat), 404, "model 'z' is not served here"),
                 ('/generate', dict(text='x', lora_path='z'), 400, "no adapter is called 'z'"),

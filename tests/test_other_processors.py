@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from nbrun import run
-from minisgl_lit.kernels.compiler import LEVELS, levels_here
+from minisgl_lit.kernels.compiler import LEVELS, find_compiler, flags, levels_here, run_compiler
+from ship_kernels import sources
 from test_products import no_compiler
 
 root = Path(__file__).parents[1]
@@ -32,6 +33,18 @@ needs_kernels = pytest.mark.skipif(no_compiler, reason="needs a C compiler")
 @pytest.mark.skipif(not LOWER, reason="needs a processor of which lesser ones are known")
 def test_levels_are_shown_by_any_machine():
     assert run(root/"nbs"/f"{FIRST}.ipynb", env=dict(CPU_LEVEL=LOWER[-1]))[:2] == ("", [])
+
+@needs_kernels
+@pytest.mark.skipif(not levels_here(), reason="needs a processor of which levels are known")
+def test_the_best_processor_can_be_compiled_for(tmp_path):
+    "What stands in a text for it alone: no test here may run it, and users would be without kernels"
+    best = LEVELS[platform.machine()][0]
+    build, _ = flags(platform.system(), platform.machine(), *best.target.split())
+    paths = []
+    for text in sources():
+        paths.append(tmp_path/f"{len(paths)}.c")
+        paths[-1].write_text(text)
+    run_compiler([*find_compiler(), *build, "-fsyntax-only", *map(str, paths)])
 
 @needs_kernels
 @pytest.mark.long

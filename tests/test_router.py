@@ -11,6 +11,7 @@ from minisgl_lit.core.sampling_params import QueueFull, RequestError
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.distributed.kv_events import BlockIndex, KVEventLog, block_hashes, root_hash
 from minisgl_lit.server.engine_client import AsyncEngineClient
+from minisgl_lit.loop.adapter_orders import AdapterOrders
 from minisgl_lit.loop.messages import ControlMsg, UserMsg, decode
 from minisgl_lit.server.router import Router
 from minisgl_lit.testing.toy_core import ToyEngineCore
@@ -178,6 +179,31 @@ def test_whatever_happens(seed):
             assert not (o.load.open or o.load._misses or o.load._coming or o.load.waiting_tokens)
         for o in live: await o.sync()
         for o in await settle(router): assert o.load.index.blocks == blocks(o)
+    run(main())
+
+class Adapters:
+    "Two, of which the toys compute nothing; the names of their prefixes begin with digests"
+    digests, paths, most = dict(sql='5e1', poet='90e7'), dict(sql='', poet=''), 8
+    def validate(self, params): pass
+    def resolve(self, params):
+        own = self.digests[params.lora] + (params.extra_key or '')
+        return params.within(own), 1 + (params.lora == 'poet')
+    def stats(self): return {}
+
+def test_a_prompt_of_an_adapter_goes_where_its_pages_are():
+    async def main():
+        router, clients = Router('toy'), [client(num_pages=64) for _ in range(3)]
+        for i, o in enumerate(clients):
+            o.process.scheduler.adapters = Adapters()
+            o.process.scheduler.table.max_adapters = 8
+            o.process.core.adapters = AdapterOrders(Adapters())
+            await router.join(str(i), o)
+        asked = [dict(lora='sql'), dict(lora='poet'), dict(lora='poet', extra_key='a tenant'), {}]
+        for again in range(2):
+            for i, more in enumerate(asked): await read(router, request(f'{again} {i}', SYSTEM[0], **more))
+            live = await settle(router)
+            cached = [o.client.process.scheduler.counts['cached_tokens'] for o in live]
+            assert sum(cached) == again*len(asked)*28   # all of a prompt but what fills no page
     run(main())
 
 def test_a_lost_batch_is_noticed_and_mended():

@@ -34,7 +34,7 @@ class Told:
     def __init__(self): self.asked, self.answers = [], {}
 
     async def control(self, command, argument=''):
-        return {'page_size': config.page_size, 'num_pages': config.num_pages}
+        return {'page_size': config.page_size, 'num_pages': config.num_pages, 'adapters': {}}
 
     async def stream(self, requests):
         for r in requests: self.asked.append(r.rid)

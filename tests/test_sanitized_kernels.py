@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from minisgl_lit.adapters.low_rank import MOST_ADAPTERS, MOST_RANK, low_rank_c
 from minisgl_lit.kernels.cpu_attention import NO_WINDOW, CpuAttention, stored_as
 from minisgl_lit.kernels.cpu_attention import tasks_c
 from minisgl_lit.kernels.recorded_steps import tokens_c
 from minisgl_lit.kernels.compiler import LEVELS, find_compiler, flags, run_compiler
-from minisgl_lit.kernels.linear import linear_c
+from minisgl_lit.kernels.linear import MOST_ROWS, linear_c
 from minisgl_lit.kernels.codes import quantize
 from minisgl_lit.kernels.code_panels import panel_order
 from minisgl_lit.kernels.quantized import bytes_c
@@ -25,9 +26,11 @@ from minisgl_lit.kernels.compiler import exp_c
 from minisgl_lit.kernels.cpu_operations import layers_c
 from test_attention_cpu import make as make_world
 
+# an address into a table: what the driver has lies elsewhere
+place_c = team_c + 'void note_place(void **to, void *x, team *t) { if (!t->id) *to = x; }\n'
 # all kernels in one text: each begins with those before it, which may stand there once
 ALL_C = (tasks_c + layers_c.removeprefix(linear_c).replace(exp_c, '').replace(bytes_c, '')
-         + tokens_c.removeprefix(team_c))
+         + tokens_c.removeprefix(team_c) + low_rank_c.removeprefix(linear_c) + place_c.removeprefix(team_c))
 NAMES = [*parameters(ALL_C)]
 DRIVER_C = ALL_C + entries(ALL_C) + r"""
 #include <stdio.h>
@@ -124,7 +127,7 @@ class Calls:
 
     def run_here(self):
         "By the kernels as they are compiled for use"
-        libs = [load_kernels(o) for o in (layers_c, tasks_c, tokens_c)]
+        libs = [load_kernels(o) for o in (layers_c, tasks_c, tokens_c, low_rank_c, place_c)]
         for name, args in self.ops: next(getattr(o, name) for o in libs if hasattr(o, name))(*args)
 
     def run_there(self, program, folder, threads, under):
@@ -235,6 +238,23 @@ def add_layers(c: Calls, rows: int, bf16: bool) -> None:
         c.call('qkv_heads', qkv, x, w, None, b, None, *norms, angles, rows, n_in, n_q, n_kv, dim, 1e-6, bf16,
                out=[qkv])
 
+def add_adapters(c: Calls, rows: int, bf16: bool) -> None:
+    """Parts that fill no panel, one part and two, the least rank and the largest; rows of adapters that take
+    turns, of none, and of one that leaves a part as it is"""
+    for n_in, parts, ranks in ((2, [(0, 1)], [4]), (30, [(1, 150), (155, 70)], [8, 4, 20]),
+                               (134, [(3, 64)], [128])):
+        table = torch.zeros(MOST_ADAPTERS, len(parts), 5, dtype=torch.int64)
+        for number, rank in enumerate(ranks, 1):
+            for (first, n), entry in zip(parts[:1 if rank == 8 else 2], table[number]):
+                entry[2:] = torch.tensor([rank, first, n])
+                for i, o in enumerate((c.some(rank, n_in, bf16=bf16), c.packed(n, rank, bf16))):
+                    c.call('note_place', entry[i:], o)
+        n_out = parts[-1][0] + parts[-1][1] + 1
+        ids = torch.randint(0, len(ranks) + 1, (rows,), generator=c.g, dtype=torch.int32)
+        x, y = c.some(rows, n_in, bf16=bf16), c.some(rows, n_out, bf16=bf16)
+        h = torch.zeros(min(rows, MOST_ROWS), len(parts) * MOST_RANK)
+        c.call('add_changes', y, x, ids, table, h, rows, len(parts), n_in, n_out, bf16, out=[y])
+
 def add_attention(c: Calls, bf16: bool) -> None:
     """Decode steps, chunks of prompts, both; windows; heads of odd sizes; requests with nothing cached and
     with several blocks; padding"""
@@ -272,7 +292,8 @@ def calls(panel: int) -> Calls:
     for bf16 in (False, True):
         for rows in (0, 1, 5, 7, 17):
             add_matmuls(c, rows, bf16), add_layers(c, rows, bf16), add_quantized(c, rows, bf16)
-        add_matmuls(c, 259, bf16), add_quantized(c, 259, bf16)
+            add_adapters(c, rows, bf16)
+        add_matmuls(c, 259, bf16), add_quantized(c, 259, bf16), add_adapters(c, 259, bf16)
         add_attention(c, bf16)
     for rows in (0, 1, 5, 7, 17):
         for n in (1, 5, 33, 199):
@@ -296,7 +317,8 @@ def calls(panel: int) -> Calls:
 
 def test_all_kernels_are_in_one_text():
     "Each kernel stands in it once, so that the driver has all that chapters compile"
-    assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(tasks_c), *parameters(tokens_c)})
+    assert sorted(NAMES) == sorted({*parameters(layers_c), *parameters(tasks_c), *parameters(tokens_c),
+                                    *parameters(low_rank_c), *parameters(place_c)})
     assert ALL_C.count(team_c) == ALL_C.count(linear_c) == ALL_C.count(exp_c) == ALL_C.count(bytes_c) == 1
 
 def test_every_call_has_all_its_arguments():

@@ -69,13 +69,25 @@ class RowAdapters:
 
 # %% ../../nbs/adapters/low_rank.ipynb #40c0903d
 low_rank_c = linear_c + r"""
-enum { TOP = 128, SOME = 64, BLOCK = 4, NEAR = W == 16 ? 4 : 2 };
+enum { TOP = 128, SOME = 64, NUMBERS = 256 };      // most ranks, rows of a run, adapters
 typedef struct { i64 a, b, rank, first, n; } change;      // of a part of a weight
-INLINE i64 run_end(const int32_t *ids, i64 r, i64 rows) {
+static i64 by_adapter(const int32_t *ids, i64 rows, i64 *order) {      // how many have none
+    i64 starts[NUMBERS + 1] = {0};
+    for (i64 r = 0; r < rows; r++) starts[ids[r] + 1]++;
+    for (i64 k = 1; k <= NUMBERS; k++) starts[k] += starts[k - 1];
+    for (i64 r = 0; r < rows; r++) order[starts[ids[r]]++] = r;
+    return starts[0];
+}
+INLINE i64 run_end(const int32_t *ids, const i64 *order, i64 r, i64 rows) {
     i64 end = r + 1;
-    while (end < rows && end < r + SOME && ids[end] == ids[r]) end++;
+    while (end < rows && end < r + SOME && ids[order[end]] == ids[order[r]]) end++;
     return end;
 }
+"""
+
+# %% ../../nbs/adapters/low_rank.ipynb #cb52696a
+low_rank_c += r"""
+enum { SUM_RANKS = 4, SUM_ROWS = W == 16 ? 4 : 2 };      // ranks and rows whose sums fit the registers
 INLINE vu some_bytes(const char *p, i64 size) {
     vu v = {0};
     if (size >= (i64)sizeof v) return raw(p);
@@ -86,70 +98,102 @@ INLINE vf mac_bits(vf sum, vu x, vu w, int bf16) {
     if (!bf16 || PAIRS) return mac(sum, x, w, bf16);
     return mac(mac(sum, (vu)even(x), (vu)even(w), 0), (vu)odd(x), (vu)odd(w), 0);
 }
-INLINE void dots(int R, const char *x, i64 ld, const char *a, i64 bytes, void *h, i64 apart,
-                 int bf16) {      // h[R, BLOCK] = x[R, n] a[BLOCK, n]^T
-    vf sums[ROWS][BLOCK] = {0};
-    for (i64 k = 0; k < bytes; k += sizeof(vu)) {
-        i64 size = bytes - k;
-        vu weights[BLOCK];
-        UNROLL for (int i = 0; i < BLOCK; i++) weights[i] = some_bytes(a + i * bytes + k, size);
-        UNROLL for (int r = 0; r < R; r++) {
-            vu v = some_bytes(x + r * ld + k, size);
-            UNROLL for (int i = 0; i < BLOCK; i++)
-                sums[r][i] = mac_bits(sums[r][i], v, weights[i], bf16);
-        }
+INLINE void add_dots(vf sums[SUM_ROWS][SUM_RANKS], const char **x, const char *a, i64 bytes, i64 k,
+                     i64 size, int bf16) {
+    vu weights[SUM_RANKS];
+    UNROLL for (int i = 0; i < SUM_RANKS; i++) weights[i] = some_bytes(a + i * bytes + k, size);
+    UNROLL for (int r = 0; r < SUM_ROWS; r++) {
+        vu v = some_bytes(x[r] + k, size);
+        UNROLL for (int i = 0; i < SUM_RANKS; i++)
+            sums[r][i] = mac_bits(sums[r][i], v, weights[i], bf16);
     }
-    for (int r = 0; r < R; r++)
-        for (int i = 0; i < BLOCK; i++) put(h, r * apart + i, sum(sums[r][i]), bf16 && PAIRS);
+}
+INLINE void shrink(const char *x, const i64 *order, i64 rows, const char *a, i64 bytes, char *h,
+                   i64 apart, int bf16) {      // h[rows, SUM_RANKS] = x[order, n] a[SUM_RANKS, n]^T
+    for (i64 r = 0, size = sizeof(vu), k; r < rows; r += SUM_ROWS) {
+        const char *near[SUM_ROWS];      // where a run ends, its last row more than once
+        for (i64 i = 0; i < SUM_ROWS; i++) near[i] = x + order[lesser(r + i, rows - 1)] * bytes;
+        vf sums[SUM_ROWS][SUM_RANKS] = {0};
+        for (k = 0; k + size <= bytes; k += size) add_dots(sums, near, a, bytes, k, size, bf16);
+        if (k < bytes) add_dots(sums, near, a, bytes, k, bytes - k, bf16);
+        for (i64 i = 0; i < SUM_ROWS && r + i < rows; i++)
+            for (i64 j = 0; j < SUM_RANKS; j++)
+                put(h, (r + i) * apart + j, sum(sums[i][j]), bf16 && PAIRS);
+    }
 }
 """
 
-# %% ../../nbs/adapters/low_rank.ipynb #cb52696a
+# %% ../../nbs/adapters/low_rank.ipynb #cb52696b
 low_rank_c += r"""
-INLINE void shrink(const char *x, i64 rows, i64 bytes, const char *a, char *h, i64 apart,
-                   int bf16) {
-    for (i64 r = 0, R; r < rows; r += R) {
-        R = lesser(NEAR, rows - r);
-        const char *from = x + r * bytes;
-        void *to = (void *)at(h, r * apart, bf16 && PAIRS);
-        FIXED_ROWS(dots, R, from, bytes, a, bytes, to, apart, bf16);
+typedef uint16_t vbf __attribute__((vector_size(2 * W)));      // W numbers of bfloat16
+INLINE void add_vector(void *y, vf more, int bf16) {
+    vbf half;
+    if (!bf16) more += (vf)raw(y);
+    if (!bf16) { memcpy(y, &more, sizeof more); return; }
+    memcpy(&half, y, sizeof half);
+    more += (vf)(__builtin_convertvector(half, vu) << 16);
+    vu u = (vu)more, nan = (vu)(more != more);
+    u = (~nan & (u + 0x7fff + (u >> 16 & 1)) | nan & 0x7fc00000u) >> 16;
+    half = __builtin_convertvector(u, vbf);
+    memcpy(y, &half, sizeof half);
+}
+INLINE void add_tile(int R, const char *h, i64 ld, const char *b, i64 words, const void *y,
+                     const i64 *order, i64 n_out, i64 n, int bf16) {
+    vf sums[ROWS][WIDE] = {0};
+    add_products(R, sums, h, ld, b, words, b, 0, bf16);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < WIDE; j++) {
+        void *to = (void *)at(y, order[r] * n_out + j * W, bf16);
+        if (n >= PANEL) add_vector(to, sums[r][j], bf16);
+        else for (int i = 0; i < W && j * W + i < n; i++)
+            put(to, i, get(to, i, bf16) + sums[r][j][i], bf16);
     }
 }
-INLINE void expand(const char *h, i64 rows, i64 apart, const char *b, i64 rank, void *y,
-                   i64 n_out, i64 n, int bf16) {
-    float sums[SOME * PANEL];
-    memset(sums, 0, rows * PANEL * sizeof *sums);
-    i64 ld = apart * (bf16 && PAIRS ? 2 : 4);
-    multiply(h, ld, rows, b, rank * (bf16 ? 2 : 4) / 4, sums, PANEL, bf16);
-    for (i64 r = 0; r < rows; r++)
-        for (i64 i = 0; i < n; i++)
-            put(y, r * n_out + i, get(y, r * n_out + i, bf16) + sums[r * PANEL + i], bf16);
+INLINE void expand(const char *h, const i64 *order, i64 rows, i64 apart, const char *b, i64 rank,
+                   const void *y, i64 n_out, i64 n, int bf16) {      // y[order, n] += h b[n, rank]^T
+    i64 ld = apart * (bf16 && PAIRS ? 2 : 4), words = rank * (bf16 ? 2 : 4) / 4;
+    for (i64 r = 0, R; r < rows; r += R) {
+        R = lesser(ROWS, rows - r);
+        for (i64 i = 0; i < n; i += PANEL)
+            FIXED_ROWS(add_tile, R, h + r * ld, ld, at(b, i * rank, bf16), words, at(y, i, bf16),
+                       order + r, n_out, n - i, bf16);
+    }
 }
-#define RUNS(r, end) i64 r = 0, end; r < rows && (end = run_end(ids, r, rows)); r = end
-INLINE void all_changes(char *y, const char *x, const int32_t *ids, const change *table, char *h,
-                        i64 rows, i64 parts, i64 n_in, i64 n_out, int bf16, team *t) {
-    i64 unit = 0, bytes = n_in * (bf16 ? 2 : 4), apart = parts * TOP;
-    for (RUNS(r, end)) for (i64 p = 0; ids[r] && p < parts; p++) {
-        const change *c = table + ids[r] * parts + p;
-        for (i64 i = 0; i < c->rank; i += BLOCK) if (unit++ % t->size == t->id)
-            shrink(x + r * bytes, end - r, bytes, (const char *)c->a + i * bytes,
+"""
+
+# %% ../../nbs/adapters/low_rank.ipynb #cb52696c
+low_rank_c += r"""
+enum { AT_ONCE = 64 };      // outputs of a unit of work: whole lines of the cache
+#define RUNS(r, end) \
+    i64 r = first, end; r < rows && (end = run_end(ids, order, r, rows)); r = end
+INLINE void all_changes(const char *y, const char *x, const int32_t *ids, const change *table,
+                        const char *h, i64 rows, i64 parts, i64 n_in, i64 n_out, int bf16, team *t) {
+    i64 order[MOST], first = by_adapter(ids, rows, order), apart = parts * TOP, unit = 0;
+    i64 bytes = n_in * (bf16 ? 2 : 4);
+    for (RUNS(r, end)) for (i64 p = 0; p < parts; p++) {
+        const change *c = table + ids[order[r]] * parts + p;
+        for (i64 i = 0; i < c->rank; i += SUM_RANKS) if (unit++ % t->size == t->id)
+            shrink(x, order + r, end - r, (const char *)c->a + i * bytes, bytes,
                    (char *)at(h, r * apart + p * TOP + i, bf16 && PAIRS), apart, bf16);
     }
     barrier(t);
     unit = 0;
-    for (RUNS(r, end)) for (i64 p = 0; ids[r] && p < parts; p++) {
-        const change *c = table + ids[r] * parts + p;
-        for (i64 i = 0; c->rank && i < c->n; i += PANEL) if (unit++ % t->size == t->id)
-            expand(at(h, r * apart + p * TOP, bf16 && PAIRS), end - r, apart,
+    for (RUNS(r, end)) for (i64 p = 0; p < parts; p++) {
+        const change *c = table + ids[order[r]] * parts + p;
+        for (i64 i = 0; c->rank && i < c->n; i += AT_ONCE) if (unit++ % t->size == t->id)
+            expand(at(h, r * apart + p * TOP, bf16 && PAIRS), order + r, end - r, apart,
                    at((const char *)c->b, i * c->rank, bf16), c->rank,
-                   (void *)at(y, r * n_out + c->first + i, bf16), n_out,
-                   lesser(PANEL, c->n - i), bf16);
+                   at(y, c->first + i, bf16), n_out, lesser(AT_ONCE, c->n - i), bf16);
     }
 }
 void add_changes(void *y, const void *x, const int32_t *ids, const void *table, void *h,
                  i64 rows, i64 parts, i64 n_in, i64 n_out, i64 bf16, team *t) {
-    if (bf16) all_changes(y, x, ids, table, h, rows, parts, n_in, n_out, 1, t);
-    else all_changes(y, x, ids, table, h, rows, parts, n_in, n_out, 0, t);
+    for (i64 r = 0; r < rows; r += MOST) {
+        if (r) barrier(t);      // `h` is used again
+        const char *to = at(y, r * n_out, bf16), *from = at(x, r * n_in, bf16);
+        i64 some = lesser(MOST, rows - r);
+        if (bf16) all_changes(to, from, ids + r, table, h, some, parts, n_in, n_out, 1, t);
+        else all_changes(to, from, ids + r, table, h, some, parts, n_in, n_out, 0, t);
+    }
 }
 """
 
@@ -210,7 +254,7 @@ class AdaptedWeight:
         lib = self._kernels(x)
         if lib is None: return self._in_torch(y, x, ids)
         (n_out, n_in), rows, parts = self.shape, len(x), self.table.shape[1]
-        h = x.new_empty(rows, parts * MOST_RANK, dtype=torch.float32)
+        h = x.new_empty(min(rows, MOST_ROWS), parts * MOST_RANK, dtype=torch.float32)
         lib.add_changes(y, x.contiguous(), ids, self.table, h, rows, parts, n_in, n_out,
                         x.dtype == torch.bfloat16, threads=team_size(rows * n_out * 64, 500_000))
         return y

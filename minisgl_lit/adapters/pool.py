@@ -6,6 +6,7 @@
 __all__ = ['AdapterEngine', 'AdapterPool']
 
 # %% ../../nbs/adapters/pool.ipynb #5dad7a34
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,11 +35,13 @@ class AdapterEngine:
         at: RowAdapters,   # Those of its weights
     ):
         self.base, self.adapted, self.at = base, adapted, at
+        self.computed = np.zeros(MOST_ADAPTERS, dtype=np.int64)   # tokens, by adapter
 
     def forward(self, batch: Batch) -> Launched:
         "Enqueue the model's part"
         if batch.adapters is None: return self.base.forward(batch)
         ids = batch.adapters.repeat(batch.extend_lens)
+        self.computed += np.bincount(ids, minlength=MOST_ADAPTERS)
         self.base.stream.submit(partial(self.at.put, ids))
         return self.adapted.forward(batch)
 
@@ -84,6 +87,11 @@ class AdapterPool:
         key = self.adapters[params.lora].digest + (params.extra_key or '')
         return params.within(key), self.numbers[params.lora]
 
+    @property
+    def digests(self) -> dict[str, str]:
+        "What the namespace of each begins with, by name"
+        return {name: o.digest for name, o in self.adapters.items()}
+
     # %% ../../nbs/adapters/pool.ipynb #a4b7ae88
     def load(
         self,
@@ -105,6 +113,8 @@ class AdapterPool:
         if not self._weights: self._make_decoder()
         for weight, changes in adapter.changes.items(): self._weights[weight].put(min(free), changes)
         self.numbers[name], self.adapters[name], self.paths[name] = min(free), adapter, path
+        assert isinstance(self.scheduler.engine, AdapterEngine), 'made with the second decoder'
+        self.scheduler.engine.computed[min(free)] = 0
 
     def _make_decoder(self) -> None:
         "The second decoder, in an engine of its own beside the first"
@@ -134,6 +144,17 @@ class AdapterPool:
             self.leaving.remove(name)
             del self.numbers[name], self.adapters[name], self.paths[name]
         return gone
+
+    # %% ../../nbs/adapters/pool.ipynb #fa43bca1
+    def stats(self) -> dict[str, dict[str, int]]:
+        "Of each adapter: requests that run and that wait, tokens that steps have computed for it"
+        s, engine = self.scheduler, self.scheduler.engine
+        if not isinstance(engine, AdapterEngine): return {}
+        queues = s.prefill.waiting, s.prefill.retracted
+        waiting = Counter(o.adapter for queue in queues for o in queue.values())
+        running = Counter(o.adapter for o in s.alive.values()) - waiting
+        return {name: dict(running=running[i], waiting=waiting[i], computed=int(engine.computed[i]))
+                for name, i in self.numbers.items()}
 
 # %% ../../nbs/adapters/pool.ipynb #a4b7ae88
 

@@ -68,11 +68,9 @@ INLINE vf mac(vf sum, vu x, vu w, int bf16) {
 
 # %% ../../nbs/kernels/linear.ipynb #ceaa046a
 linear_c += r"""
-INLINE void tile(int R, const char *x, i64 ld, const char *w, i64 words,
-                 const char *soon, int lines, float *y, i64 apart, int bf16) {
+INLINE void add_products(int R, vf sums[ROWS][WIDE], const char *x, i64 ld, const char *w,
+                         i64 words, const char *soon, int lines, int bf16) {
     int halves = bf16 && !PAIRS ? 2 : 1;
-    vf sums[ROWS][WIDE];      // y[R, PANEL] += x[R, words] w[words, PANEL]
-    UNROLL for (int r = 0; r < R; r++) memcpy(sums[r], y + r * apart, sizeof sums[r]);
     for (i64 k = 0; k < words; k++, w += PANEL * 4) {
         for (int i = 0; i < lines; i++, soon += 64) __builtin_prefetch(soon, 0, 2);
         UNROLL for (int h = 0; h < halves; h++) {
@@ -89,6 +87,12 @@ INLINE void tile(int R, const char *x, i64 ld, const char *w, i64 words,
             }
         }
     }
+}
+INLINE void tile(int R, const char *x, i64 ld, const char *w, i64 words,
+                 const char *soon, int lines, float *y, i64 apart, int bf16) {
+    vf sums[ROWS][WIDE];      // y[R, PANEL] += x[R, words] w[words, PANEL]
+    UNROLL for (int r = 0; r < R; r++) memcpy(sums[r], y + r * apart, sizeof sums[r]);
+    add_products(R, sums, x, ld, w, words, soon, lines, bf16);
     UNROLL for (int r = 0; r < R; r++) memcpy(y + r * apart, sums[r], sizeof sums[r]);
 }
 """

@@ -26,6 +26,17 @@ class AdapterKeeper(Protocol):
     def paths(self) -> Mapping[str, str]:
         "Where each that is loaded comes from, by name"
         ...
+    @property
+    def digests(self) -> Mapping[str, str]:
+        "What the `extra_key` of its requests begins with, by name"
+        ...
+    @property
+    def most(self) -> int:
+        "How many different ones may run at once"
+        ...
+    def stats(self) -> dict[str, dict[str, int]]:
+        "Counts of each that is loaded, by name"
+        ...
     def load(self, name: str, path: str) -> None:
         "Load one; `ValueError` if that cannot be"
         ...
@@ -78,6 +89,16 @@ class AdapterOrders:
         gone = self.keeper.drop_unused()
         return [ControlReply(self._begun.pop(name), self.describe()) for name in gone]
 
+    @property
+    def digests(self) -> Mapping[str, str]:
+        "What tells the prefixes of each from all others, by name"
+        return self._keeper.digests if self._keeper else {}
+
     def describe(self) -> dict[str, object]:
         "The adapters that are loaded"
         return {'adapters': dict(self._keeper.paths) if self._keeper else {}}
+
+    def stats(self) -> dict[str, object]:
+        "For the statistics of the engine: nothing where there are no adapters"
+        if not self._keeper or not self._keeper.paths: return {}
+        return {'adapters': self._keeper.stats(), 'max_loras': self._keeper.most}

@@ -249,14 +249,15 @@ class EngineCore:
         stats = self.scheduler.stats()
         waiting = stats['waiting']
         assert isinstance(waiting, int)
-        return {**stats, 'waiting': waiting + len(self.grammar_queue)}
+        return {**stats, 'waiting': waiting + len(self.grammar_queue), **self.adapters.stats()}
 
     def _tell_kv_events(self) -> dict[str, object]:
         "From now on turns tell what the tree has, and then what changes; its measures"
         cache = self.scheduler.cache
         if isinstance(cache.prefix, RadixCache):
             cache.prefix.observer = self.kv_events = KVEventLog(cache.prefix)
-        return {'page_size': cache.page_size, 'num_pages': cache.num_pages}
+        return {'page_size': cache.page_size, 'num_pages': cache.num_pages,
+                'adapters': dict(self.adapters.digests)}
 
     def _recent_batches(self) -> dict[str, object]:
         "The time, the batches of the last second, and the shape of the tree"

@@ -10,7 +10,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from itertools import accumulate
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, time
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import (
@@ -161,6 +161,23 @@ class Metrics:
                 metric.add_metric([self.model, replica], float(value(stats)))
             yield metric
 
+    # %% ../../nbs/server/metrics.ipynb #85fe31f4
+    def _of_adapters(self) -> Iterator[Metric]:
+        "Of each adapter that is loaded; and which are wanted, as vLLM says it"
+        each = self.stats.get('adapters')
+        if not isinstance(each, Mapping): return
+        for name, (about, key) in _ADAPTER_METRICS.items():
+            metric = _family(name, about, 'model_name', 'adapter')
+            for adapter, stats in each.items():
+                metric.add_metric([self.model, adapter], stats.get(key, 0))
+            yield metric
+        lists = {f'{key}_lora_adapters': ','.join(k for k, o in each.items() if o.get(key))
+                 for key in ('running', 'waiting')}
+        labels = {'max_lora': str(self.stats.get('max_loras')), **lists}
+        info = GaugeMetricFamily('vllm:lora_requests_info', 'Adapters of requests', labels=[*labels])
+        info.add_metric([*labels.values()], time())
+        yield info
+
     # %% ../../nbs/server/metrics.ipynb #3b79063e
     def collect(self) -> Iterator[Metric]:
         "All metrics, by all of their names; called by the registry"
@@ -169,6 +186,7 @@ class Metrics:
             for name in _OTHER_NAMES.get(metric.name.removeprefix('minisgl:'), ()):
                 yield _renamed(metric, name)
         yield from self._of_replicas()
+        yield from self._of_adapters()
 
     # %% ../../nbs/server/metrics.ipynb #9906739e
     def _throughput(self, tokens: float) -> float:
@@ -183,6 +201,12 @@ def _family(name: str, about: str, *labels: str) -> CounterMetricFamily | GaugeM
     "An empty metric; its name says of which kind"
     family = CounterMetricFamily if name.endswith('_total') else GaugeMetricFamily
     return family(f'minisgl:{name}', about, labels=labels)
+
+# %% ../../nbs/server/metrics.ipynb #85fe31f4
+_ADAPTER_METRICS = dict(   # name: its description, and how the engine calls it
+    adapter_running_reqs=('Requests of an adapter that run', 'running'),
+    adapter_queue_reqs=('Requests of an adapter that wait', 'waiting'),
+    adapter_computed_tokens_total=('Tokens that steps computed for an adapter', 'computed'))
 
 # %% ../../nbs/server/metrics.ipynb #3b79063e
 _OTHER_NAMES = {   # of the same metric, in vLLM and SGLang

@@ -36,6 +36,7 @@ class ReplicaLoad:
         num_pages: int = 0,   # Of its cache
     ):
         self.index, self.page_size, self.num_pages = BlockIndex(), page_size, num_pages
+        self.adapters: Mapping[str, str] = {}    # what their namespaces begin with, by name
         self.open: dict[str, Prompt] = {}        # requests there, by rid
         self.waiting_tokens = 0                  # misses of those that have no output
         self.n_sent = 0                          # requests ever sent there
@@ -116,9 +117,10 @@ class Replica:
     async def sync(self) -> None:
         "Have the engine tell all that its tree holds, and from then on what changes"
         facts = await self.client.control('kv_events')
-        page_size, num_pages = facts['page_size'], facts['num_pages']
-        assert isinstance(page_size, int) and isinstance(num_pages, int)
-        self.load.page_size, self.load.num_pages = page_size, num_pages
+        page_size, num_pages, adapters = (facts[o] for o in ('page_size', 'num_pages', 'adapters'))
+        assert (isinstance(page_size, int) and isinstance(num_pages, int)
+                and isinstance(adapters, Mapping))
+        self.load.page_size, self.load.num_pages, self.load.adapters = page_size, num_pages, adapters
 
     def _apply(self, events: KVEvents) -> None:
         self.load.index.apply(events)
@@ -243,10 +245,10 @@ class Router:
 
     # %% ../../nbs/server/router.ipynb #47f257b5
     def _prompt(self, request: UserMsg) -> Prompt:
-        "The hashes of its first pages; all replicas have pages of one size"
-        page_size = next((o.load.page_size for o in self.replicas.values() if o.joined), 1)
-        ids, root = request.input_ids, root_hash(namespace(request))
-        hashes = block_hashes(ids[:_MOST_PAGES*page_size], page_size, root)
+        "The hashes of its first pages; all replicas have the same adapters, and pages of one size"
+        load = next((o.load for o in self.replicas.values() if o.joined), ReplicaLoad())
+        ids, root = request.input_ids, root_hash(namespace(request, load.adapters))
+        hashes = block_hashes(ids[:_MOST_PAGES*load.page_size], load.page_size, root)
         return Prompt(len(ids), hashes.tolist())
 
     async def _streams(
@@ -390,18 +392,21 @@ _MOST_TRIES = 2   # replicas that one request may be sent to
 
 # %% ../../nbs/server/router.ipynb #9712193e
 def namespace(
-    request: UserMsg,   # Of a caller
+    request: UserMsg,             # Of a caller
+    adapters: Mapping[str, str],  # What the namespace of each begins with, by name
 ) -> str | None:
-    "What it shares cached prefixes within, as far as it is known here"
+    "What it shares cached prefixes within, as engines have it"
     lora, key = request.params.lora, request.params.extra_key
-    return key if lora is None else f'{key!r} by adapter {lora!r}'
+    return key if lora is None else adapters.get(lora, lora) + (key or '')
 
 def by_prompt(
     requests: Iterable[UserMsg],   # Of one call
 ) -> list[list[UserMsg]]:
     "Requests with the same prompt, together"
-    groups: dict[tuple[str | None, bytes], list[UserMsg]] = {}
-    for r in requests: groups.setdefault((namespace(r), r.input_ids.tobytes()), []).append(r)
+    groups: dict[tuple[str | None, str | None, bytes], list[UserMsg]] = {}
+    for r in requests:
+        prompt = r.params.lora, r.params.extra_key, r.input_ids.tobytes()
+        groups.setdefault(prompt, []).append(r)
     return [*groups.values()]
 
 # %% ../../nbs/server/router.ipynb #203b6de3
@@ -433,7 +438,7 @@ async def merged(
 _MOST_PAGES = 8192   # of a prompt that are looked at
 
 # %% ../../nbs/server/router.ipynb #435ec82e
-_SIZES = {'page_bytes'}
+_SIZES = {'page_bytes', 'max_loras'}
 
 def joined(
     values: Sequence[object],   # The same of each replica
