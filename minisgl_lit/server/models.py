@@ -247,7 +247,7 @@ class Models:
         whom = meant(name, self.table, self.lives)
         entry = await self.entry(whom.model)
         if whom.called == whom.model: return entry
-        return entry | {'id': whom.called, 'parent': whom.model, 'aliases': []}
+        return entry | {'id': whom.called, 'parent': whom.model, 'aliases': [], 'default': False}
 
     async def tags(self) -> dict[str, object]:
         "All models, as Ollama lists them"

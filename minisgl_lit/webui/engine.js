@@ -2,7 +2,7 @@
 
 import {$, element, number} from './dom.js'
 import {Locked, ask, askMore, call, events, offers} from './server.js'
-import {about, chosen, refresh, theModel, theState} from './models.js'
+import {about, chosen, refresh, theBase, theModel, theState} from './models.js'
 
 const WINDOW = 12   // seconds of batches
 let batches = [], counts = [], before = null   // what was computed; what the engine has counted, a second long
@@ -27,7 +27,7 @@ export async function watch({onLocked, onModel}) {
         for await (const now of events(await call(about('live'), null, mine.signal))) show(now)
       } else {
         brief = theState()
-        if (met !== theModel()) onModel({chat_template: (await ask('api/show', {model: theModel()})).template})
+        if (met !== theModel()) onModel({chat_template: (await ask('api/show', {model: theBase()})).template})
       }
       met = theModel()
     } catch (e) {
