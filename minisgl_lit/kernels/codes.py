@@ -42,6 +42,7 @@ class QuantizedWeight:
         if self.minima is not None: weights = weights - self.minima[..., None]
         return weights.flatten(1)
 
+    # %% ../../nbs/kernels/codes.ipynb #cd74ea56
     def part(
         self,
         rows: slice,     # Outputs

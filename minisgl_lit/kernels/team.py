@@ -40,6 +40,7 @@ class Team:
         lost = self._before and self._seconds > self._before[1]   # a try that cannot win any more
         if lost or self._steps == _WINDOW: self._decide()
 
+    # %% ../../nbs/kernels/team.ipynb #096df9f0
     def _decide(self) -> None:
         "At the end of a window: keep the size, or try another"
         seconds, slept, some = self._seconds, self._slept, max(1, self.size // 4)

@@ -84,6 +84,7 @@ class UnloadLora(ApiObject):
     without_effect = {'lora_int_id', 'lora_id'}
     lora_name: str = _Name
 
+# %% ../../nbs/server/lora_protocol.ipynb #b5154a48
 class LoraRoutes:
     "The routes by which operators load and unload adapters."
     def __init__(

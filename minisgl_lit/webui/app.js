@@ -2,7 +2,7 @@
 
 import {$, button, element} from './dom.js'
 import {theKey} from './server.js'
-import {repaint, turn, unlocked, watch} from './engine.js'
+import {look, repaint, turn, unlocked, watch} from './engine.js'
 import * as chat from './chat.js'
 import * as talks from './talks.js'
 import * as settings from './settings.js'
@@ -156,7 +156,7 @@ document.addEventListener('click', e => { if (e.target.tagName === 'BUTTON' || !
 open('side', wide())
 open('talks', matchMedia('(min-width: 75rem)').matches)
 settings.build()
-chat.start({onLocked: lock, onSaved: talks.saved})
+chat.start({onLocked: lock, onSaved: talks.saved, onNews: look})
 talks.start(() => { if (!wide()) open('talks', false); $('text').focus() })
 talks.load().catch(e => { chat.show(chat.current()); chat.fail(e) })
 models.start(turn)

@@ -15,7 +15,7 @@ const STOPPING = 2000   // and until a server that does not end an answer is lef
 
 let talk = newConversation(), turns = new Map(), editing = null
 let runs = []   // answers that are being written: {message, talk, controller, id}
-let told = {onLocked() {}, onSaved() {}}
+let told = {onLocked() {}, onSaved() {}, onNews() {}}
 
 export const current = () => talk
 
@@ -62,6 +62,7 @@ function busy() {
   $('stop').hidden = !mine
   log().setAttribute('aria-busy', String(runs.some(o => o.talk === talk && !isLoading(o))))   // what it says is read out when it is whole
   takeFocus()
+  told.onNews()
 }
 
 // what had the focus may be gone; then it is the message's, but for fingers, who would get a keyboard

@@ -2,13 +2,14 @@
 
 import {$, element, number} from './dom.js'
 import {Locked, ask, askMore, call, events, offers} from './server.js'
-import {about, chosen, refresh, theModel, theState} from './models.js'
+import {about, chosen, refresh, theBase, theModel, theState} from './models.js'
 
 const WINDOW = 12   // seconds of batches
 let batches = [], counts = [], before = null   // what was computed; what the engine has counted, a second long
 let looking = new AbortController(), wake = () => {}, locked = false
 let pageSize = 0
 let met = null   // the model of which was told last
+let cold = false   // whether all that is waited for is that it is loaded
 
 export const sizeOfPage = () => pageSize
 
@@ -16,6 +17,7 @@ export const sizeOfPage = () => pageSize
 export async function watch({onLocked, onModel}) {
   for (;;) {
     const mine = looking = new AbortController()
+    cold = false
     let brief = 'not connected'
     try {
       await refresh()
@@ -25,7 +27,7 @@ export async function watch({onLocked, onModel}) {
         for await (const now of events(await call(about('live'), null, mine.signal))) show(now)
       } else {
         brief = theState()
-        if (met !== theModel()) onModel({chat_template: (await ask('api/show', {model: theModel()})).template})
+        if (met !== theModel()) onModel({chat_template: (await ask('api/show', {model: theBase()})).template})
       }
       met = theModel()
     } catch (e) {
@@ -35,7 +37,8 @@ export async function watch({onLocked, onModel}) {
     $('live').classList.add('lost')
     $('brief').textContent = locked ? 'locked' : mine.signal.aborted ? 'connecting' : brief
     $('speed').textContent = ''
-    if (document.hidden || !mine.signal.aborted) await pause(locked || document.hidden ? 0 : 2000)
+    cold = !locked && !document.hidden && ['not loaded', 'failed'].includes(brief)
+    if (document.hidden || !mine.signal.aborted) await pause(locked || document.hidden ? 0 : cold ? 20_000 : 2000)
   }
 }
 
@@ -47,6 +50,9 @@ export function turn() {
   looking.abort()
   wake()
 }
+
+// something has happened: perhaps the model is loaded
+export const look = () => { if (cold) wake() }
 
 export function unlocked() {
   locked = false

@@ -22,8 +22,11 @@ export const chosen = () => offered().find(o => o.id === wish) ?? offered().find
 // what requests name; undefined if there is one alone, which needs no name
 export const theModel = () => listed.length > 1 ? chosen().id : undefined
 
-// the same for what is asked without a body
-export const about = (path, name = theModel()) => name === undefined ? path : `${path}?model=${encodeURIComponent(name)}`
+// the model itself, if that is an adapter
+export const theBase = (name = theModel()) => byName(name)?.parent ?? name
+
+// a question about it, which has no body
+export const about = (path, name = theModel()) => name === undefined ? path : `${path}?model=${encodeURIComponent(theBase(name))}`
 
 // 'loaded', 'loading' or 'not loaded': of an adapter that is its base; a server of one model tells nothing, and has it
 export const theState = (o = chosen()) => {
