@@ -162,7 +162,10 @@ INLINE void expand(const char *h, const i64 *order, i64 rows, i64 apart, const c
 
 # %% ../../nbs/adapters/low_rank.ipynb #cb52696c
 low_rank_c += r"""
-enum { AT_ONCE = 64 };      // outputs of a unit of work: whole lines of the cache
+INLINE i64 at_once(i64 n, const team *t) {      // outputs for a thread: whole lines of the cache
+    i64 lines = (n + 64 * t->size - 1) / (64 * t->size);
+    return lesser(1024, lines * 64);
+}
 #define RUNS(r, end) \
     i64 r = first, end; r < rows && (end = run_end(ids, order, r, rows)); r = end
 INLINE void all_changes(const char *y, const char *x, const int32_t *ids, const change *table,
@@ -179,10 +182,11 @@ INLINE void all_changes(const char *y, const char *x, const int32_t *ids, const 
     unit = 0;
     for (RUNS(r, end)) for (i64 p = 0; p < parts; p++) {
         const change *c = table + ids[order[r]] * parts + p;
-        for (i64 i = 0; c->rank && i < c->n; i += AT_ONCE) if (unit++ % t->size == t->id)
+        i64 some = at_once(c->n, t);
+        for (i64 i = 0; c->rank && i < c->n; i += some) if (unit++ % t->size == t->id)
             expand(at(h, r * apart + p * TOP, bf16 && PAIRS), order + r, end - r, apart,
                    at((const char *)c->b, i * c->rank, bf16), c->rank,
-                   at(y, c->first + i, bf16), n_out, lesser(AT_ONCE, c->n - i), bf16);
+                   at(y, c->first + i, bf16), n_out, lesser(some, c->n - i), bf16);
     }
 }
 void add_changes(void *y, const void *x, const int32_t *ids, const void *table, void *h,
