@@ -87,7 +87,7 @@ INLINE i64 run_end(const int32_t *ids, const i64 *order, i64 r, i64 rows) {
 
 # %% ../../nbs/adapters/low_rank.ipynb #cb52696a
 low_rank_c += r"""
-enum { SUM_RANKS = 4, SUM_ROWS = W == 16 ? 4 : 2 };      // ranks and rows whose sums fit the registers
+enum { SUM_RANKS = 4, SUM_ROWS = W == 16 ? 4 : 2 };      // whose sums fit the registers
 INLINE vu some_bytes(const char *p, i64 size) {
     vu v = {0};
     if (size >= (i64)sizeof v) return raw(p);
@@ -149,7 +149,7 @@ INLINE void add_tile(int R, const char *h, i64 ld, const char *b, i64 words, con
     }
 }
 INLINE void expand(const char *h, const i64 *order, i64 rows, i64 apart, const char *b, i64 rank,
-                   const void *y, i64 n_out, i64 n, int bf16) {      // y[order, n] += h b[n, rank]^T
+                   const void *y, i64 n_out, i64 n, int bf16) {      // y += h b[n, rank]^T
     i64 ld = apart * (bf16 && PAIRS ? 2 : 4), words = rank * (bf16 ? 2 : 4) / 4;
     for (i64 r = 0, R; r < rows; r += R) {
         R = lesser(ROWS, rows - r);
@@ -169,7 +169,8 @@ INLINE i64 at_once(i64 n, const team *t) {      // outputs for a thread: whole l
 #define RUNS(r, end) \
     i64 r = first, end; r < rows && (end = run_end(ids, order, r, rows)); r = end
 INLINE void all_changes(const char *y, const char *x, const int32_t *ids, const change *table,
-                        const char *h, i64 rows, i64 parts, i64 n_in, i64 n_out, int bf16, team *t) {
+                        const char *h, i64 rows, i64 parts, i64 n_in, i64 n_out, int bf16,
+                        team *t) {
     i64 order[MOST], first = by_adapter(ids, rows, order), apart = parts * TOP, unit = 0;
     i64 bytes = n_in * (bf16 ? 2 : 4);
     for (RUNS(r, end)) for (i64 p = 0; p < parts; p++) {
