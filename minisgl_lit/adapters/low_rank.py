@@ -87,7 +87,7 @@ INLINE i64 run_end(const int32_t *ids, const i64 *order, i64 r, i64 rows) {
 
 # %% ../../nbs/adapters/low_rank.ipynb #cb52696a
 low_rank_c += r"""
-enum { SUM_RANKS = 4, SUM_ROWS = W == 16 ? 4 : 2 };      // ranks and rows whose sums fit the registers
+enum { SUM_RANKS = 4, SUM_ROWS = W == 16 ? 4 : 2 };      // whose sums fit the registers
 INLINE vu some_bytes(const char *p, i64 size) {
     vu v = {0};
     if (size >= (i64)sizeof v) return raw(p);
@@ -149,7 +149,7 @@ INLINE void add_tile(int R, const char *h, i64 ld, const char *b, i64 words, con
     }
 }
 INLINE void expand(const char *h, const i64 *order, i64 rows, i64 apart, const char *b, i64 rank,
-                   const void *y, i64 n_out, i64 n, int bf16) {      // y[order, n] += h b[n, rank]^T
+                   const void *y, i64 n_out, i64 n, int bf16) {      // y += h b[n, rank]^T
     i64 ld = apart * (bf16 && PAIRS ? 2 : 4), words = rank * (bf16 ? 2 : 4) / 4;
     for (i64 r = 0, R; r < rows; r += R) {
         R = lesser(ROWS, rows - r);
@@ -162,11 +162,15 @@ INLINE void expand(const char *h, const i64 *order, i64 rows, i64 apart, const c
 
 # %% ../../nbs/adapters/low_rank.ipynb #cb52696c
 low_rank_c += r"""
-enum { AT_ONCE = 64 };      // outputs of a unit of work: whole lines of the cache
+INLINE i64 at_once(i64 n, const team *t) {      // outputs for a thread: whole lines of the cache
+    i64 lines = (n + 64 * t->size - 1) / (64 * t->size);
+    return lesser(1024, lines * 64);
+}
 #define RUNS(r, end) \
     i64 r = first, end; r < rows && (end = run_end(ids, order, r, rows)); r = end
 INLINE void all_changes(const char *y, const char *x, const int32_t *ids, const change *table,
-                        const char *h, i64 rows, i64 parts, i64 n_in, i64 n_out, int bf16, team *t) {
+                        const char *h, i64 rows, i64 parts, i64 n_in, i64 n_out, int bf16,
+                        team *t) {
     i64 order[MOST], first = by_adapter(ids, rows, order), apart = parts * TOP, unit = 0;
     i64 bytes = n_in * (bf16 ? 2 : 4);
     for (RUNS(r, end)) for (i64 p = 0; p < parts; p++) {
@@ -179,10 +183,11 @@ INLINE void all_changes(const char *y, const char *x, const int32_t *ids, const 
     unit = 0;
     for (RUNS(r, end)) for (i64 p = 0; p < parts; p++) {
         const change *c = table + ids[order[r]] * parts + p;
-        for (i64 i = 0; c->rank && i < c->n; i += AT_ONCE) if (unit++ % t->size == t->id)
+        i64 some = at_once(c->n, t);
+        for (i64 i = 0; c->rank && i < c->n; i += some) if (unit++ % t->size == t->id)
             expand(at(h, r * apart + p * TOP, bf16 && PAIRS), order + r, end - r, apart,
                    at((const char *)c->b, i * c->rank, bf16), c->rank,
-                   at(y, c->first + i, bf16), n_out, lesser(AT_ONCE, c->n - i), bf16);
+                   at(y, c->first + i, bf16), n_out, lesser(some, c->n - i), bf16);
     }
 }
 void add_changes(void *y, const void *x, const int32_t *ids, const void *table, void *h,
