@@ -44,8 +44,11 @@ def test_an_adapter_has_its_model_loaded(table):
         assert [*s._models.loaded] == ["chat"]
         about = get(s, "/v1/models/tune-3")
         assert about["parent"] == "chat" and about["status"]["value"] == "loaded"
-        r = post(s, "/api/chat", model="tune-1:latest", messages=HI, stream=False)
-        assert r.status_code == 404 and "'tune-1:latest' is not served here" in r.json()["error"]
+        r = post(s, "/api/chat", model="tune-1:latest", messages=HI, stream=False)   # as Ollama's clients say
+        assert r.status_code == 200 and r.json()["model"] == "tune-1"
+        assert web.get(s.url + "/get_server_info", params=dict(model="tune-1")).status_code == 200
+        r = post(s, "/api/chat", model="tune-9", messages=HI, stream=False)
+        assert r.status_code == 404 and "'tune-9' is not served here" in r.json()["error"]
         assert load_late(s, table).status_code == 503   # `other` is not loaded
         before = said(s, "other")
         assert load_late(s, table).status_code == 200 and listed(s)["late"] == "other"

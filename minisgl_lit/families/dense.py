@@ -86,7 +86,8 @@ def mlps(
 def _acts(raw: Raw) -> Raw:
     "Its activation under one name"
     act = raw.get('hidden_activation') or raw.get('hidden_act')
-    return {name: o for name, o in raw.items() if name != 'hidden_act'} | dict(hidden_activation=act)
+    rest = {name: o for name, o in raw.items() if name != 'hidden_act'}
+    return rest | dict(hidden_activation=act)
 
 # %% ../../nbs/families/dense.ipynb #6fb81634
 _gemma_usual = usual(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192)

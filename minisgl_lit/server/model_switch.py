@@ -165,9 +165,10 @@ def meant(
     "A model, or an adapter of one; `ApiError` 404 if there is neither"
     try: model = table.find(asked)
     except ApiError:
-        owners = (o for o, life in lives.lives.items() if asked in adapters_of(life))
-        if not asked or not (owner := next(owners, None)): raise
-        return Meant(owner, asked)
+        for name in (asked or '', (asked or '').removesuffix(':latest')):
+            for owner, life in lives.lives.items():
+                if name in adapters_of(life): return Meant(owner, name)
+        raise
     return Meant(model, model)
 
 # %% ../../nbs/server/model_switch.ipynb #6678756c
@@ -204,7 +205,7 @@ class ModelSwitch(Generic[H]):
         if not (route := self._route(scope)): return await self.app(scope, receive, send)
         asked = parse_qs(scope['query_string'].decode('latin-1')).get('model', [None])[0]
         if route.method != 'POST' or route.access == 'admin':
-            held = self.loaded(self.table.find(asked))
+            held = self.loaded(meant(asked, self.table, self.lives).model)
             return await held.app({**scope}, receive, send)
         message = await receive()
         if message['type'] != 'http.request': return   # the caller has hung up
