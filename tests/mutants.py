@@ -50,7 +50,7 @@ LIVES = ['tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_sch
          'tests/test_speculation.py', 'tests/test_adapters.py',
          'tests/test_hostile_chunks.py']
 ROUTED = ['tests/test_router.py', 'tests/test_prefill.py']   # of what stands before several engines
-SEVERAL = ['tests/test_pulled_models.py', 'tests/test_several_models.py']
+SEVERAL = ['tests/test_pulled_models.py', 'tests/test_several_models.py', 'tests/test_models_and_adapters.py']
 
 mutants = [   # what breaks, module, the line, what becomes of it
     ('pages behind wrong guesses are lost', 'core/kv_cache/manager',
@@ -649,6 +649,7 @@ mutants = [   # what breaks, module, the line, what becomes of it
      " or (command, argument) == ('pause', 'abort')", ''),
     ('apart: an abort of many is one of one', 'server/router',
      'rid == start if whole else rid.startswith(start)', 'rid == start'),
+    ('router: prompts of adapters go anywhere', 'server/router', 'adapters.get(lora, lora) +', 'lora +'),
     ('router: a newcomer hears commands in any order', 'server/router', 'sent, about = min(missed)',
      'sent, about = missed[0]'),
     ('router: one sleeps when another refuses', 'server/router',
@@ -819,8 +820,12 @@ mutants = [   # what breaks, module, the line, what becomes of it
      ' or life.task.cancelling()', ''),
     ('models: who is busy makes room', 'server/lives', 'idle = [o for o in able if o.is_idle]',
      'idle = able'),
-    ('models: a model is called by an alias', 'server/model_switch', "'body': body.named(name)}",
-     "'body': body.named(body.model or name)}"),
+    ('models: a model is called by an alias', 'server/model_switch',
+     "'body': body.named(whom.called)}", "'body': body.named(body.model or whom.called)}"),
+    ('models: two in demand are loaded for one answer each', 'server/lives',
+     'early := leaver.turn_ends - asyncio.get_running_loop().time()', 'early := 0.'),
+    ('models: an adapter is found only while its model is loaded', 'server/model_switch',
+     'return life.spec.config.lora or {}', 'return {}'),
 ]
 
 def make(folder: Path, module: str = '', line: str = '', instead: str = '') -> None:

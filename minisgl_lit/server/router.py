@@ -117,10 +117,9 @@ class Replica:
     async def sync(self) -> None:
         "Have the engine tell all that its tree holds, and from then on what changes"
         facts = await self.client.control('kv_events')
-        page_size, num_pages, adapters = (facts[o] for o in ('page_size', 'num_pages', 'adapters'))
-        assert (isinstance(page_size, int) and isinstance(num_pages, int)
-                and isinstance(adapters, Mapping))
-        self.load.page_size, self.load.num_pages, self.load.adapters = page_size, num_pages, adapters
+        size, n, adapters = (facts[o] for o in ('page_size', 'num_pages', 'adapters'))
+        assert isinstance(size, int) and isinstance(n, int) and isinstance(adapters, Mapping)
+        self.load.page_size, self.load.num_pages, self.load.adapters = size, n, adapters
 
     def _apply(self, events: KVEvents) -> None:
         self.load.index.apply(events)
@@ -403,10 +402,9 @@ def by_prompt(
     requests: Iterable[UserMsg],   # Of one call
 ) -> list[list[UserMsg]]:
     "Requests with the same prompt, together"
-    groups: dict[tuple[str | None, str | None, bytes], list[UserMsg]] = {}
+    groups: dict[tuple[str | None, bytes], list[UserMsg]] = {}
     for r in requests:
-        prompt = r.params.lora, r.params.extra_key, r.input_ids.tobytes()
-        groups.setdefault(prompt, []).append(r)
+        groups.setdefault((namespace(r, {}), r.input_ids.tobytes()), []).append(r)
     return [*groups.values()]
 
 # %% ../../nbs/server/router.ipynb #203b6de3
