@@ -53,7 +53,14 @@ def test_an_adapter_has_its_model_loaded(table):
         before = said(s, "other")
         assert load_late(s, table).status_code == 200 and listed(s)["late"] == "other"
         assert said(s, "late") != before == said(s, "other")
-        assert post(s, "/models/unload", model="late").status_code == 200   # whose adapter it is
+        taken = post(s, "/v1/load_lora_adapter?model=other", lora_name="tune-1",
+                     lora_path=str(table.parent/"late"))
+        assert taken.status_code == 400 and "'tune-1' is the name of a model, or of an adapter" in taken.text
+        names = [o["name"] for o in get(s, "/api/tags")["models"]]
+        assert {"late:latest", "tune-1:latest", "other:latest"} <= {*names}
+        r = post(s, "/models/unload", model="late")
+        assert r.status_code == 400 and "'late' is an adapter of 'other'" in r.json()["error"]["message"]
+        assert post(s, "/models/unload", model="other").status_code == 200
         assert "late" not in listed(s) and "other" not in s._models.loaded
         r = post(s, "/v1/completions", model="late", prompt="A page")
         assert r.status_code == 404 and r.json()["error"]["code"] == "model_not_found"

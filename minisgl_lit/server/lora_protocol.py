@@ -7,7 +7,7 @@ __all__ = ['AdapterNames', 'with_adapter', 'LoadLora', 'UnloadLora', 'LoraRoutes
 
 # %% ../../nbs/server/lora_protocol.ipynb #3337295b
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -33,6 +33,7 @@ class AdapterNames:
         lora: object = None,    # The setting: those that it is started with
     ):
         self.client, self.known = client, dict[str, str]()   # where each comes from, by name
+        self.taken: Callable[[str], bool] = lambda name: False   # whether it means something else here
         self.keep({'adapters': lora})
 
     def keep(
@@ -97,10 +98,11 @@ class LoraRoutes:
         "Load an adapter; it is a model from then on"
         if body.load_inplace: raise ApiError(
             'load_inplace=true is not served: unload the adapter first', param='load_inplace')
-        if body.lora_name == self.names.client.model: raise ApiError(
-            f'{body.lora_name!r} is the name of the served model', param='lora_name')
-        argument = msgspec.json.encode(AdapterLoad(body.lora_name, body.lora_path)).decode()
-        return await self._order('load_adapter', argument, f'{body.lora_name} is loaded')
+        name = body.lora_name
+        if name == self.names.client.model or self.names.taken(name): raise ApiError(
+            f'{name!r} is the name of a model, or of an adapter of another one', param='lora_name')
+        argument = msgspec.json.encode(AdapterLoad(name, body.lora_path)).decode()
+        return await self._order('load_adapter', argument, f'{name} is loaded')
 
     async def unload(self, body: UnloadLora) -> dict[str, object]:
         "Unload an adapter, once its requests have ended; new ones are refused meanwhile"

@@ -33,6 +33,7 @@ from .sse import EventStream, ndjson, unless_disconnected
 
 # %% ../../nbs/server/model_orders.ipynb #ea915713
 Steps = AsyncGenerator[dict[str, object], None]
+_SILENT = 1.   # seconds
 
 async def fetched(
     name: str,    # On the hub
@@ -45,8 +46,15 @@ async def fetched(
         'minisgl_lit.formats.pull:fetch', name, cache, stdin=DEVNULL, stdout=out, orphaned=SIGTERM)
     transport, _ = await loop.connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), open(ours, 'rb', 0))
+    step: dict[str, object] = {'status': 'pulling manifest'}
     try:
-        async for line in reader: yield json.loads(line)
+        while True:
+            try:
+                async with asyncio.timeout(_SILENT): line = await reader.readline()
+            except TimeoutError: line = None
+            if line == b'': return
+            if line: step = json.loads(line)
+            yield step   # again, where there is nothing new: only so it is seen that nobody reads
     finally:
         process.kill()
         transport.close()

@@ -241,7 +241,8 @@ class ModelSwitch(Generic[H]):
         begun = asyncio.get_running_loop().time()
         try:
             async with AsyncExitStack() as stack:
-                entering = stack.enter_async_context(self.lives.use(whom.model, body.keep_alive))
+                keep = body.keep_alive if route.path.startswith('/api/') else None   # Ollama's
+                entering = stack.enter_async_context(self.lives.use(whom.model, keep))
                 stay = await unless_disconnected(
                     Request(scope, receive),
                     self._until_loaded(whom.model, entering, told if tells else None))

@@ -114,10 +114,20 @@ def _spec(name: str, given: object, common: ServerConfig) -> ModelSpec:
             f'{setting} is no setting of a model; '
             + _hint(setting, [*known, 'keep_alive', 'pinned']))
     if 'model' not in own: raise ValueError('model is missing: its checkpoint')
-    return ModelSpec(name, replace(common, served_model_name=name, **own), keep_alive, pinned)
+    config = replace(common, served_model_name=name, **own)
+    _check_paths(config)
+    return ModelSpec(name, config, keep_alive, pinned)
+
+def _check_paths(config: ServerConfig) -> None:
+    "`ValueError` if a path leads nowhere; a name may be one of the hub"
+    if re.match('[./~]', config.model) and not Path(config.model).expanduser().exists():
+        raise ValueError(f'model={config.model!r} is not there')
+    for name, path in (config.lora or {}).items():
+        if not Path(path).is_dir(): raise ValueError(f'lora={name!r}: {path!r} is no folder')
 
 # %% ../../nbs/server/model_table.ipynb #6284d991
 _KEYS = 'models', 'aliases', 'default'
+_OF_ONE = dict(model='embedded', served_model_name=None, ray_address=None, lora=None)
 
 def _table(said: object, common: ServerConfig) -> ModelTable:
     "A table of what a file says"
@@ -148,12 +158,14 @@ def read_table(
 ) -> ModelTable:
     "The models of a server; `ValueError` in one sentence if there is anything wrong"
     path = Path(config.models or '').expanduser()
-    for name, alone in (('model', 'embedded'), ('served_model_name', None), ('ray_address', None)):
+    for name, alone in _OF_ONE.items():
         if getattr(config, name) != alone: raise ValueError(
-            f'{name}={getattr(config, name)!r} is for a server of one model; '
-            'leave it out with models')
+            f'{name}={getattr(config, name)!r} is for a server of one model; with models '
+            'leave it out, or let it stand in the table of a model')
     try:
         if path.is_dir():
+            if (path/'config.json').is_file(): raise ValueError(
+                'it is a checkpoint itself: serve it as model, or name the folder that it lies in')
             found = ModelFolder(path).found()
             return _table({'models': found.models, 'aliases': found.aliases}, config)
         if (table := _table(parse_file(path), config)).specs: return table

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import TextIO
@@ -171,6 +171,7 @@ class Models:
 
     async def _load(self, name: str) -> HostedModel:
         model = await HostedModel.load(self.table.specs[name].config, self._log_file, self.store)
+        model.api.adapters.taken = lambda adapter: self._means_another(adapter, name)
         self._known[name] = model.about
         return model
 
@@ -188,6 +189,13 @@ class Models:
         if name not in self._known:
             self._known[name] = await asyncio.to_thread(look_at, self.table.specs[name].config)
         return self._known[name]
+
+    def _means_another(self, adapter: str, model: str) -> bool:
+        "Whether a name of an adapter of one model means something else on this server"
+        with suppress(ApiError):
+            whom = meant(adapter, self.table, self.lives)
+            return whom.model != model or whom.called == model
+        return False
 
     def _model(self, asked: str | None) -> str:
         "The model that is meant, or whose adapter"
@@ -253,13 +261,15 @@ class Models:
         return entry if whom.called == whom.model else _adapter(entry, whom.called)
 
     async def tags(self) -> dict[str, object]:
-        "All models, as Ollama lists them: a second name is an entry of its own, with the same digest"
+        "All models as Ollama lists them; second names and adapters are entries of their own"
         specs, aliases = self.table.specs, self.table.aliases
         there = {o: await self.about(o) for o in specs if o in self.table.specs}
         def entry(name: str, model: str) -> dict[str, object]:
-            digest = there[model].entry(model)['digest']
-            return {**there[model].entry(name), 'digest': digest, 'modified_at': _when(0.)}
-        names = {o: o for o in specs} | dict(aliases)
+            digest, path = there[model].entry(model)['digest'], _folder(specs[model].config.model)
+            written = path.stat().st_mtime if path.exists() else self.started
+            return {**there[model].entry(name), 'digest': digest, 'modified_at': _clock(written)}
+        tuned = {o: name for name in there for o in adapters_of(self.lives.lives[name])}
+        names = {o: o for o in specs} | dict(aliases) | tuned
         return {'models': [entry(name, model) for name, model in names.items() if model in there]}
 
     async def ps(self) -> dict[str, object]:
@@ -283,7 +293,11 @@ class Models:
 
     async def unload_model(self, body: LoadRequest) -> dict[str, object]:
         "Let a model leave, and return when it has"
-        await self.lives.unload(self._model(body.model))
+        whom = meant(body.model, self.table, self.lives)
+        if whom.called != whom.model: raise ApiError(
+            f'{whom.called!r} is an adapter of {whom.model!r}: unload that, or the adapter alone by '
+            f'/v1/unload_lora_adapter?model={whom.model}', param='model')
+        await self.lives.unload(whom.model)
         return {'success': True}
 
     async def abort(self, body: AbortRequest, request: Request) -> dict[str, object]:
@@ -352,9 +366,11 @@ def _status(life: Life[HostedModel]) -> str:
 
 def _when(seconds: float) -> str:
     "A time that is so far ahead"
-    if seconds == math.inf: return NEVER
-    then = datetime.now(UTC) + timedelta(seconds=max(seconds, 0.))
-    return then.isoformat().replace('+00:00', 'Z')
+    return NEVER if seconds == math.inf else _clock(time.time() + max(seconds, 0.))
+
+def _clock(seconds: float) -> str:
+    "A time as Ollama writes it"
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace('+00:00', 'Z')
 
 def _adapter(model: dict[str, object], name: str) -> dict[str, object]:
     "The same of an adapter, which says whose it is"
