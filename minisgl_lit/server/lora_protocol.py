@@ -33,7 +33,7 @@ class AdapterNames:
         lora: object = None,    # The setting: those that it is started with
     ):
         self.client, self.known = client, dict[str, str]()   # where each comes from, by name
-        self.taken: Callable[[str], bool] = lambda name: False   # whether it means something else here
+        self.taken: Callable[[str], bool] = lambda name: False   # whether it means another here
         self.keep({'adapters': lora})
 
     def keep(
