@@ -1,7 +1,8 @@
 """Models that come and go while a server of several runs: pulled from a hub of this machine, named twice,
 deleted; and what may never be deleted."""
-import contextlib, json, os, random, shutil
+import contextlib, json, os, random, shutil, time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import httpx
@@ -152,6 +153,37 @@ def test_a_pull_goes_on(server, hub, folder):
     assert delete(server, name).status_code == 200
 
 def contents(folder): return {o.relative_to(folder): o.read_bytes() for o in folder.rglob("*") if o.is_file()}
+
+def test_open_webui(server, hub):
+    """Its calls, one by one, with the fields that its backend sends: names with a tag, both names of a model,
+    a pull that is insecure; and what it reads of the answers"""
+    def call(path, **body):
+        r = order(server, path, "DELETE" if path == "/api/delete" else "POST", **body)
+        assert r.status_code == 200, r.text
+        return r
+    def listed(path): return {o["model"]: o for o in web.get(server.url + path).json()["models"]}
+    assert [int(o) for o in web.get(server.url + "/api/version").json()["version"].split(".")] > [0]
+    assert listed("/api/tags") == {}
+    steps = [json.loads(o) for o in call("/api/pull", model="some/model", name="some/model", insecure=True
+                                         ).text.splitlines()]
+    assert steps[-1] == {"status": "success"} and all("error" not in o for o in steps)
+    name = "some/model:latest"
+    assert {*listed("/api/tags")} == {name} and listed("/api/tags")[name]["name"] == name
+    assert "completion" in call("/api/show", model=name, name=name).json()["capabilities"]
+    chat = call("/api/chat", model=name, stream=True, messages=HI, options=dict(num_predict=6, temperature=0))
+    said = [json.loads(o) for o in chat.text.splitlines()]
+    assert said[-1]["done"] and "".join(o["message"]["content"] for o in said)
+    leaves = datetime.fromisoformat(listed("/api/ps")[name]["expires_at"]).timestamp()
+    assert 500 < leaves - time.time() < 700   # 10 minutes
+    assert call("/api/generate", model=name, prompt="A page", options={"num_predict": 2}, stream=False
+                ).json()["done"]
+    assert len(call("/api/embed", model="some/model", input=["A page", "is full"]).json()["embeddings"]) == 2
+    gone = call("/api/generate", model=name, keep_alive=0, prompt="")   # "unload", in the list of models
+    assert gone.headers["content-type"] == "application/json" and gone.json()["done_reason"] == "unload"
+    until(lambda: listed("/api/ps") == {})
+    call("/api/copy", source=name, destination="second")
+    for o in (name, "second:latest"): call("/api/delete", model=o, name=o)
+    assert listed("/api/tags") == {}
 
 def test_what_lies_elsewhere_stays(server, folder, tmp_path):
     """A link out of the folder goes and what it leads to stays, also if the way became a link just now; no
