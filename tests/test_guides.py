@@ -6,7 +6,7 @@ ours. A block whose first line is `# name.py` or the like is a file of that fold
 gone after it. Commands that cannot run here (`why_not`) are read instead: by the parser that would read them.
 If there is no time, those of ours that end by themselves are called in this process, not by a shell.
 """
-import contextlib, io, json, os, re, shlex, shutil, signal, subprocess, sys
+import contextlib, io, json, os, re, shlex, shutil, signal, subprocess, sys, tempfile
 from configparser import ConfigParser
 from dataclasses import fields
 from pathlib import Path
@@ -124,7 +124,8 @@ class Page:
     def start(self, command):
         "A server that serves the rest of the page; its line"
         self.end()
-        how = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.told = tempfile.TemporaryFile("w+")
+        how = dict(stdout=subprocess.PIPE, stderr=self.told, text=True)
         if self.by_shell: self.server = subprocess.Popen(f"exec env {command} --port 0", shell=True, **how)
         else:
             settings, words = command.split("minisgl-lit ")
@@ -139,7 +140,7 @@ class Page:
         "Its server drains when it is told to, and leaves with code 0"
         if self.server is None: return
         self.server.send_signal(signal.SIGTERM)
-        try: assert self.server.wait(60) == 0
+        try: assert self.server.wait(60) == 0, self.told.seek(0) or self.told.read()
         finally:
             self.server.kill()   # one that does not leave is no reason to wait for ever
             self.server.__exit__(None, None, None)

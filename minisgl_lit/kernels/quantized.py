@@ -40,7 +40,7 @@ class PackedGroups(PanelWeight):
     def scratch_bytes(self, rows: int) -> int:
         "Of `rows` inputs as the products want them"
         n_in = self.shape[1]
-        numbers, more = n_in if self.rounds_input else 4 * n_in, 8 * n_in // self.group
+        numbers, more = n_in if self.rounds_input else 4 * n_in, 12 * n_in // self.group
         return rows * ((numbers + more + 127) // 64 * 64) + 64
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -233,26 +233,26 @@ INLINE float round_to_bytes(int8_t *to, const void *from, i64 n, int bf16) {    
 }
 """
 grouped_c += bytes_c + r"""
-typedef struct {      // rows of x in 8 bits: numbers, then of each group its scale and its sum
+typedef struct {      // rows of x in 8 bits: numbers, then of each group what `in_group` reads
     const char *at;
     i64 n, groups, ld;
 } bytes;
-INLINE float x_scale(const bytes *x, i64 r, i64 g) {
-    float f; memcpy(&f, x->at + r * x->ld + x->n + 4 * g, 4); return f;
+enum { SCALE, LEAST, START };      // also what a minimum is multiplied with, where sums start
+INLINE uint32_t in_group(const bytes *x, i64 r, i64 g, int which) {
+    uint32_t u; memcpy(&u, x->at + r * x->ld + x->n + 4 * (which * x->groups + g), 4); return u;
 }
-INLINE int32_t x_sum(const bytes *x, i64 r, i64 g) {
-    int32_t i; memcpy(&i, x->at + r * x->ld + x->n + 4 * (x->groups + g), 4); return i;
-}
-static void to_bytes(const bytes *x, i64 r, const void *from, i64 group, int bf16) {
+static void to_bytes(const bytes *x, i64 r, const void *from, const grouped *m, int bf16) {
     int8_t *to = (int8_t *)x->at + r * x->ld;
-    float *scales = (float *)(to + x->n);
-    int32_t *sums = (int32_t *)(scales + x->groups);
-    for (i64 g = 0; g < x->groups; g++, to += group) {
+    float *scales = (float *)(to + x->n), *least = scales + x->groups;
+    int32_t *starts = (int32_t *)(least + x->groups);
+    int zero = (m->mins ? 0 : 1 << (m->bits - 1)) - (m->bits == 8 ? LESS : 0);
+    for (i64 g = 0, group = m->group; g < x->groups; g++, to += group) {
         int32_t all = 0;
         const char *some = at(from, g * group, bf16);
         scales[g] = bf16 ? round_to_bytes(to, some, group, 1) : round_to_bytes(to, some, group, 0);
         for (i64 i = 0; i < group; i++) all += to[i];
-        sums[g] = all;
+        least[g] = 0 - scales[g] * all;
+        starts[g] = -all * zero;
     }
 }
 """
@@ -263,10 +263,9 @@ INLINE void tile_dots(int R, int low, int high, const grouped *m, const place *p
                       i64 r0, i64 g, const char *soon, int lines, float *y) {
     vi sums[ROWS][WIDE];
     const char *from = x->at + r0 * x->ld + g * m->group;
-    int zero = (m->mins ? 0 : 1 << (m->bits - 1)) - (low == 8 ? LESS : 0);
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int j = 0; j < WIDE; j++)
-            sums[r][j] = (vi){0} - x_sum(x, r0 + r, g) * zero;
+            sums[r][j] = (vi){0} + in_group(x, r0 + r, g, START);
     enum { LANES = PANEL * 4 };
     const char *word = p->codes, *more = word + low_words(m) * LANES;
     int step = high ? 4 / high : 1;      // words for which one word has the upper bits
@@ -290,10 +289,11 @@ INLINE void tile_dots(int R, int low, int high, const grouped *m, const place *p
         vf scale = scale_of(m, p, j), least = {0};
         if (m->mins) least = least_of(m, p, j);
         UNROLL for (int r = 0; r < R; r++) {
-            float *to = y + r * PANEL + j * W, size = x_scale(x, r0 + r, g);
+            float *to = y + r * PANEL + j * W;
             vf sum = (vf)raw(to), dots = __builtin_convertvector(sums[r][j], vf);
-            sum = mac(sum, (vu)dots, (vu)(scale * size), 0);
-            if (m->mins) sum = mac(sum, (vu)least, (vu)((vf){0} - size * x_sum(x, r0 + r, g)), 0);
+            vu size = (vu){0} + in_group(x, r0 + r, g, SCALE);
+            sum = mac(sum, (vu)dots, (vu)(scale * (vf)size), 0);
+            if (m->mins) sum = mac(sum, (vu)least, (vu){0} + in_group(x, r0 + r, g, LEAST), 0);
             memcpy(to, &sum, sizeof sum);
         }
     }
@@ -341,11 +341,11 @@ static void grouped_part(const grouped *m, void *y, const void *x, const char *w
                          char *shared, i64 rows, i64 to, i64 n_out, i64 n_in, i64 bf16, team *t) {
     // outputs from `to` on, of `n_out`; `shared`: [rows, ld] bytes, of x as the products want it
     i64 widen = !m->dots && bf16 && !PAIRS, size = bf16 ? 2 : 4, groups = n_in / m->group;
-    i64 ld = ((m->dots ? n_in : 4 * n_in) + 8 * groups + 127) / 64 * 64;
+    i64 ld = ((m->dots ? n_in : 4 * n_in) + 12 * groups + 127) / 64 * 64;
     bytes whole = { shared, n_in, groups, ld };
     for (EACH(r, rows)) {
         const char *from = at(x, r * n_in, bf16);
-        if (m->dots) to_bytes(&whole, r, from, m->group, bf16);
+        if (m->dots) to_bytes(&whole, r, from, m, bf16);
         for (i64 i = 0; i < n_in * widen; i++) put(shared + r * ld, i, get(from, i, 1), 0);
     }
     barrier(t);
