@@ -143,7 +143,8 @@ _flag = re.compile(r"(?<!\w)--[a-z0-9]+(?:-[a-z0-9]+)+")
 _word = re.compile(r"[^\W_]+(?:_[^\W_]+)*", re.UNICODE)
 # addresses of links, anchors and roles are no words
 _markup = re.compile(r"(?m)(?<=\])\([^)\s]*\)|<[^>\n]*>|^\(cell-.*\)=$|\{[\w:.]+\}")
-_stem = cache(SearchEnglish({}).stem)
+SearchEnglish.stem = cache(SearchEnglish.stem)   # Sphinx asks for the same words on each page
+_stem = SearchEnglish({}).stem
 
 def unnumbered(place): return re.sub(r"/\d+[a-z]?_(?=[^/]*$)", "/", place)
 
