@@ -103,7 +103,7 @@ class Parser(ArgumentParser):
 
 # %% ../nbs/cli_arguments.ipynb #a719d3e2
 COMMON = ('model', 'device', 'dtype', 'quantization', 'quantization_compute', 'max_seq_len',
-          'memory_ratio', 'max_running_req', 'host', 'port', 'api_key')
+          'memory_ratio', 'max_running_req', 'lora', 'models', 'host', 'port', 'api_key')
 
 class _HelpAll(Action):
     "Print the help with all flags, and leave."
