@@ -11,6 +11,7 @@ __all__ = ['NEVER', 'Options', 'OllamaCall', 'OllamaMessage', 'OllamaRequest', '
 import asyncio
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -334,7 +335,7 @@ class ServedModel:
         except (OSError, ValueError, SafetensorError): size, tensors = 0, []
         family = str(config.get('model_type') or '')
         packed = config.get('quantization_config') or {}
-        n = _parameters(tensors, packed.get('bits'))
+        n = _parameters(tensors, packed)
         details = {
             'format': 'gguf' if (folder/'gguf.json').exists() else 'safetensors',
             'family': family, 'families': [family] if family else [], 'parent_model': '',
@@ -356,13 +357,13 @@ _THEIR_NAMES = {
     'intermediate_size': 'feed_forward_length', 'num_attention_heads': 'attention.head_count',
     'num_key_value_heads': 'attention.head_count_kv', 'vocab_size': 'vocab_size'}
 
-def _parameters(tensors: Sequence[_Tensor], bits: object) -> int:
+def _parameters(tensors: Sequence[_Tensor], packed: Mapping[str, object]) -> int:
     "Weights in all tensors; packed ones hold several in a number, and have scales beside them"
-    packed = isinstance(bits, int) and bits > 0
+    bits = re.search(r'"(?:num_)?bits": ([1-9]\d*)', json.dumps(packed))
     def count(one: _Tensor) -> int:
-        if not packed: return one.size
-        if any(word in one.name for word in ('scale', 'zero', 'idx')): return 0
-        return one.size * 32 // int(str(bits)) if one.kind == 'I32' else one.size
+        if not bits: return one.size
+        if any(word in one.name for word in ('scale', 'zero', 'idx', 'shape')): return 0
+        return one.size * 32 // int(bits[1]) if one.kind == 'I32' else one.size
     return sum(map(count, tensors))
 
 def _level(tensors: Sequence[_Tensor], packed: Mapping[str, object]) -> str:
