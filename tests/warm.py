@@ -7,7 +7,9 @@ import subprocess, sys, threading, time, traceback, types
 
 from setproctitle import getproctitle, setproctitle
 
-_READ_AT_IMPORT = re.compile(r"OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|TORCH|CUDA|LD_|MALLOC_|PYTHON(?!PATH)")
+# torch itself sets the folder that it compiles into, in the middle of a run
+_READ_AT_IMPORT = re.compile(r"OMP_|GOMP_|KMP_|MKL_|OPENBLAS_|TORCH(?!INDUCTOR_CACHE)|CUDA|LD_|MALLOC_|"
+                             r"PYTHON(?!PATH)")
 _SUBREAPER, _PDEATHSIG = 36, 1   # of linux/prctl.h
 _libc = ctypes.CDLL(None)
 
