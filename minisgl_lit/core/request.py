@@ -127,7 +127,7 @@ class CacheHandle(Protocol):
     borrowed: bool   # Whether other requests have computed some of them
     @property
     def invalid(self) -> bool:
-        "Whether its pages have been invalidated"
+        "Whether its keys and values turned out to be NaN or inf"
         ...
     @property
     def pages(self) -> np.ndarray:
@@ -313,7 +313,7 @@ class LogprobRequests:
     targets: np.ndarray  # and these successors, [k]
     owners: np.ndarray   # Their requests, as indices into `reqs`, [k]
     width: int           # How many of the likeliest are wanted, at most
-    named: np.ndarray    # Tokens asked for by name, padded with token 0, [n_named, m + k]
+    named: np.ndarray    # Tokens of `token_ids_logprob`, padded with token 0, [n_named, m + k]
 
 @dataclass(eq=False)
 class PoolingRequests:

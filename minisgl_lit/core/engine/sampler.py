@@ -167,7 +167,7 @@ def logprobs(
     logits: torch.Tensor,   # As the model made them, [n, vocab_size]
     targets: torch.Tensor,  # The tokens in question, int64, [n]
     width: int,             # How many of the likeliest to report
-    named: torch.Tensor,    # Tokens asked for by name, int64, [n, n_named]
+    named: torch.Tensor,    # Tokens asked for by their ids, int64, [n, n_named]
 ) -> list[torch.Tensor]:    # Of the targets, [n]; likeliest tokens and their own, [n, width]; named
     "Log-probabilities: of the targets, of the likeliest tokens, and of those with a name"
     logits = logits.float()
