@@ -23,10 +23,10 @@ def on_fake_gpu(*names):
     assert len(told) == len(names) and not done.returncode, done.stderr[-3000:]
     return {o['name']: o for o in told}
 
-WORK = ['qwen3moe', 'kv_fp8', 'no_edits']
+WORK = ['qwen3moe', 'kv_fp8', 'no_edits', 'adapters']
 # of kinds that the others have, too
 MORE = ['qwen3', 'tensor_cores', 'weights_fp8', 'sampled', 'mixed', 'window', 'prefix', 'named',
-        'llama', 'group5', 'page1']
+        'llama', 'group5', 'page1', 'adapters_fp8']
 BROKEN = ['accidents']
 MORE_BROKEN = ['no_norm', 'no_rope', 'no_prefill']   # the same for other modules
 
@@ -47,7 +47,10 @@ def check_configurations(told, work, broken, long):
                 and o['captured fused_add_rmsnorm'])
         assert (o['captured gate_up'] == o['captured down'] if name == 'qwen3moe'
                 else o['captured silu_and_mul'])
-        assert ('captured round_row' in o) == (name == 'weights_fp8') and o.get('weigh') == o.get('pick')
+        # of four weights, for three sizes
+        of_adapters = {k: o.get(f'captured {k}') for k in ('shrink', 'expand')}
+        assert {*of_adapters.values()} == ({12} if 'adapters' in name else {None}), of_adapters
+        assert ('captured round_row' in o) == name.endswith('s_fp8') and o.get('weigh') == o.get('pick')
     # of the steps of each kind that an engine does before it serves; all requests there are greedy
     at_start = told['qwen3moe']['weigh']
     assert told['no_edits']['weigh'] == told['no_edits']['cut'] > at_start + 3
