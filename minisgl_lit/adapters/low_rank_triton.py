@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['triton', 'tl', 'ROWS', 'RANKS', 'COLUMNS', 'DEPTH', 'row_tiles', 'RowTiles', 'add_changes', 'TiledWeight',
-           'why_no_adapters']
+           'adapters_trial', 'why_no_adapters']
 
 # %% ../../nbs/adapters/low_rank_triton.ipynb #a992fad7
 from dataclasses import dataclass
@@ -170,7 +170,7 @@ def _unpacked(weight: Weight) -> torch.Tensor:
     if isinstance(weight, torch.Tensor): return weight
     return weight.rows(torch.arange(weight.shape[0]))
 
-# %% ../../nbs/adapters/low_rank_triton.ipynb #76eb4d83
+# %% ../../nbs/adapters/low_rank_triton.ipynb #589747e9
 def _trial(device: torch.device, dtype: torch.dtype) -> Pairs:
     "Rows of three adapters and of none, by the kernels and by their definition"
     some, at = partial(numbers, device=device, dtype=dtype), RowTiles(64, 3, device)
@@ -189,11 +189,16 @@ def _trial(device: torch.device, dtype: torch.dtype) -> Pairs:
     at.put(ids)
     return [(weight.multiply(x), y)]
 
+def adapters_trial(
+    dtype: torch.dtype,   # Of the model
+) -> Trial:
+    "The trial of these kernels"
+    return Trial('minisgl_lit.adapters.low_rank_triton:_trial', (dtype,))
+
 def why_no_adapters(
     device: torch.device,   # A GPU
     dtype: torch.dtype,     # Of the model
 ) -> str | None:            # A sentence; `None`: they can be served
     "Why adapters cannot be served there; tried if that is not known"
-    trial = Trial('minisgl_lit.adapters.low_rank_triton:_trial', (dtype,))
-    why = why_unusable(device, trial)
+    why = why_unusable(device, adapters_trial(dtype))
     return f'adapters on a GPU need kernels in Triton, and here {why}' if why else None
