@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 from minisgl_lit.core.models.checkpoint import read_config
 from minisgl_lit.core.models.weights import tensor_placements
 
-def write_adapter(folder: Path, model: Path, seed: int, only='.', rank=4, alpha=8., ranks={}, alphas={}, size=.3, **settings):
+def write_adapter(folder: Path, model: Path, seed: int, only='.', rank=4, alpha=8., ranks={}, alphas={},
+                  size=.3, **settings):
     "A random adapter of the modules whose names match; what it changes, by definition, by name"
     rng, tensors, deltas = torch.Generator().manual_seed(seed), {}, {}
     for name, place in tensor_placements(read_config(model)).items():

@@ -123,8 +123,8 @@ def test_where_kernels_cannot_be_used_a_sentence_says_why(served, monkeypatch):
     pool = runtime.scheduler.adapters
     engine = pool.engine
     pool.engine = SimpleNamespace(model=engine.model, device=torch.device('cuda'))
-    with pytest.raises(ValueError, match="lora='a': adapters on a GPU need kernels in Triton, and here the pac"
-                                         'kage is not installed'):
+    with pytest.raises(ValueError, match="lora='a': adapters on a GPU need kernels in Triton, and here the "
+                                         'package is not installed'):
         monkeypatch.setattr('minisgl_lit.kernels.library.find_spec', lambda name: None)
         pool.load('a', str(path/'a'))
     assert not pool.numbers and runtime.scheduler.engine is engine
@@ -134,16 +134,20 @@ def test_without_room_nothing_has_changed(served, on_gpu, monkeypatch):
     "Neither while steps are recorded, nor while matrices are sent; and then there is room"
     path, asked, right = served
     runtime, _ = on_gpu([1], names='')
-    pool, engine, put, join = (o := runtime.scheduler.adapters), runtime.engine, TiledWeight.put, o.join
+    pool, engine, put = runtime.scheduler.adapters, runtime.engine, TiledWeight.put
+    join = pool.join
     def full(*ignored): raise torch.OutOfMemoryError('CUDA out of memory')
     def all_but_one(weight, number, changes):
         if changes and weight.table.shape[1] == 2: full()
         put(weight, number, changes)
     def refused():
-        with pytest.raises(ValueError, match="lora='a': beside pages and weights this GPU has no room for it"):
+        with pytest.raises(ValueError, match="'a': beside pages and weights this GPU has no room for it"):
             pool.load('a', str(path/'a'))
         assert not pool.numbers and not any(o.changes or o.table.any() for o in pool._weights.values())
-    pool.join = lambda decoder: join(decoder) and full()
+    def no_room(decoder):
+        engine.stream.submit(full)
+        engine.stream.synchronize()
+    pool.join = no_room
     refused()
     assert runtime.scheduler.engine is engine and not pool._weights
     pool.join = join

@@ -113,7 +113,8 @@ class AdapterPool:
         try:
             adapter = read_adapter(Path(path), model.config, model.norm.dtype)
             if not self._weights: self._make_decoder()
-            for weight, changes in adapter.changes.items(): self._weights[weight].put(min(free), changes)
+            for name_of, changes in adapter.changes.items():
+                self._weights[name_of].put(min(free), changes)
         except ValueError as e: raise refuse(e) from None
         except torch.OutOfMemoryError as e:
             self._forget(min(free))
