@@ -968,9 +968,8 @@ def adapters(args) -> Figures:
         names = [f'adapter-{i}' for i in range(8)]
         for i, name in enumerate(names):
             write_adapter(Path(folder)/name, Path(folder), i, rank=16, size=.01)
-        with make_llm(folder, True, dummy_weights=True, max_seq_len=2560, page_size=16,
-                      lora={name: f'{folder}/{name}' for name in names},
-                      **dict(max_running_req=16, max_loras=8)) as llm:
+        with make_llm(folder, True, dummy_weights=True, max_running_req=16, max_seq_len=2560, page_size=16,
+                      lora={name: f'{folder}/{name}' for name in names}, max_loras=8) as llm:
             runtime, told = runtime_of(llm), {}
             n = runtime.config.max_running_req
             for kinds, some in dict(none=[None], one=names[:1], eight=names).items():

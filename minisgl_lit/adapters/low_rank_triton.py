@@ -7,6 +7,7 @@ __all__ = ['triton', 'tl', 'ROWS', 'RANKS', 'COLUMNS', 'DEPTH', 'row_tiles', 'Ro
            'adapters_trial', 'why_no_adapters']
 
 # %% ../../nbs/adapters/low_rank_triton.ipynb #a992fad7
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -146,7 +147,7 @@ class TiledWeight(AdaptedWeight):
     def put(
         self,
         number: int,              # As for `AdaptedWeight`, and so the rest
-        changes: list[LowRank],
+        changes: Sequence[LowRank],
     ) -> None:
         "Take in what an adapter changes, from copies on the device"
         super().put(number, [self._there(o) for o in changes])
