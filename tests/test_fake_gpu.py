@@ -79,7 +79,8 @@ LAYERS, MORE_LAYERS = ['layer', 'experts_layer', 'fp8_layer'], ['kv_fp8_layer', 
 STEPS = ['machine', 'modules', 'recorded', 'prefill', 'bench256', 'profile', 'sampling', 'attend', 'fp8',
          'serve', 'first_start', 'kernels', 'low', 'experts', 'adapters', 'late']
 # these take three quarters of the time of all
-FOR_A_WHILE = ['profile', 'attend', 'serve', 'low', 'prefill', 'bench256', 'experts', 'adapters', 'first_start', 'late']
+FOR_A_WHILE = ['profile', 'attend', 'serve', 'low', 'prefill', 'bench256', 'experts', 'adapters',
+               'first_start', 'late']
 
 def check_launches(told, long):
     for name in MOST:
