@@ -20,6 +20,7 @@ import torch
 
 from .config import EngineConfig
 from .core.device import Stream
+from .core.engine.cuda_graph import CudaGraphs, GraphEngine
 from .core.engine.engine import Engine
 from .text.grammar import GrammarCompiler
 from .core.engine.memory import MemoryPlan, set_threads
@@ -239,10 +240,11 @@ def make_adapters(
 ) -> AdapterPool:
     "The pool of adapters, with those that `lora` names; `ValueError` if one cannot be loaded"
     config, why_not = resolved.config, ''
-    if resolved.device.type != 'cpu': why_not = f'adapters need a CPU, not {resolved.device}'
     if config.tp > 1: why_not = f'adapters need tp=1, not {config.tp}'
+    steps = engine.steps if isinstance(engine, GraphEngine) else None
+    sizes = steps.sizes if isinstance(steps, CudaGraphs) else []
     def join(decoder: Decoder) -> Engine:
-        return join_engine(decoder, engine.attention, scheduler.table, engine.stream, [],
+        return join_engine(decoder, engine.attention, scheduler.table, engine.stream, sizes,
                            config.cuda_graph_max_bs)
     pool = AdapterPool(scheduler, engine, join, config.max_loras, why_not)
     for name, path in (config.lora or {}).items(): pool.load(name, path)

@@ -414,6 +414,7 @@ class Case:
     settings: dict = field(default_factory=dict)    # Of `EngineConfig`
     params: list[dict] = field(default_factory=lambda: [dict(temperature=0)])   # Sampling parameters, in turn
     prompts: list[list[int]] | None = None          # Token ids; `None`: four or more, of any length
+    adapters: str = ''                              # Their names, a letter each
     broken: str = ''                                # A module that does not compile
     accidents: dict[str, str] = field(default_factory=dict)   # See `Device`
     says: list[str] = field(default_factory=list)   # What the lines on the log then begin with
@@ -436,6 +437,10 @@ CASES = dict(
     kv_fp8=Case(settings=dict(kv_dtype='fp8')), weights_fp8=Case(settings=dict(quantization='fp8')),
     window=Case(dict(architectures=['MistralForCausalLM'], model_type='mistral', sliding_window=64)),
     page1=Case(settings=dict(page_size=1, num_pages=8000)),
+    tuned=Case(adapters='ab', params=[dict(temperature=0, lora='a'), dict(temperature=0),
+                                      dict(temperature=.7, lora='b')]),
+    tuned_fp8=Case(adapters='a', params=[dict(temperature=0, lora='a'), dict(temperature=0)],
+                   settings=dict(quantization='fp8')),
     accidents=Case(accidents=dict(sampling='crashes', page_list='hangs'), params=SAMPLED[:3],
                    says=['In plain torch: list of pages. Triton: it was not done after',
                          'In plain torch: sampling. Triton: its process ended by SIGABRT']),
@@ -458,6 +463,7 @@ def engine(case: Case, known: dict | None = None):
     from minisgl_lit.kernels.gpu_operations import store_kernel
     from minisgl_lit.kernels.page_list import page_lister
     from minisgl_lit.kernels.sampling import can_sample
+    from random_adapters import write_adapter
     for o in (kernels.small_kernels, load_library, trials._findings, host.warn_once, page_lister, can_sample,
               store_kernel):
         o.cache_clear()
@@ -478,7 +484,9 @@ def engine(case: Case, known: dict | None = None):
           patch.object(host, 'print', lambda *o, **_: said.append(*o), create=True),
           patch.object(trials, 'largest_error', compare_shapes)):
         (Path(folder)/'config.json').write_text(json.dumps(SHAPE | case.shape))
-        runtime = build(EngineConfig.of(folder, **given | case.settings))
+        for i, name in enumerate(case.adapters): write_adapter(Path(folder)/name, Path(folder), i)
+        lora = {name: f'{folder}/{name}' for name in case.adapters} or None
+        runtime = build(EngineConfig.of(folder, **given | dict(lora=lora) | case.settings))
         try: yield runtime, said
         finally: runtime.close()
 

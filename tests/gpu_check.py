@@ -33,9 +33,9 @@ class Step:
 # seconds; in the order in which they run: what others need, then what is most worth knowing, and what has to
 # be compiled comes last
 LIMITS = dict(
-    machine=12, modules=12, recorded=16, prefill=25, bench256=62, profile=18, sampling=14, attend=18, fp8=16,
-    serve=73, first_start=42, kernels=18, low=12, experts=12, parity=19, equality=18, tests=17, cells=6,
-    sanitizer=6, late=4)
+    machine=12, modules=12, recorded=12, prefill=25, bench256=58, profile=16, sampling=14, attend=18, fp8=16,
+    serve=66, first_start=42, kernels=18, low=12, experts=12, adapters=14, parity=21, equality=19, tests=17,
+    cells=6, sanitizer=6, late=4)
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser('tests/gpu_check', description=__doc__)
@@ -251,13 +251,14 @@ def triton_trials() -> dict:
     "Our kernels in Triton, once, against their definitions: their errors"
     from functools import partial
     import torch
+    from minisgl_lit.adapters.low_rank_triton import adapters_trial
     from minisgl_lit.kernels.fp8 import FP8_TRIAL
     from minisgl_lit.kernels.grouped_matmul import experts_trial
     from minisgl_lit.kernels.page_list import PAGES_TRIAL
     from minisgl_lit.kernels.sampling import SAMPLING_TRIAL
     from minisgl_lit.kernels.gpu_operations import heads_trial
     told = dict(pages=PAGES_TRIAL, heads=heads_trial(False), heads_fp8=heads_trial(True),
-                sampling=SAMPLING_TRIAL, fp8=FP8_TRIAL,
+                sampling=SAMPLING_TRIAL, fp8=FP8_TRIAL, adapters=adapters_trial(torch.bfloat16),
                 experts=experts_trial(torch.bfloat16, False), experts_fp8=experts_trial(torch.bfloat16, True))
     return {name: partial(o.run, torch.device('cuda', 0)) for name, o in told.items()}
 
@@ -486,14 +487,16 @@ def recorded(args) -> Figures:
         raise AssertionError('a recorded step says something else than its rows one by one: '
                              f'{max(errors):.3g} of the largest logit')
 
-def decode_ms(runtime, n: int, context: int = 500, steps: int = 40, **params) -> float:
+def decode_ms(runtime, n: int, context: int = 500, steps: int = 40, names: Sequence[str | None] = (None,),
+              **params) -> float:
     """Milliseconds of a decode step of `n` requests, in the steady state; greedy, if no parameters say how to
-    sample"""
+    sample; of adapters of these names, in turn"""
     import torch
     from minisgl_lit.text.sampling_params import SamplingParams
     s = runtime.scheduler
     for i in range(n):
-        s.add(f'd{i}', [i % 1000 + 1] * context, SamplingParams(ignore_eos=True, **params or GREEDY))
+        s.add(f'd{i}', [i % 1000 + 1] * context,
+              SamplingParams(ignore_eos=True, lora=names[i % len(names)], **params or GREEDY))
     def wait() -> int:
         torch.cuda.synchronize()
         return s.stats()['steps']
@@ -957,9 +960,55 @@ def small_checkpoint(folder: str, dtype: str):
     make_checkpoint('Qwen3', Path(folder), dtype=dtype, head_dim=128, hidden_size=256,
                     max_position_embeddings=256)
 
+def adapters(args) -> Figures:
+    """A decode step of sixteen requests: of no adapter, of one, and of eight that take turns, rank 16 on all
+    projections"""
+    from random_adapters import write_adapter
+    with shape_of_qwen3() as folder:
+        names = [f'adapter-{i}' for i in range(8)]
+        for i, name in enumerate(names):
+            write_adapter(Path(folder)/name, Path(folder), i, rank=16, size=.01)
+        with make_llm(folder, True, dummy_weights=True, max_running_req=16, max_seq_len=2560, page_size=16,
+                      lora={name: f'{folder}/{name}' for name in names}, max_loras=8) as llm:
+            runtime, told = runtime_of(llm), {}
+            n = runtime.config.max_running_req
+            for kinds, some in dict(none=[None], one=names[:1], eight=names).items():
+                told[f'{kinds}_ms'] = decode_ms(runtime, n, names=some)
+            yield told | {f'{o}_ratio': told[f'{o}_ms'] / told['none_ms'] for o in ('one', 'eight')}
+        del llm, runtime
+        give_back()
+
+def merged(model: Path, deltas: dict, folder: Path) -> Path:
+    "The checkpoint with what an adapter changes added to its weights"
+    from safetensors.torch import load_file, save_file
+    shutil.copytree(model, folder)
+    tensors = load_file(folder/'model.safetensors')
+    for module, delta in deltas.items(): tensors[f'{module}.weight'] += delta
+    save_file(tensors, folder/'model.safetensors', metadata=dict(format='pt'))
+    return folder
+
+def adapter_tokens(model: Path, folder: Path) -> dict:
+    """float32: requests of two adapters and of none in one call have the tokens that transformers gives with
+    merged weights"""
+    from minisgl_lit.llm import LLM
+    from random_adapters import write_adapter
+    from reference import MAX_NEW, Comparison, generate, prompts
+    places, asked, comparison = {None: model}, prompts()[:4], Comparison()
+    for i, name in enumerate('ab'):
+        places[name] = merged(model, write_adapter(folder/name, model, i), folder/f'merged-{name}')
+    names = [name for name in places for _ in asked]
+    with LLM(str(model), device='cuda', dtype='float32', attention='torch', page_size=4, num_pages=400,
+             lora={name: str(folder/name) for name in 'ab'}) as llm:
+        outs = llm.generate(asked * len(places), lora=names, max_tokens=MAX_NEW, temperature=0)
+    for prompt, name, out in zip(asked * len(places), names, outs):
+        right = generate(places[name], prompt)
+        comparison.check(places[name], prompt, out.token_ids, right, f'adapter={name}')
+    comparison.done()
+    return dict(adapter_tokens=comparison.tokens, adapter_near_ties=comparison.excused)
+
 def parity(args) -> Figures:
-    """float32 with the reference attention: the tokens of transformers. bfloat16 with FlashInfer and graphs:
-    as near to float32 as transformers is"""
+    """float32 with the reference attention: the tokens of transformers, of adapters as merged into the
+    weights. bfloat16 with FlashInfer and graphs: as near to float32 as transformers is"""
     import torch
     from minisgl_lit.text.sampling_params import SamplingParams
     from minisgl_lit.llm import LLM
@@ -977,6 +1026,7 @@ def parity(args) -> Figures:
                         comparison.check(Path(folder), prompt, out.token_ids, o, f'overlap={overlap}')
         comparison.done()
         told |= dict(float32_tokens=comparison.tokens, float32_near_ties=comparison.excused)
+        with tempfile.TemporaryDirectory() as other: told |= adapter_tokens(Path(folder), Path(other))
         with make_llm(folder, graphs=True, dtype='bfloat16', page_size=16, num_pages=200,
                       max_running_req=8) as llm:
             ours = [o.token_ids for o in llm.generate(prompts(), greedy)]
@@ -995,18 +1045,22 @@ def parity(args) -> Figures:
         raise AssertionError(f'bfloat16 answers are further from float32 than those of transformers: {told}')
 
 def equality(args) -> Figures:
-    "Graphs on and off, overlap on and off, bfloat16: the same answers, but for near ties"
+    """Graphs on and off, overlap on and off, bfloat16, every third request of an adapter: the same answers,
+    but for near ties"""
     from minisgl_lit.text.sampling_params import SamplingParams
+    from random_adapters import write_adapter
     from reference import prompts
     answers = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as adapter:
         small_checkpoint(folder, 'bfloat16')
+        write_adapter(Path(adapter), Path(folder), 0)
         for graphs in (False, True):
             for overlap in (False, True):
                 with make_llm(folder, graphs, overlap=overlap, page_size=16, num_pages=200,
-                              max_running_req=8) as llm:
-                    outs = llm.generate(prompts() * 2,
-                                        SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
+                              max_running_req=8, lora={'a': adapter}) as llm:
+                    asked = prompts() * 2
+                    outs = llm.generate(asked, SamplingParams(max_tokens=16, temperature=0, ignore_eos=True),
+                                        lora=[None if i % 3 else 'a' for i in range(len(asked))])
                 if errors := [o.error for o in outs if o.error]: raise AssertionError(errors[0])
                 answers[graphs, overlap] = [o.token_ids for o in outs]
     def same(a, b): return sum(x == y for x, y in zip(a, b)) / len(a)
@@ -1088,7 +1142,7 @@ def cells(args) -> Figures:
 
 STEPS: dict[str, Callable[[argparse.Namespace], Figures]] = {o.__name__: o for o in (
     machine, modules, recorded, prefill, bench256, profile, sampling, attend, fp8, serve, first_start,
-    kernels, low, experts, parity, equality, tests, cells, sanitizer, late)}
+    kernels, low, experts, adapters, parity, equality, tests, cells, sanitizer, late)}
 
 # ---- running them ------------------------------------------------------------------------------------------
 

@@ -1,50 +1,26 @@
 """Adapters change no answer but their own: tokens are those of a merged model, alone and in any company, over
 any base; cached prefixes are never shared across adapters; names come and go while requests run."""
-import asyncio, importlib.util, json, random, re
+import asyncio, importlib.util, random, re
 from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from minisgl_lit import LLM, SamplingParams, serve
 from minisgl_lit.adapters.low_rank import AdaptedWeight
 from minisgl_lit.adapters.pool import AdapterEngine
 from minisgl_lit.config import EngineConfig
-from minisgl_lit.core.models.checkpoint import read_config
 from minisgl_lit.core.models.operations import linear
-from minisgl_lit.core.models.weights import tensor_placements
 from minisgl_lit.core.sampling_params import RequestError
 from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.runtime import make_adapters
 from minisgl_lit.server.lora_protocol import AdapterNames
+from random_adapters import write_adapter
 from reference import MAX_NEW, load, make_checkpoint, prompts
 
 HOW = dict(temperature=0, max_tokens=MAX_NEW)
-
-def write_adapter(folder, model, seed, only='.', rank=4, alpha=8., ranks={}, alphas={}, size=.3, **settings):
-    "A random adapter of the modules whose names match; what it changes, by definition, by name"
-    rng, tensors, deltas = torch.Generator().manual_seed(seed), {}, {}
-    for name, place in tensor_placements(read_config(model)).items():
-        module = name.removesuffix('.weight')
-        if not module.endswith('_proj') or not re.search(only, module): continue
-        r = next((v for k, v in ranks.items() if module.endswith(k)), rank)
-        s = next((v for k, v in alphas.items() if module.endswith(k)), alpha)
-        s /= r ** .5 if settings.get('use_rslora') else r
-        n_out, n_in = place.shape
-        a, b = torch.randn(r, n_in, generator=rng) / n_in**.5, torch.randn(n_out, r, generator=rng) * size
-        stem = f'base_model.model.{module}'
-        tensors |= {f'{stem}.lora_A.weight': a, f'{stem}.lora_B.weight': b}
-        deltas[module] = s * b @ a
-    folder.mkdir(exist_ok=True)
-    modules = sorted({o.rpartition('.')[2] for o in deltas})
-    raw = dict(peft_type='LORA', r=rank, lora_alpha=alpha, rank_pattern=ranks, alpha_pattern=alphas,
-               target_modules=modules, task_type='CAUSAL_LM', bias='none', **settings)
-    (folder/'adapter_config.json').write_text(json.dumps(raw))
-    save_file(tensors, folder/'adapter_model.safetensors')
-    return deltas
 
 class Merged:
     "The answers of `transformers` with the changes of an adapter added to its weights"
@@ -340,11 +316,9 @@ def test_several_ranks_are_refused(embedded):
         LLM(num_pages=50, tp=2, lora=embedded)
 
 def test_what_cannot_be_together_is_refused(embedded, tmp_path):
-    for wrong, sentence in ((dict(tp=2), 'tp=1, not 2'), (dict(device='cuda'), 'a CPU, not cuda')):
-        asked = EngineConfig(lora=embedded, **wrong)
-        resolved = SimpleNamespace(config=asked, device=torch.device(wrong.get('device', 'cpu')))
-        with pytest.raises(ValueError, match=f"lora='a': adapters need {sentence}"):
-            make_adapters(resolved, SimpleNamespace(), None)
+    resolved = SimpleNamespace(config=EngineConfig(lora=embedded, tp=2), device=torch.device('cpu'))
+    with pytest.raises(ValueError, match="lora='a': adapters need tp=1, not 2"):
+        make_adapters(resolved, SimpleNamespace(), None)
     make_checkpoint('Qwen3', tmp_path/'other')
     with pytest.raises(ValueError, match='has shape'): LLM(tmp_path/'other', num_pages=50, lora=embedded)
     with LLM(num_pages=50) as llm:

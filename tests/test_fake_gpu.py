@@ -23,10 +23,10 @@ def on_fake_gpu(*names):
     assert len(told) == len(names) and not done.returncode, done.stderr[-3000:]
     return {o['name']: o for o in told}
 
-WORK = ['qwen3moe', 'kv_fp8', 'no_edits']
+WORK = ['qwen3moe', 'kv_fp8', 'no_edits', 'tuned']
 # of kinds that the others have, too
 MORE = ['qwen3', 'tensor_cores', 'weights_fp8', 'sampled', 'mixed', 'window', 'prefix', 'named',
-        'llama', 'group5', 'page1']
+        'llama', 'group5', 'page1', 'tuned_fp8']
 BROKEN = ['accidents']
 MORE_BROKEN = ['no_norm', 'no_rope', 'no_prefill']   # the same for other modules
 
@@ -47,7 +47,11 @@ def check_configurations(told, work, broken, long):
                 and o['captured fused_add_rmsnorm'])
         assert (o['captured gate_up'] == o['captured down'] if name == 'qwen3moe'
                 else o['captured silu_and_mul'])
-        assert ('captured round_row' in o) == (name == 'weights_fp8') and o.get('weigh') == o.get('pick')
+        # of four weights, for three sizes
+        of_adapters = {k: o.get(f'captured {k}') for k in ('shrink', 'expand')}
+        assert {*of_adapters.values()} == ({12} if 'tuned' in name else {None}), of_adapters
+        assert ('captured round_row' in o) == (name in ('weights_fp8', 'tuned_fp8'))
+        assert o.get('weigh') == o.get('pick')
     # of the steps of each kind that an engine does before it serves; all requests there are greedy
     at_start = told['qwen3moe']['weigh']
     assert told['no_edits']['weigh'] == told['no_edits']['cut'] > at_start + 3
@@ -73,9 +77,10 @@ EXPERTS_LAYER = [*LAYER[:6], *ROUTER, 'aten.sort.stable', 'aten.arange.default',
                  'gate_up', 'down', 'aten.sum.dim_IntList']
 LAYERS, MORE_LAYERS = ['layer', 'experts_layer', 'fp8_layer'], ['kv_fp8_layer', 'experts_fp8_layer']
 STEPS = ['machine', 'modules', 'recorded', 'prefill', 'bench256', 'profile', 'sampling', 'attend', 'fp8',
-         'serve', 'first_start', 'kernels', 'low', 'experts', 'late']
+         'serve', 'first_start', 'kernels', 'low', 'experts', 'adapters', 'late']
 # these take three quarters of the time of all
-FOR_A_WHILE = ['profile', 'attend', 'serve', 'low', 'prefill', 'bench256', 'experts', 'first_start', 'late']
+FOR_A_WHILE = ['profile', 'attend', 'serve', 'low', 'prefill', 'bench256', 'experts', 'adapters',
+               'first_start', 'late']
 
 def check_launches(told, long):
     for name in MOST:
@@ -114,6 +119,8 @@ def check_steps(figures, long):
             and figures['fp8']['multiplies'])
     for o in cache: assert set(figures['fp8'][o]) == {'attend_us', 'us'}
     if not long: return
+    assert ({f'{o}_ms' for o in ('none', 'one', 'eight')} | {'one_ratio', 'eight_ratio'}
+            == set(figures['adapters']))
     assert set(figures['profile']) == {'n1', 'n1_longest_us', 'n4', 'n4_longest_us'}
     assert set(figures['attend']) == attend
     assert (set(figures['prefill']) == {f'{kernel}_{what}' for kernel in ('fa2', 'fa3')

@@ -6,7 +6,7 @@ from threading import active_count
 
 import pytest
 
-from test_adapters import write_adapter
+from random_adapters import write_adapter
 from test_serve import until, web
 from test_several_models import HI, HOW, get, made, pid_of, post, said
 from minisgl_lit import serve

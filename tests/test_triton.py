@@ -4,11 +4,15 @@ before it imports the package (`make test-long`)."""
 import importlib.util, os, subprocess, sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minisgl_lit.adapters import low_rank_triton
+from minisgl_lit.adapters.low_rank import MOST_ADAPTERS, LowRank
+from minisgl_lit.adapters.low_rank_triton import RowTiles, TiledWeight
 from minisgl_lit.core.engine.sampler import sample_random
 from minisgl_lit.kernels import fp8, fused_heads, gpu_operations, grouped_matmul, page_list, sampling
 from minisgl_lit.testing.triton_emulator import BlockPointer, Language, TritonKernel
@@ -310,6 +314,61 @@ def test_experts_of_16_bits_are_tried(monkeypatch):
     assert not can(torch.device('cpu'), torch.bfloat16)
     assert [can(torch.device('cuda', i), torch.bfloat16, True) for i in (0, 1)] == [False, True]
 
+@st.composite
+def fine_tunes(draw):
+    "Rows of adapters and of none; what each adapter changes of which part, of which rank"
+    n_in, sizes = draw(st.sampled_from([1, 16, 70, 130])), draw(st.lists(st.integers(1, 70), min_size=1,
+                                                                         max_size=3))
+    ranks = draw(st.lists(st.lists(st.sampled_from([0, 1, 4, 16, 33, 128]), min_size=len(sizes),
+                                   max_size=len(sizes)), min_size=1, max_size=4))
+    rows = draw(st.lists(st.integers(0, len(ranks)), min_size=1, max_size=40))
+    return dict(n_in=n_in, sizes=sizes, ranks=ranks, rows=rows, dtype=draw(st.sampled_from(DOT)),
+                seed=draw(st.integers(0, 99)))
+
+def tuned(n_in, sizes, ranks, rows, dtype, seed):
+    """Rows, a weight as they change it, its output alone, and what is to be added. Outputs of a part lie
+    together, and one that no adapter changes lies between two"""
+    g = torch.Generator().manual_seed(seed)
+    def some(*shape): return torch.randn(*shape, generator=g).to(dtype)
+    firsts = np.cumsum([0, *[o + 1 for o in sizes]]).tolist()
+    table = torch.zeros(MOST_ADAPTERS, len(sizes), 5, dtype=torch.int64)
+    weight = TiledWeight(some(firsts[-1], n_in), RowTiles(64, len(ranks), 'cpu'), table, {})
+    x, added = some(len(rows), n_in), torch.zeros(len(rows), firsts[-1])
+    for k, of_parts in enumerate(ranks, 1):
+        own = torch.tensor(rows) == k
+        parts = [LowRank(first, some(r, n_in) / n_in**.5, some(n, r) / r**.5)
+                 for first, n, r in zip(firsts, sizes, of_parts) if r]
+        weight.put(k, parts)
+        for o in parts: added[own, o.first:o.first + len(o.b)] += ((x[own] @ o.a.T) @ o.b.T).float()
+    return x, weight, torch.nn.functional.linear(x, weight.base), added
+
+@few
+@given(fine_tunes())
+def test_adapters_add_what_is_defined(world):
+    """For all sizes, ranks and dtypes, alone and in company; and where nothing is to be added, no bit
+    changes"""
+    x, weight, base, added = tuned(**world)
+    ids = np.array(world['rows'])
+    weight.at.put(ids)
+    got = weight.multiply(x)
+    eps = {torch.float32: 1e-4, torch.bfloat16: .03, torch.float16: .004}[world['dtype']]
+    right = base.float() + added
+    assert ((got.float() - right).abs() <= eps * (1 + right.abs().amax(-1, keepdim=True))).all()
+    untouched = np.array([[k == 0] * len(got[0]) for k in ids]) | (added == 0).numpy()
+    assert torch.equal(got[untouched], base[untouched])
+    if interpreted: return   # numpy multiplies the last rows of a block otherwise
+    change = torch.zeros(len(x), len(base[0]), dtype=x.dtype)
+    low_rank_triton.add_changes(change, x, weight.at.ids, weight.table, weight.at.most(len(x)))
+    for i in range(min(len(x), 5)):
+        weight.at.put(ids[i:i + 1])
+        alone = torch.zeros_like(change[:1])
+        low_rank_triton.add_changes(alone, x[i:i + 1], weight.at.ids, weight.table, weight.at.most(1))
+        assert torch.equal(alone[0], change[i]), i
+
+def test_the_trial_of_adapters_passes():
+    for dtype in DOT:
+        assert largest_error(low_rank_triton._trial(torch.device('cpu'), dtype)) <= TOLERANCE
+
 @examples
 @given(st.integers(0, 5), st.sampled_from([1, 3, 16, 48, 100]), st.integers(0, 3),
        st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(0, 99))
@@ -380,6 +439,13 @@ def test_numbers_of_rows_have_64_bits(monkeypatch):
     launch(page_list, '_pages', (2, 1), some(4, dtype=torch.int32), table, rows, rows, rows,
            some(3, dtype=torch.int32), 1, big, BLOCK=2)
     assert reached(table) == big + 1
+    y, tiles = some(4), torch.tensor([1, 2**20 - 1] + [-1] * 15, dtype=torch.int32)
+    b = some(16)
+    table = torch.zeros(2, 1, 5, dtype=torch.int64)
+    table[1, 0] = torch.tensor([b.data_ptr(), b.data_ptr(), 16, 0, 1])
+    launch(low_rank_triton, '_expand', (1, 1), y, some(2048), tiles, table, 2**12, PARTS=1, TOP=128, ROWS=16,
+           RANKS=16, COLUMNS=1)
+    assert reached(y) == (2**20 - 1) * 2**12
     # both choices are of the second expert
     order, starts, wide = torch.arange(2), torch.tensor([0, 0, 2]), 2**15
     x, out, weights = some(4), some(4), some(4)
@@ -420,6 +486,7 @@ torch.cuda.is_available = lambda: True   # so that the modules take the package
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from minisgl_lit.adapters import low_rank_triton
 from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
 
 def build(kernel, types, arch, warps, **constants):
@@ -431,6 +498,10 @@ def build(kernel, types, arch, warps, **constants):
 
 for arch in (80, 89, 90):
     build(page_list._pages, ['*i32', '*i32', '*i64', '*i64', '*i64', '*i32', 'i32', 'i32'], arch, 4, BLOCK=1024)
+    for x in ('*bf16', '*fp16', '*fp32'):
+        sizes = dict(PARTS=3, TOP=128, ROWS=low_rank_triton.ROWS, RANKS=low_rank_triton.RANKS)
+        build(low_rank_triton._shrink, [x, x, '*i32', '*i64', 'i32'], arch, 4, **sizes, DEPTH=low_rank_triton.DEPTH)
+        build(low_rank_triton._expand, [x, x, '*i32', '*i64', 'i32'], arch, 4, **sizes, COLUMNS=low_rank_triton.COLUMNS)
     for x in ('*bf16', '*fp16'):
         given = [x, '*i64', '*fp64', 'i32', 'i32', 'i32']
         build(sampling._cut, ['*i32', *given], arch, 16, BLOCK=1024)
@@ -453,7 +524,7 @@ for arch in (80, 89, 90):
 @marked
 def test_each_kernel_compiles_for_gpus():
     "Down to machine code, which needs no GPU; what it computes there is not shown"
-    assert len(run_long('-c', COMPILE).splitlines()) == 3 * (2 * (7 + 3 * 2) + 1) + 2 * 2 * (1 + 3 * 2)
+    assert len(run_long('-c', COMPILE).splitlines()) == 3 * (2 * (7 + 3 * 2) + 1 + 6) + 2 * 2 * (1 + 3 * 2)
 
 KINDS = ("""
 import numpy as np, torch
@@ -461,6 +532,7 @@ torch.cuda.is_available = lambda: True   # so that the modules take the package
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
+from minisgl_lit.adapters import low_rank_triton
 from minisgl_lit.core.attention.flashinfer import StepBlock
 from minisgl_lit.kernels import fp8, fused_heads, grouped_matmul, page_list, sampling
 from minisgl_lit.core.kv_cache.pool import KVPool
@@ -475,9 +547,9 @@ class Seen:
             constants = {k: v for k, v in bound.items() if k.isupper()}
             kinds.add((self.name, str(kind), str(constants), str(options)))
         return launch
-for module in (fp8, fused_heads, grouped_matmul, page_list, sampling):
+for module in (fp8, fused_heads, grouped_matmul, low_rank_triton, page_list, sampling):
     for name, kernel in list(vars(module).items()):
-        if name in ('_cut', '_weigh', '_pick', '_heads', '_pages', '_gate_up', '_down', '_round_row'): setattr(module, name, Seen(kernel))
+        if name in ('_cut', '_weigh', '_pick', '_heads', '_pages', '_gate_up', '_down', '_round_row', '_shrink', '_expand'): setattr(module, name, Seen(kernel))
 
 def sampled(rows, size, vocab):
     block = StepBlock.empty(size, 'cpu')
@@ -490,6 +562,9 @@ def prompts(n, experts, k=4, hidden=96, width=80):
     x = torch.zeros(n, 8 * 64, dtype=half).view(n, 8, 64)
     fused_heads.norm_rope_store(x, None, 1e-6, torch.zeros(n, 64), pool.k(1), pool.v(1), torch.zeros(n, dtype=torch.int64))
     fp8.to_fp8(torch.zeros(n, hidden, dtype=half))
+    at = low_rank_triton.RowTiles(64, 8, 'cpu')
+    at.put(np.arange(n) % 3)
+    low_rank_triton.add_changes(torch.zeros(n, width, dtype=half), torch.zeros(n, hidden, dtype=half), at.ids, torch.zeros(256, 1, 5, dtype=torch.int64), at.most(n))
     chosen = torch.zeros(n, k, dtype=torch.int64)
     grouped_matmul.expert_mlps(torch.zeros(n, hidden, dtype=half), chosen, torch.zeros(n, k, dtype=half),
                                torch.zeros(experts, 2 * width, hidden, dtype=half), torch.zeros(experts, hidden, width, dtype=half))
@@ -505,7 +580,7 @@ kinds.clear()
 for i in range(9): prompts(1 << i, 8)    # as `first_batches` does
 first = len(kinds)
 for n in (1, 3, 5, 7, 9, 12, 15, 17, 31, 33, 48, 100, 129, 255): prompts(n, 8)
-assert first == len(kinds) == 1 + 1 + 2 * 3, kinds
+assert first == len(kinds) == 1 + 1 + 2 + 2 * 3, kinds
 print('no new kinds')
 """)   # noqa: E501
 

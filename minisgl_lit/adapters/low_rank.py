@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from ..core.kv_cache.pool import KVSlots
+from ..core.kv_cache.table import to_device
 from ..core.models.decoder import Weights
 from ..core.models.operations import (
     Norms, Operations, QKVHeads, RotaryAngles, Weight, linear, split_heads)
@@ -53,8 +54,9 @@ class RowAdapters:
     def __init__(
         self,
         most: int,   # Rows of a step that may be recorded
+        device: torch.device | str = 'cpu',   # Where they are read
     ):
-        self._kept = torch.zeros(most, dtype=torch.int32)
+        self._kept = torch.zeros(most, dtype=torch.int32, device=device)
         self.ids = self._kept   # of the step: [at least its rows]
 
     def put(
@@ -62,10 +64,9 @@ class RowAdapters:
         ids: np.ndarray,   # Of each row of the next step, [n]
     ) -> None:
         "Say whose the rows of the next step are"
-        n = len(ids)
-        fits = n <= len(self._kept)
-        self.ids = self._kept if fits else torch.empty(n, dtype=torch.int32)
-        self.ids[:n] = torch.from_numpy(ids)
+        n, kept = len(ids), self._kept
+        self.ids = kept if n <= len(kept) else kept.new_empty(n)
+        self.ids[:n] = to_device(ids, kept.device)
 
 # %% ../../nbs/adapters/low_rank.ipynb #40c0903d
 low_rank_c = linear_c + r"""
@@ -334,12 +335,14 @@ def _parts_of(name: str) -> int:
 def adapted_weights(
     weights: Weights,    # Of a decoder, by name
     at: RowAdapters,     # Whose the rows of a step are
+    kind: type[AdaptedWeight] = AdaptedWeight,   # What reads them
 ) -> dict[str, Weight]:
     "The same weights for a decoder with adapters: projections of its layers as `AdaptedWeight`"
     def adapted(name: str, weight: Weight) -> Weight:
         if not changeable(name): return weight
-        table = torch.zeros(MOST_ADAPTERS, _parts_of(name), 5, dtype=torch.int64)
-        return AdaptedWeight(weight, at, table, {})
+        sizes = MOST_ADAPTERS, _parts_of(name), 5
+        table = torch.zeros(sizes, dtype=torch.int64, device=at.ids.device)
+        return kind(weight, at, table, {})
     return {name: adapted(name, weight) for name, weight in weights.items()}
 
 def adapted_operations(

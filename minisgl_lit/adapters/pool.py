@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from .low_rank import (
     MOST_ADAPTERS, AdaptedWeight, RowAdapters, adapted_operations, adapted_weights)
+from .low_rank_triton import RowTiles, TiledWeight, why_no_adapters
 from .peft import Adapter, read_adapter
 from ..core.engine.engine import Engine, Launched
 from ..core.models.decoder import Decoder
@@ -108,18 +110,30 @@ class AdapterPool:
         if not Path(path).is_dir():
             raise refuse(f'{path!r:.200} is no folder on the machine of the engine')
         model = self.engine.model
-        try: adapter = read_adapter(Path(path), model.config, model.norm.dtype)
+        try:
+            adapter = read_adapter(Path(path), model.config, model.norm.dtype)
+            if not self._weights: self._make_decoder()
+            for name_of, changes in adapter.changes.items():
+                self._weights[name_of].put(min(free), changes)
         except ValueError as e: raise refuse(e) from None
-        if not self._weights: self._make_decoder()
-        for weight, changes in adapter.changes.items(): self._weights[weight].put(min(free), changes)
+        except torch.OutOfMemoryError as e:
+            self._forget(min(free))
+            self.engine.reset()
+            raise refuse('beside pages and weights this GPU has no room for it') from e
         self.numbers[name], self.adapters[name], self.paths[name] = min(free), adapter, path
         assert isinstance(self.scheduler.engine, AdapterEngine), 'made with the second decoder'
         self.scheduler.engine.computed[min(free)] = 0
 
     def _make_decoder(self) -> None:
-        "The second decoder, in an engine of its own beside the first"
-        base, at = self.engine.model, RowAdapters(_STEP_ROWS)
-        weights, operations = adapted_weights(base.weights, at), adapted_operations(base.operations)
+        "The second decoder, in an engine of its own beside the first; `ValueError` if it cannot be"
+        base, device = self.engine.model, self.engine.device
+        at, kind = RowAdapters(_STEP_ROWS), AdaptedWeight
+        if device.type == 'cuda':
+            if why := why_no_adapters(device, base.norm.dtype): raise ValueError(why)
+            rows = max(_STEP_ROWS, self.scheduler.table.dummy_row)   # of all requests
+            at, kind = RowTiles(rows, self.most, device), TiledWeight
+        weights = adapted_weights(base.weights, at, kind)
+        operations = adapted_operations(base.operations)
         adapted = self.join(Decoder(base.config, weights, base.group, operations))
         self._weights = {k: v for k, v in weights.items() if isinstance(v, AdaptedWeight)}
         self.scheduler.engine = AdapterEngine(self.engine, adapted, at)
@@ -140,10 +154,14 @@ class AdapterPool:
         gone = [name for name in self.leaving if self.numbers[name] not in used]
         if gone: self.scheduler.quiesce()   # a batch in flight may still compute with them
         for name in gone:
-            for weight in self._weights.values(): weight.put(self.numbers[name], [])
+            self._forget(self.numbers[name])
             self.leaving.remove(name)
             del self.numbers[name], self.adapters[name], self.paths[name]
         return gone
+
+    def _forget(self, number: int) -> None:
+        "Give back the memory of an adapter, with which nothing computes"
+        for weight in self._weights.values(): weight.put(number, [])
 
     # %% ../../nbs/adapters/pool.ipynb #fa43bca1
     def stats(self) -> dict[str, dict[str, int]]:

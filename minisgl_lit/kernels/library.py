@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SMALL_KERNELS', 'numbers', 'small_pairs', 'small_trials', 'small_kernels', 'NoKernel', 'no_triton', 'find_triton',
-           'on_compilation', 'serves']
+           'on_compilation', 'why_unusable', 'serves']
 
 # %% ../../nbs/kernels/library.ipynb #30cf3798
 import math
@@ -131,13 +131,20 @@ def on_compilation(
     except ImportError: return
 
 # %% ../../nbs/kernels/library.ipynb #03e3084a
+def why_unusable(
+    device: torch.device,   # A GPU
+    trial: Trial,           # Runs a kernel of ours: what it computes, and what its definition does
+) -> str | None:            # `None`: it can be used
+    "Why a kernel of ours cannot be used there; tried if that is not known"
+    if find_spec('triton') is None: return 'the package is not installed'
+    return findings(device).of(trial)[0].failure
+
 def serves(
     name: str,              # What the kernel computes, for the line on the log
     device: torch.device,   # A GPU
-    trial: Trial,           # Runs it: what it computes, and what its definition does
+    trial: Trial,           # See `why_unusable`
 ) -> bool:
-    "Whether a kernel of ours can be used there; tried if that is not known, and told if not"
-    installed = find_spec('triton') is not None
-    why = findings(device).of(trial)[0].failure if installed else 'the package is not installed'
+    "Whether a kernel of ours can be used there; told if not"
+    why = why_unusable(device, trial)
     if why: warn_once(f'In plain torch: {name}. Triton: {why}')
     return not why

@@ -225,7 +225,7 @@ def run_apart(
             yield accident
 
 # %% ../../nbs/kernels/trials.ipynb #5d16c8eb
-_SOURCES = 'kernels', 'core/attention', 'core/models'   # folders that decide what is found
+_SOURCES = 'kernels', 'adapters', 'core/attention', 'core/models'   # they decide what is found
 
 def what_decides(
     device: torch.device,   # A GPU
