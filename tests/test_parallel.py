@@ -309,7 +309,7 @@ for i, work in enumerate(works):
     if children[-1]: continue
     for number, name in enumerate(("in", "out", "err")):
         os.dup2(os.open(f"{folder}/{i}.{name}", os.O_RDWR | os.O_CREAT), number)
-    exec("def run(messages, reply): " + work)
+    exec("def run(messages, reply, _): " + work)
     worker._run_rank = run
     worker.worker_main()
     os._exit(99)
