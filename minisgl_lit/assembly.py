@@ -376,9 +376,9 @@ def _run_rank(messages: Iterator[bytes], reply: SendToLeader,
     stream = make_stream(resolved.device, False)
     engine = Engine(decoder, attention, table.token_pool, stream)
     updater = resolved.updater(weights)
-    def join(decoder: Decoder) -> Engine:
+    def like_it(decoder: Decoder) -> Engine:
         return Engine(decoder, attention, table.token_pool, stream)
-    adapted = with_adapters and with_adapters(engine, join)
+    adapted = with_adapters and with_adapters(engine, like_it)
     def load(path: str, adapter: int) -> None:
         try:
             if adapted and adapter: adapted.load(path, adapter)
