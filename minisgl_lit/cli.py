@@ -18,6 +18,7 @@ from dataclasses import asdict, make_dataclass, replace
 from functools import partial
 from inspect import getdoc, signature
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 import minisgl_lit
@@ -58,11 +59,16 @@ def serve(
     if config.api_keys and 'api_key' not in typed: config = replace(config, api_key=None)
     interruptible()
     keep_little_memory()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    received: list[int] = []
+    def end(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.default_int_handler(number, frame)
+    signal.signal(signal.SIGTERM, end)
     try:
         server = start(**asdict(config))
         try:
             if not config.log_json: _say(server.memory)
+            if received: return 0   # it came where Python drops exceptions: in a finalizer
             server.wait()
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):

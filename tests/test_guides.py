@@ -139,7 +139,10 @@ class Page:
         "Its server drains when it is told to, and leaves with code 0"
         if self.server is None: return
         self.server.send_signal(signal.SIGTERM)
-        with self.server: assert self.server.wait(60) == 0
+        try: assert self.server.wait(60) == 0
+        finally:
+            self.server.kill()   # one that does not leave is no reason to wait for ever
+            self.server.__exit__(None, None, None)
 
 def follow(page, it):
     "All blocks of a page, in order"

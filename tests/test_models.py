@@ -1,7 +1,6 @@
 """`minisgl-lit models` and `doctor MODEL`: what is listed is what is registered, and a model is judged before
 it is downloaded."""
-import json, re, sys, threading
-from http.server import ThreadingHTTPServer
+import json, re, sys
 from pathlib import Path
 
 import pytest
@@ -100,9 +99,7 @@ def test_refused_is_1_and_not_found_is_2(run, tmp_path, plugin):
 def hub(tmp_path, monkeypatch):
     "That of test_hub, in this process, and a cache of its own"
     from huggingface_hub import constants
-    server = ThreadingHTTPServer(('127.0.0.1', 0), test_hub.Hub)
-    server.asked, server.slow = [], False
-    threading.Thread(target=server.serve_forever, args=(.01,), daemon=True).start()
+    server = test_hub.start_hub()
     url = f'http://127.0.0.1:{server.server_port}'
     for name, value in dict(ENDPOINT=url, HF_HUB_OFFLINE=False, HF_HUB_CACHE=str(tmp_path/'cache'),
         HUGGINGFACE_CO_URL_TEMPLATE=url + '/{repo_id}/resolve/{revision}/{filename}').items():

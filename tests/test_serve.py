@@ -397,3 +397,19 @@ with serve(port=0, num_pages=64) as s:
     assert urlopen(s.url + '/health').status == 200
 '''
     assert subprocess.run([sys.executable, '-c', code], timeout=60, stdout=subprocess.DEVNULL).returncode == 0
+
+LOST = """
+import signal
+from minisgl_lit import cli
+class Told:
+    def __del__(self): signal.raise_signal(signal.SIGTERM)   # Python drops what is raised here
+cli._say = lambda sentence: Told() and None
+raise SystemExit(cli.main(['serve', '--port', '0', '--num-pages', '50']))
+"""
+
+def test_a_signal_before_it_waits_is_not_lost():
+    "Also where the exception that a signal raises is dropped, as it is while an object is finalized"
+    with warm.Popen([sys.executable, '-c', LOST], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                    text=True) as process:
+        try: assert process.stdout.readline() and process.wait(60) == 0
+        finally: process.kill()
