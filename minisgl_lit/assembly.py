@@ -31,9 +31,9 @@ from .core.device import ProcessGroup, Stream, make_stream, resolve_device
 from .core.engine.assembly import (
     EngineSpec, choose_max_seq_len, join_engine, make_tables, plan_memory)
 from .core.engine.engine import Engine
-from minisgl_lit.distributed.tensor_parallel import (
-    Follower, LeaderTable, RankError, RankProcesses, RankReady, TorchProcessGroup, follow,
-    read_messages)
+from .distributed.tensor_parallel import Follower, LeaderTable, RankError
+from .distributed.tensor_parallel import RankProcesses, RankReady, TorchProcessGroup
+from .distributed.tensor_parallel import follow, read_messages
 from .log import unblock_stderr
 from .process import start_program
 from .core.engine.memory import (

@@ -286,7 +286,7 @@ def test_random_lives(embedded, seed):
         s.self_check()
         for name in [o for o in held if o not in pool.leaving]: pool.unload(name)
         pool.drop_unused()
-        weights = pool._weights.values()
+        weights = pool.both.weights.values()
         assert not pool.numbers and not any(o.changes or o.table.any() for o in weights)
         assert len(told) > (20 if seed else 10)
 
