@@ -134,7 +134,7 @@ mutants = [   # what breaks, module, the line, what becomes of it
      'near[i] = x + order[lesser(r + i, rows - 1)] * bytes',
      'near[i] = x + (order[0] + lesser(r + i, rows - 1)) * bytes'),
     ('an adapter inherits the count of the one before', 'adapters/pool',
-     'self.scheduler.engine.computed[min(free)] = 0', 'pass'),
+     'self.computed[number] = 0', 'pass'),
     ('rows have the adapters of the step before', 'adapters/low_rank',
      'self.ids[:n] = torch.from_numpy(ids)', 'pass'),
     ('an adapter that has gone changes weights', 'adapters/low_rank', 'self.table[number] = 0', 'pass'),

@@ -210,7 +210,7 @@ def test_serve_on_two_ranks_that_one_leaves(tmp_path):
         return [int(o) for f in Path('/proc').glob(f'{pid}/task/*/children') for o in f.read_text().split()]
     def ranks():
         return [o for pid in children(os.getpid())
-                for o in children(pid) if 'minisgl_lit.assembly' in Path(f'/proc/{o}/cmdline').read_text()]
+                for o in children(pid) if ':rank_main' in Path(f'/proc/{o}/cmdline').read_text()]
     with serve(tmp_path, port=0, tp=2, device='cpu', dtype='float32', num_pages=100) as s:
         told = post(f'{s.url}/generate', input_ids=prompts()[0],
                     sampling_params=dict(max_new_tokens=MAX_NEW, temperature=0))
@@ -309,7 +309,7 @@ for i, work in enumerate(works):
     if children[-1]: continue
     for number, name in enumerate(("in", "out", "err")):
         os.dup2(os.open(f"{folder}/{i}.{name}", os.O_RDWR | os.O_CREAT), number)
-    exec("def run(messages, reply): " + work)
+    exec("def run(messages, reply, _): " + work)
     worker._run_rank = run
     worker.worker_main()
     os._exit(99)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from .low_rank import MOST_RANK, LowRank, changeable
+from ..core.device import ProcessGroup
 from ..core.models.checkpoint import read_optional
 from ..core.models.decoder import ModelConfig
 from ..core.models.weights import open_file, read_json, sources, tensor_placements
@@ -135,12 +136,13 @@ def read_adapter(
     path: Path,           # Folder of an adapter
     model: ModelConfig,   # Of the base
     dtype: torch.dtype,   # That it computes in
+    group: ProcessGroup = ProcessGroup(),   # The ranks that share it; only our shard is kept
 ) -> Adapter:
     "The adapter in a folder; `ValueError` if it cannot be read, or does not fit this base"
     check_base(model)
     settings, file = read_settings(path), path/TENSORS
     if not file.is_file(): raise ValueError(f'{path} is no adapter: it has no {TENSORS}')
-    places, changes = tensor_placements(model), dict[str, list[LowRank]]()
+    places, changes = tensor_placements(model, group), dict[str, list[LowRank]]()
     with open_file(file) as tensors:
         for module, pair in modules_of([*tensors.keys()], settings).items():
             place = places.get(f'{module}.weight')
@@ -155,6 +157,8 @@ def read_adapter(
                     f'lora_{kind} of {module} has shape {list(shapes[kind])}; with rank {rank} and '
                     f'this base it must have {list(wanted)}')
             a, b = (tensors.get_tensor(pair[o]).float() for o in 'AB')
+            if len(place.slices[0]) > 1: a = a[:, place.slices[0][1]]
+            b = torch.cat([b[rows] for rows, *_ in place.slices])
             change = LowRank.of(place.start, a.to(dtype), (b * factor).to(dtype))
             changes.setdefault(place.weight, []).append(change)
     return Adapter(digest_of(path), changes)
