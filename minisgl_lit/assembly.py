@@ -356,7 +356,7 @@ WithAdapters = Callable[[Engine, Callable[[Decoder], Engine]], LoadsAdapters]
 
 # %% ../nbs/assembly.ipynb #f7a3e132
 def _run_rank(messages: Iterator[bytes], reply: SendToLeader,
-              with_adapters: WithAdapters | None) -> None:
+              with_adapters: WithAdapters | None = None) -> None:
     "Load, say how many bytes are left or what is wrong, join the group, follow rank 0"
     start = msgspec.msgpack.decode(next(messages), type=StartMsg)
     config = start.config

@@ -25,7 +25,8 @@ import torch
 from torch._C._distributed_c10d import FileStore   # the public name is missing in torch's stubs
 from torch.distributed import ProcessGroupGloo, Work
 
-from ..core.request import Batch, Event, ForwardMode, ForwardOutput, LogprobRequests
+from ..core.request import Batch, EngineProtocol, Event, ForwardMode, ForwardOutput
+from ..core.request import LogprobRequests
 from ..core.device import ProcessGroup, Stream
 from ..core.engine.engine import Launched
 from ..core.kv_cache.table import TableManager
@@ -275,14 +276,10 @@ def follow(
             in_flight.popleft().synchronize()
 
 # %% ../../nbs/distributed/tensor_parallel.ipynb #f8f06d0d
-class RankZero(Protocol):
+class RankZero(EngineProtocol[Launched], Protocol):
     "Computes the part of rank 0."
     @property
     def stream(self) -> Stream: ...
-    def forward(self, batch: Batch) -> Launched: ...
-    def sample(self, batch: Batch, launched: object,
-               mask: np.ndarray | None = None) -> ForwardOutput: ...
-    def reset(self) -> None: ...
 
 @dataclass(eq=False)
 class LeaderEngine:
@@ -312,17 +309,20 @@ class LeaderEngine:
         self.engine.stream.submit(partial(self.ranks.send, message))
 
     def send_adapter(self, number: int, path: str) -> None:
-        "Have the others load an adapter, or forget it; `ValueError` if one cannot"
+        "Have all the others load an adapter, or forget it; `ValueError` if one cannot: none has it"
         self.send_weights(path, number)
         self.engine.stream.synchronize()
-        self.ranks.receive_all()
+        try: self.ranks.receive_all()
+        except ValueError:
+            if path: self.send_adapter(number, '')   # some may have loaded it
+            raise
 
     def compute_with(self, engine: RankZero) -> None:
         "From now on this computes rank 0's part"
         self.engine = engine
 
     def sample(
-        self, batch: Batch, launched: object, mask: np.ndarray | None = None,
+        self, batch: Batch, launched: Launched, mask: np.ndarray | None = None,
     ) -> ForwardOutput:
         "Enqueue the sampling of tokens, and their broadcast"
         return self.engine.sample(batch, launched, mask)
