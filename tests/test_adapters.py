@@ -1,6 +1,6 @@
 """Adapters change no answer but their own: tokens are those of a merged model, alone and in any company, over
 any base; cached prefixes are never shared across adapters; names come and go while requests run."""
-import asyncio, importlib.util, json, random, re
+import asyncio, importlib.util, json, os, random, re, shutil, signal, subprocess, sys, threading
 from types import SimpleNamespace
 
 import httpx
@@ -17,6 +17,7 @@ from minisgl_lit.core.models.checkpoint import read_config
 from minisgl_lit.core.models.operations import linear
 from minisgl_lit.core.models.weights import tensor_placements
 from minisgl_lit.core.sampling_params import RequestError
+from minisgl_lit.distributed.tensor_parallel import LeaderEngine
 from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.runtime import make_adapters
 from minisgl_lit.server.lora_protocol import AdapterNames
@@ -312,6 +313,65 @@ def test_the_first_that_waits_for_a_place_is_not_overtaken(embedded):
             ended += [o.rid for o in s.step() if o.finish_reason]
         while s.has_work: ended += [o.rid for o in s.step() if o.finish_reason]
         assert ended.index('b') < 10 and ended.index('none') < 10 and len(ended) == 42
+
+# --- several ranks
+
+SENTENCE = 'rank 1 of 2 was killed by signal 9, and without it the model cannot compute'
+
+def test_all_ranks_have_an_adapter_or_none(served, tmp_path, monkeypatch):
+    """An adapter of which rank 0 can read the files, and the other rank cannot, leaves both as they were; a rank
+    that dies meanwhile is noticed"""
+    path, paths, asked, right = served
+    prompt, late = asked[0][1], shutil.copytree(paths['mlp'], tmp_path/'late')
+    with LLM(path, device='cpu', dtype='float32', num_pages=300, tp=2, lora=dict(all=paths['all'])) as llm:
+        def said(name):
+            one, = llm.generate([prompt], lora=name, progress=False, **HOW)
+            return one.token_ids
+        sent = LeaderEngine.send_adapter
+        def too_late(self, number, path):
+            monkeypatch.undo()
+            file = (late/'adapter_model.safetensors').rename(tmp_path/'kept')
+            try: sent(self, number, path)
+            finally: file.rename(late/'adapter_model.safetensors')
+        monkeypatch.setattr(LeaderEngine, 'send_adapter', too_late)
+        with pytest.raises(ValueError, match="lora='late': .*is no adapter: it has no adapter_model"):
+            llm.load_lora('late', str(late))
+        with pytest.raises(ValueError, match="lora='x': .* is no folder"): llm.load_lora('x', '/nowhere')
+        with pytest.raises(RequestError, match="no adapter is called 'late'; loaded: all"): said('late')
+        assert [said(o) for o in ('all', None)] == [right[asked.index((o, prompt))] for o in ('all', None)]
+        llm.load_lora('late', str(late))
+        assert [said(o) for o in ('late', 'all')] == [right[asked.index((o, prompt))] for o in ('mlp', 'all')]
+        pid = llm.runtime.ranks.processes[0].pid
+        os.kill(pid, signal.SIGSTOP)   # it reads for ever
+        threading.Timer(.5, os.kill, (pid, signal.SIGKILL)).start()
+        with pytest.raises(RuntimeError, match=SENTENCE): llm.load_lora('one', paths['one'])
+        assert llm.runtime.failure() == SENTENCE
+        last, = llm.generate([prompt], lora='all', progress=False, **HOW)
+        assert (last.finish_reason, last.error) == ('error', f'the engine failed: {SENTENCE}')
+
+def test_the_command_line_serves_them_on_two_ranks(served):
+    "Named at the start, loaded and unloaded while it serves, refused"
+    path, paths, asked, right = served
+    command = [sys.executable, '-m', 'minisgl_lit', 'serve', '--model', path, '--port', '0', '--tp', '2',
+               '--dtype', 'float32', '--num-pages', '300', '--lora', f'all={paths["all"]}', '--device', 'cpu']
+    with subprocess.Popen([str(o) for o in command], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = server.stdout.readline().split()[-1]
+            def post(path, **body): return httpx.post(url + path, json=body, timeout=60)
+            def said(name):
+                sampling = dict(temperature=0, max_new_tokens=MAX_NEW)
+                told = post('/generate', input_ids=asked[0][1], lora_path=name, sampling_params=sampling)
+                return told.json().get('output_ids', told.text)
+            def like(name): return right[asked.index((name, asked[0][1]))]
+            assert [said(o) for o in ('all', None)] == [like('all'), like(None)]
+            r = post('/v1/load_lora_adapter', lora_name='late', lora_path=paths['mlp'])
+            assert [*r.json()['loaded_adapters']] == ['all', 'late'] and said('late') == like('mlp')
+            assert [*post('/unload_lora_adapter', lora_name='all').json()['loaded_adapters']] == ['late']
+            r = post('/load_lora_adapter', lora_name='bad', lora_path=str(path))
+            assert r.status_code == 400 and 'has no adapter_config.json' in r.text
+            assert "no adapter is called 'all'" in said('all') and said('late') == like('mlp')
+        finally: server.terminate()
+    assert server.returncode == 0
 
 # --- names that come and go
 
