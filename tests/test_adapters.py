@@ -319,8 +319,8 @@ def test_the_first_that_waits_for_a_place_is_not_overtaken(embedded):
 SENTENCE = 'rank 1 of 2 was killed by signal 9, and without it the model cannot compute'
 
 def test_all_ranks_have_an_adapter_or_none(served, tmp_path, monkeypatch):
-    """An adapter of which rank 0 can read the files, and the other rank cannot, leaves both as they were; a rank
-    that dies meanwhile is noticed"""
+    """An adapter of which rank 0 can read the files, and the other rank cannot, leaves both as they were; a
+    rank that dies meanwhile is noticed"""
     path, paths, asked, right = served
     prompt, late = asked[0][1], shutil.copytree(paths['mlp'], tmp_path/'late')
     with LLM(path, device='cpu', dtype='float32', num_pages=300, tp=2, lora=dict(all=paths['all'])) as llm:
