@@ -1,6 +1,7 @@
 """Adapters change no answer but their own: tokens are those of a merged model, alone and in any company, over
 any base; cached prefixes are never shared across adapters; names come and go while requests run."""
-import asyncio, importlib.util, json, os, random, re, shutil, signal, subprocess, sys, threading
+import asyncio, importlib.util, json, os, random, re, shutil, signal, subprocess, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
@@ -373,6 +374,52 @@ def test_the_command_line_serves_them_on_two_ranks(served):
         finally: server.terminate()
     assert server.returncode == 0
 
+# --- several engines
+
+def test_engines_of_a_server_have_the_same_adapters(embedded, tmp_path):
+    """Loaded while it serves, by both; one is killed, and has them when it is there again, also those whose
+    first files are gone; unloaded, another path under the name; refused by one sentence"""
+    gone = shutil.copytree(embedded['a'], tmp_path/'gone')
+    settings = dict(num_pages=400, dtype='float32', log_interval=0, replicas=2, restart=True)
+    with serve(port=0, lora=dict(a=str(gone)), **settings) as server, ThreadPoolExecutor(12) as pool:
+        def post(path, **body): return httpx.post(server.url + path, json=body, timeout=60)
+        def ask(i, name):
+            sampling = dict(temperature=0, max_new_tokens=6, ignore_eos=True)
+            r = post('/generate', text=f'{i} pages', lora_path=name, sampling_params=sampling)
+            return r.json()['text'] if r.status_code == 200 else r.text
+        def said(name, n=12): return [*pool.map(ask, range(n), [name] * n)]
+        def replicas(): return httpx.get(f'{server.url}/get_server_info').json()['per_replica']
+        def wait(until):
+            end = time.monotonic() + 60
+            while not until(): assert time.monotonic() < end; time.sleep(.05)
+        def computed(name): return [o.get('adapters', {}).get(name, {}).get('computed', 0) for o in replicas()]
+        def order(what, **body): return post(f'/v1/{what}_lora_adapter', **body)
+        wait(lambda: all(o['joined'] for o in replicas()))
+        r = order('load', lora_name='b', lora_path=embedded['b'])
+        assert r.json()['loaded_adapters'] == dict(a=str(gone), b=embedded['b'])
+        right = {name: said(name) for name in ('a', 'b', None)}
+        assert right['a'] != right['b'] != right[None] and all(computed('a')) and all(computed('b'))
+        order('unload', lora_name='a')
+        shutil.rmtree(gone)
+        assert order('load', lora_name='a', lora_path=embedded['a']).status_code == 200
+        for path in ('/nowhere', str(embedded_path())):
+            r = order('load', lora_name='bad', lora_path=path)
+            assert r.status_code == 400 and "lora='bad'" in r.text
+        assert 'no adapter is called' in ask(0, 'bad')
+        os.kill(server._processes[0].process.pid, signal.SIGKILL)
+        wait(lambda: not replicas()[0]['joined'])
+        assert said('b') == right['b']   # by the other one
+        wait(lambda: replicas()[0]['joined'])
+        assert not computed('b')[0]
+        assert [said(o) for o in ('a', 'b', None)] == [right[o] for o in ('a', 'b', None)]
+        assert computed('a')[0] and computed('b')[0]
+        models = [o['id'] for o in httpx.get(f'{server.url}/v1/models').json()['data']]
+        assert models == [server.model, 'b', 'a']
+        assert order('unload', lora_name='b').json()['loaded_adapters'] == dict(a=embedded['a'])
+        assert {'no adapter' in o for o in said('b')} == {True}
+        assert order('load', lora_name='b', lora_path=embedded['a']).status_code == 200
+        assert said('b') == right['a']
+
 # --- names that come and go
 
 def test_an_unload_waits_for_its_requests(embedded):
@@ -386,7 +433,7 @@ def test_an_unload_waits_for_its_requests(embedded):
         said += [*running]
         assert sum(len(o.token_ids) for o in said) == 40 and said[-1].finish_reason == 'length'
         core.turn()   # its abort, or its end, is behind it
-        assert core.adapters.describe() == {'adapters': {}}
+        assert core.adapters.describe() == {'adapters': {}, 'digests': {}}
         llm.load_lora('a', embedded['b'])
         one, = llm.generate(['one two three'], lora='a', max_tokens=9, temperature=0, ignore_eos=True)
         assert one.cached_tokens == 0 and one.token_ids != sum((list(o.token_ids) for o in said), [])[:9]
