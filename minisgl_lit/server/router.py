@@ -115,15 +115,6 @@ class Replica:
         "Whether commands are for it: it is like the others, or has requests"
         return self.joined or bool(self.load.open)
 
-    def note(
-        self,
-        told: Mapping[str, object],   # A reply of its engine that says which adapters it has
-    ) -> dict[str, str]:   # Where each comes from, by name
-        "Keep what their prefixes begin with"
-        paths, digests = (told.get(o) for o in ('adapters', 'digests'))
-        if isinstance(digests, Mapping): self.load.adapters = digests
-        return {**paths} if isinstance(paths, Mapping) else {}
-
     # %% ../../nbs/server/router.ipynb #5e0ab353
     async def sync(self) -> None:
         "Have the engine tell all that its tree holds, and from then on what changes"
@@ -139,6 +130,16 @@ class Replica:
 
     async def _sync_again(self) -> None:
         with suppress(RuntimeError): await self.sync()   # if it has failed, it joins once more
+
+    # %% ../../nbs/server/router.ipynb #97737783
+    def note(
+        self,
+        told: Mapping[str, object],   # A reply of its engine that says which adapters it has
+    ) -> dict[str, str]:   # Where each comes from, by name
+        "Keep what their prefixes begin with"
+        paths, digests = (told.get(o) for o in ('adapters', 'digests'))
+        if isinstance(digests, Mapping): self.load.adapters = digests
+        return {**paths} if isinstance(paths, Mapping) else {}
 
 # %% ../../nbs/server/router.ipynb #926e640b
 Answers = dict[str, dict[str, object]]   # to a command, by name of the replica
@@ -188,7 +189,8 @@ class Router:
         if before := self.replicas.get(name): self._past = joined([self._past, counts(before.stats)])
         self.replicas[name] = replica = Replica(client)
         await replica.sync()
-        there, told = replica.note(await client.control('adapters')), dict[str, tuple[int, str, str]]()
+        there = replica.note(await client.control('adapters'))
+        told: dict[str, tuple[int, str, str]] = {}
         while True:
             missed = [(o[-1], k) for k, o in self._told.items() if o and told.get(k) != o[-1]]
             if adapter := self.adapters and self.adapters.differing(there):
@@ -199,14 +201,6 @@ class Router:
                 await client.control(*sent[1:])
             else: break
         replica.joined = True
-
-    async def _bring(self, replica: Replica, adapter: str, there: dict[str, str]) -> None:
-        "Have it load or unload an adapter; if it refuses one that others have, it differs"
-        assert self.adapters, 'they say which'
-        replica.differs.discard(_adapter(adapter))
-        try: replica.note(await self.adapters.bring(replica.client, adapter, there))
-        except RequestError:
-            if adapter in self.adapters.paths: replica.differs.add(_adapter(adapter))
 
     def leave(
         self,
@@ -338,7 +332,7 @@ class Router:
         "What all replicas answer, as one; `RequestError` if one refuses"
         match command:
             case 'adapters' if self.adapters: return {'adapters': self.adapters.ready}
-            case 'load_adapter' | 'unload_adapter': return await self._change_adapters(command, argument)
+            case 'load_adapter' | 'unload_adapter': return await self._adapt(command, argument)
             case 'stats': return await self.stats()
             case 'live': return await self._live()
             case 'request': return await self._way(argument)
@@ -372,7 +366,15 @@ class Router:
         return self._checked(answers, refused)
 
     # %% ../../nbs/server/router.ipynb #97737783
-    async def _change_adapters(self, command: str, argument: str) -> dict[str, object]:
+    async def _bring(self, replica: Replica, adapter: str, there: dict[str, str]) -> None:
+        "Have it load or unload an adapter; if it refuses one that others have, it differs"
+        assert self.adapters, 'they say which'
+        replica.differs.discard(_adapter(adapter))
+        try: replica.note(await self.adapters.bring(replica.client, adapter, there))
+        except RequestError:
+            if adapter in self.adapters.paths: replica.differs.add(_adapter(adapter))
+
+    async def _adapt(self, command: str, argument: str) -> dict[str, object]:
         "Have all replicas load or unload an adapter; those that all have then"
         if not self.adapters: raise RequestError(
             'lora', 'other servers share these engines, so adapters are named at the start (lora)')
@@ -421,10 +423,6 @@ class Router:
                 for batches in lists('batches') for _, *rest, start, seconds in batches]
         return {**self._joined_stats(stats), 'time': now, 'batches': sorted(rows),
                 'tree': joined_trees(lists('tree'))}
-
-# %% ../../nbs/server/router.ipynb #fb18fc6a
-
-def _adapter(name: str) -> str: return f'adapter {name:.80}'   # as a subject
 
 # %% ../../nbs/server/router.ipynb #722aa394
 _MEMORY = .05   # weight of the newest answer in the average
@@ -513,6 +511,10 @@ async def _tell(client: EngineClient, command: str, argument: str) -> dict[str, 
 _LASTING = {'pause': 'pause', 'resume': 'pause', 'update_weights': 'weights',
             'weight_version': 'version', 'release_memory': 'memory', 'resume_memory': 'memory'}
 _UNDONE_BY = {'release_memory': 'resume_memory'}   # if some have done what others refuse
+
+# %% ../../nbs/server/router.ipynb #97737783
+
+def _adapter(name: str) -> str: return f'adapter {name:.80}'   # as a subject
 
 # %% ../../nbs/server/router.ipynb #d4429bec
 _NOW = {'running', 'waiting', 'pages', 'hit_rate', 'host', 'disk', 'leases'}
