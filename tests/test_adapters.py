@@ -392,7 +392,8 @@ def test_engines_of_a_server_have_the_same_adapters(embedded, tmp_path):
         def wait(until):
             end = time.monotonic() + 60
             while not until(): assert time.monotonic() < end; time.sleep(.05)
-        def computed(name): return [o.get('adapters', {}).get(name, {}).get('computed', 0) for o in replicas()]
+        def computed(name):
+            return [o.get('adapters', {}).get(name, {}).get('computed', 0) for o in replicas()]
         def order(what, **body): return post(f'/v1/{what}_lora_adapter', **body)
         wait(lambda: all(o['joined'] for o in replicas()))
         r = order('load', lora_name='b', lora_path=embedded['b'])

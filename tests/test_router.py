@@ -589,7 +589,8 @@ def test_an_engine_that_starts_again_is_brought_to_the_adapters_of_now():
         router.replicas['one'].client.process.kill()
         await router.control(*load('poet', '/one'))   # which the dead is not asked
         await router.join('one', with_adapters('one'))
-        assert kept(router) == [dict(sql='/v2'), dict(sql='/v2', poet='/one')] and available(router) == ['two']
+        assert kept(router) == [dict(sql='/v2'), dict(sql='/v2', poet='/one')]
+        assert available(router) == ['two']
         assert 'refused what others have done (adapter poet)' in router.replicas['one'].why
         await router.control('unload_adapter', 'poet')
         assert kept(router) == [dict(sql='/v2')] * 2 and available(router) == ['one', 'two']
@@ -602,11 +603,13 @@ def test_an_engine_joins_while_adapters_change(moment):
         router = await declared(sql='/v1', old='/o')
         joining = asyncio.ensure_future(router.join('three', with_adapters('three', sql='/v1', old='/o')))
         for _ in range(moment): await asyncio.sleep(0)
-        changes = (('unload_adapter', 'old'), load('poet', '/p'), load('bad', '/two'), load('worse', '/three'))
+        changes = (('unload_adapter', 'old'), load('poet', '/p'), load('bad', '/two'),
+                   load('worse', '/three'))
         told = await asyncio.gather(*(router.control(*o) for o in changes), return_exceptions=True)
         assert not any(isinstance(o, Exception) for o in told[:2]) and isinstance(told[2], RequestError)
         await joining
-        worse = {} if isinstance(told[3], RequestError) else dict(worse='/three')   # it came too late to refuse
+        # unless it came too late to refuse
+        worse = {} if isinstance(told[3], RequestError) else dict(worse='/three')
         shall = dict(sql='/v1', poet='/p') | worse
         assert router.adapters.ready == shall == kept(router)[0] == kept(router)[1]
         assert kept(router)[2] == dict(sql='/v1', poet='/p')
