@@ -633,6 +633,21 @@ def test_an_unload_holds_up_only_its_name():
         assert await leaving == {'adapters': dict(poet='/p')}
     run(main())
 
+def test_an_engine_that_stands_still_hears_of_adapters_afterwards():
+    "It holds nobody up; when it goes on, it loads what was loaded, and forgets what was refused"
+    async def main():
+        router = await declared()
+        still = router.replicas['two'].client
+        still.process.trouble = 'the engine has not been heard of for 4 s'
+        await router.control(*load('poet', '/p'))
+        with pytest.raises(RequestError, match='one cannot read /one'):
+            await router.control(*load('bad', '/one'))
+        assert kept(router) == [dict(poet='/p'), {}]
+        still.process.trouble = ''
+        await still.stats()   # behind all that it was told
+        assert kept(router) == [dict(poet='/p')] * 2 and available(router) == ['one', 'two']
+    run(main())
+
 def test_other_servers_decide_too():
     async def main():
         router = await two(False)
