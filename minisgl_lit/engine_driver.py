@@ -260,7 +260,7 @@ class EngineDriver:
 
     def load_adapter(self, name: str, path: str) -> None:
         "Load an adapter, which requests may name from then on; `ValueError` if it cannot be"
-        self.control('load_adapter', msgspec.json.encode(AdapterLoad(name, path)).decode())
+        self.control('load_adapter', AdapterLoad(name, path).argument)
 
     def close(self) -> None:
         "Abort all requests, and end the engine; a second time does nothing"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ModelWeights', 'Runtime', 'short_work_seconds', 'warn_if_spinning', 'count_compilations', 'resolve_draft', 'Draft',
-           'make_draft', 'make_adapters', 'build']
+           'make_draft', 'rank_main', 'make_adapters', 'build']
 
 # %% ../nbs/runtime.ipynb #004783c7
 import mmap
@@ -26,8 +26,8 @@ from .text.grammar import GrammarCompiler
 from .core.engine.memory import MemoryPlan, set_threads
 from .distributed.tensor_parallel import LeaderEngine, LeaderTable, RankProcesses
 from .second_tier import check_tier, make_handoffs, make_tier
-from .assembly import ResolvedConfig, make_engine, start_ranks
-from .adapters.pool import AdapterPool
+from .assembly import ResolvedConfig, make_engine, start_ranks, worker_main
+from .adapters.pool import AdapterPool, AdapterRank
 from .core.engine.assembly import join_engine, plan_memory
 from .core.host import advise_pages, warn_once
 from .kernels.library import on_compilation
@@ -233,20 +233,26 @@ def make_draft(
 _READ_AT_ONCE = 2048   # tokens of new texts that the draft reads while all others wait
 
 # %% ../nbs/runtime.ipynb #959c16a4
+def rank_main() -> None:
+    "The process of another rank, which may have adapters"
+    worker_main(AdapterRank)
+
 def make_adapters(
     resolved: ResolvedConfig,   # Of the model that is served
     scheduler: Scheduler,       # Its requests may name them
     engine: Engine,             # That computes without adapters
+    leader: LeaderEngine | None,   # Tells the other ranks, if there are any
 ) -> AdapterPool:
     "The pool of adapters, with those that `lora` names; `ValueError` if one cannot be loaded"
     config, why_not = resolved.config, ''
-    if config.tp > 1: why_not = f'adapters need tp=1, not {config.tp}'
+    if config.tp > 1 and resolved.device.type != 'cpu':
+        why_not = f'adapters on a GPU need tp=1, not {config.tp}'
     steps = engine.steps if isinstance(engine, GraphEngine) else None
     sizes = steps.sizes if isinstance(steps, CudaGraphs) else []
     def join(decoder: Decoder) -> Engine:
         return join_engine(decoder, engine.attention, scheduler.table, engine.stream, sizes,
                            config.cuda_graph_max_bs)
-    pool = AdapterPool(scheduler, engine, join, config.max_loras, why_not)
+    pool = AdapterPool(scheduler, engine, join, config.max_loras, why_not, leader)
     for name, path in (config.lora or {}).items(): pool.load(name, path)
     return pool
 
@@ -271,7 +277,8 @@ def build(
     eos = frozenset(model.eos_token_ids) | own   # whichever file says it
     grammars = GrammarCompiler(tokenizer.backend, model.vocab_size, eos,
                                additional_properties=config.additional_properties)
-    ranks, sources = start_ranks(config.tp), dict[str, PageSource]()
+    ranks = start_ranks(config.tp, 'minisgl_lit.runtime:rank_main')
+    sources = dict[str, PageSource]()
     try:
         draft = make_draft(resolved, tokenizer, overlap)
         if draft: resolved = draft.target
@@ -294,7 +301,7 @@ def build(
             draft.guesser, StepCosts.measure(engine, table), draft.guesser.costs)
         elif config.speculation != 'off' and not model.headless:
             scheduler.drafter = Speculation.of(config.speculation, leader or engine, table)
-        adapters = make_adapters(resolved, scheduler, engine)
+        adapters = make_adapters(resolved, scheduler, engine, leader)
         if on_gpu: count_compilations(scheduler.counts)
         if observe: scheduler.observer = observe(scheduler)
         scheduler.idle_step()

@@ -23,7 +23,9 @@ chapters = {'process': 'process', 'core/outputs': 'core/08_outputs',
             'distributed/kv_events': 'distributed/kv_events',
             'distributed/page_file': 'distributed/page_file', 'distributed/tier': 'distributed/tier',
             'distributed/handoff': 'distributed/handoff',
+            'distributed/tensor_parallel': 'distributed/tensor_parallel',
             'core/kv_cache/manager': 'core/14_kv_cache.manager or core/15_kv_cache.release',
+            'server/adapter_set': 'server/adapter_set',
             'server/router': 'server/router', 'server/prefill_router': 'server/prefill_router',
             'rules/fairness': 'rules/fairness', 'core/scheduler/policy': 'core/16_scheduler.policy',
             'core/scheduler/prefill': 'core/17_scheduler.prefill',
@@ -51,6 +53,7 @@ LIVES = ['tests/test_hostile_callers.py', 'tests/test_radix.py', 'tests/test_sch
          'tests/test_speculation.py', 'tests/test_adapters.py', 'tests/test_gpu_adapters.py',
          'tests/test_hostile_chunks.py']
 ROUTED = ['tests/test_router.py', 'tests/test_prefill.py']   # of what stands before several engines
+PARALLEL = ['tests/test_parallel.py', 'tests/test_adapters.py']
 SEVERAL = ['tests/test_pulled_models.py', 'tests/test_several_models.py', 'tests/test_models_and_adapters.py']
 
 mutants = [   # what breaks, module, the line, what becomes of it
@@ -135,15 +138,15 @@ mutants = [   # what breaks, module, the line, what becomes of it
      'near[i] = x + order[lesser(r + i, rows - 1)] * bytes',
      'near[i] = x + (order[0] + lesser(r + i, rows - 1)) * bytes'),
     ('an adapter inherits the count of the one before', 'adapters/pool',
-     'self.scheduler.engine.computed[min(free)] = 0', 'pass'),
+     'self.computed[number] = 0', 'pass'),
     ('rows have the adapters of the step before', 'adapters/low_rank',
      'self.ids[:n] = to_device(ids, kept.device)', 'pass'),
     ('adapters: a recorded step reads what lies elsewhere now', 'adapters/low_rank',
      'self.ids = kept if n <= len(kept) else kept.new_empty(n)', 'self.ids = kept.new_empty(n)'),
     ('adapters: rows have those of a step that is not launched yet', 'adapters/pool',
-     'self.base.stream.submit(partial(self.at.put, ids))', 'self.at.put(ids)'),
+     'self.stream.submit(partial(self.at.put, ids))', 'self.at.put(ids)'),
     ('adapters: half of one stays where there is no room', 'adapters/pool',
-     'self._forget(min(free))', 'pass'),
+     'if self.both: self.both.put(min(free), None)', 'pass'),
     ('adapters: where there is no room the engine ends', 'adapters/pool', 'self.engine.reset()', 'pass'),
     ('adapters: tiles of the step before stay', 'adapters/low_rank_triton',
      'max(self.most(len(ids)), self._least)', 'self.most(len(ids))'),
@@ -181,6 +184,26 @@ mutants = [   # what breaks, module, the line, what becomes of it
      'if self.numbers[name] not in used]', ']'),
     ('new requests keep an adapter from leaving', 'adapters/pool', 'if name in self.leaving:', 'if False:'),
     ('a number is given twice', 'adapters/pool', '- {*self.numbers.values()}', ''),
+    ('ranks: each has the shard of another', 'adapters/peft', 'tensor_placements(model, group)',
+     'tensor_placements(model, ProcessGroup(group.size - 1 - group.rank, group.size))'),
+    ('ranks: what is left for the last is not filled up', 'adapters/peft', 'n_in - mine.shape[1]', '0'),
+    ('ranks: only the first part of an adapter is taken', 'adapters/peft', 'for o in place.slices]',
+     'for o in place.slices[:1]]'),
+    ('ranks: one leaves out an adapter', 'adapters/pool', 'self.both.put(number, adapter or None)', 'pass'),
+    ('ranks: one computes without adapters', 'adapters/pool', '(self.both or self.engine).follow',
+     'self.engine.follow'),
+    ('ranks: rank 0 alone has an adapter', 'adapters/pool', 'self.leader.send_adapter(number, path)', 'pass'),
+    ('ranks: rank 0 computes without adapters', 'adapters/pool',
+     'self.leader.compute_with(self.both)', 'pass'),
+    ('ranks: some keep what others refuse', 'distributed/tensor_parallel',
+     "if path: self.send_adapter(number, '')", 'pass'),
+    ('ranks: a refusal is not heard', 'distributed/tensor_parallel',
+     'self.engine.stream.synchronize()\n        try: self.ranks.receive_all()',
+     'self.engine.stream.synchronize()\n        try: pass'),
+    ('ranks: batches arrive without adapters', 'distributed/tensor_parallel', 'adapters=self.adapters,',
+     'adapters=None,'),
+    ('ranks: a digest has no adapters', 'distributed/tensor_parallel',
+     'arrays.append(batch.adapters)', 'pass'),
     ('an unload is answered at once', 'loop/adapter_orders', 'gone = self.keeper.drop_unused()',
      'gone = [*self._begun]'),
     ('a row keeps the adapter of the request before', 'core/scheduler/prefill',
@@ -677,6 +700,22 @@ mutants = [   # what breaks, module, the line, what becomes of it
      " or (command, argument) == ('pause', 'abort')", ''),
     ('apart: an abort of many is one of one', 'server/router',
      'rid == start if whole else rid.startswith(start)', 'rid == start'),
+    ('engines: what one refuses stays with the others', 'server/adapter_set',
+     "del self.paths[name]\n                await ask_all('unload_adapter', name)", 'del self.paths[name]'),
+    ('engines: what is refused stays declared', 'server/adapter_set',
+     "del self.paths[name]\n                await", 'await'),
+    ('engines: an adapter is told of before all have it', 'server/adapter_set',
+     'if k not in self._changing', ''),
+    ('engines: an adapter from elsewhere stays', 'server/adapter_set', 'if before is not None:', 'if False:'),
+    ('engines: who joins has its own adapters', 'server/router',
+     'if adapter := self.adapters and self.adapters.differing(there):', 'if adapter := "":'),
+    ('engines: who cannot read an adapter is sent requests', 'server/router',
+     'if adapter in self.adapters.paths: replica.differs.add(_adapter(adapter))', 'pass'),
+    ('engines: who could not read an adapter that is gone gets none', 'server/router',
+     'if name not in self.adapters.paths: replica.differs.discard(_adapter(name))', 'pass'),
+    ('engines: prefixes of new adapters are not known', 'server/router',
+     'for place, told in self._checked(answers, refused).items(): self.replicas[place].note(told)',
+     'self._checked(answers, refused)'),
     ('router: prompts of adapters go anywhere', 'server/router', 'adapters.get(lora, lora) +', 'lora +'),
     ('router: a newcomer hears commands in any order', 'server/router', 'sent, about = min(missed)',
      'sent, about = missed[0]'),
@@ -910,6 +949,7 @@ def caught_by(mutant: tuple[str, str, str, str]) -> str | None:
     routed = module in ('process', 'distributed/handoff') or module.startswith('server/')
     callers = ROUTED if routed or name.startswith('handed over:') else []
     if name.startswith('models:'): callers = SEVERAL
+    if name.startswith('ranks:'): callers = PARALLEL
     if name.startswith('below:'): callers = ['tests/test_tier.py']   # a tier below the prefix tree
     own = chapters[module].split(' or ')
     above = ([] if module.startswith(gpu)
@@ -928,7 +968,7 @@ def main() -> int:
     parser.add_argument('-j', type=int, default=2, help='how many at once')
     args = parser.parse_args()
     chosen = [o for o in mutants if args.k in o[0]]
-    if test := failing_test(Path(as_it_is().name), [*KERNELS, *ROUTED, *SEVERAL, *LIVES]):
+    if test := failing_test(Path(as_it_is().name), [*KERNELS, *ROUTED, *SEVERAL, *PARALLEL, *LIVES]):
         raise SystemExit(f'{test} fails without a mutant')
     with ThreadPoolExecutor(args.j) as pool:
         found = []

@@ -1,6 +1,7 @@
 """Adapters change no answer but their own: tokens are those of a merged model, alone and in any company, over
 any base; cached prefixes are never shared across adapters; names come and go while requests run."""
-import asyncio, importlib.util, random, re
+import asyncio, importlib.util, os, random, re, shutil, signal, subprocess, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
@@ -14,6 +15,7 @@ from minisgl_lit.adapters.pool import AdapterEngine
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.models.operations import linear
 from minisgl_lit.core.sampling_params import RequestError
+from minisgl_lit.distributed.tensor_parallel import LeaderEngine
 from minisgl_lit.formats.hub import embedded_path
 from minisgl_lit.runtime import make_adapters
 from minisgl_lit.server.lora_protocol import AdapterNames
@@ -80,7 +82,7 @@ def test_adapters_say_different_things(served):
 @pytest.mark.parametrize('settings', [
     dict(page_size=1, max_loras=8, max_prefill_tokens=16, speculation='ngram'),
     dict(page_size=16, mixed_chunk=True, max_loras=2, max_running_req=5, policy='lpm', overlap=True),
-    dict(attention='torch', cuda_graph_max_bs=0, cache='none'),
+    dict(attention='torch', cuda_graph_max_bs=0, cache='none'), dict(tp=2, page_size=4, max_loras=3),
     pytest.param(dict(page_size=4, max_prefill_tokens=16, overlap=True), marks=pytest.mark.long),
     pytest.param(dict(speculation='ngram_cache', max_loras=1), marks=pytest.mark.long)], ids=str)
 def test_tokens_are_those_of_a_merged_model(served, settings):
@@ -94,6 +96,11 @@ def test_tokens_are_those_of_a_merged_model(served, settings):
             # the first prompt is the same for all; the second time each finds what is its own
             hits = [o.cached_tokens for o in outs]
             if settings.get('cache') != 'none' and again: assert all(hits[i] for i in range(0, 16, 2))
+        if settings.get('tp'):   # while it serves, too; a rank forgets what it is told to
+            llm.unload_lora('all')
+            llm.load_lora('all', paths['mlp'])
+            one, = llm.generate([asked[0][1]], lora='all', progress=False, **HOW)
+            assert one.token_ids == right[asked.index(('mlp', asked[0][1]))]
         llm.runtime.scheduler.self_check()
 
 def test_alone_and_in_company_the_bits_are_the_same(served):
@@ -257,7 +264,7 @@ def test_random_lives(embedded, seed):
         s.self_check()
         for name in [o for o in held if o not in pool.leaving]: pool.unload(name)
         pool.drop_unused()
-        weights = pool._weights.values()
+        weights = pool.both.weights.values()
         assert not pool.numbers and not any(o.changes or o.table.any() for o in weights)
         assert len(told) > (20 if seed else 10)
 
@@ -284,6 +291,112 @@ def test_the_first_that_waits_for_a_place_is_not_overtaken(embedded):
         while s.has_work: ended += [o.rid for o in s.step() if o.finish_reason]
         assert ended.index('b') < 10 and ended.index('none') < 10 and len(ended) == 42
 
+# --- several ranks
+
+SENTENCE = 'rank 1 of 2 was killed by signal 9, and without it the model cannot compute'
+
+def test_all_ranks_have_an_adapter_or_none(served, tmp_path, monkeypatch):
+    """An adapter of which rank 0 can read the files, and the other rank cannot, leaves both as they were; a
+    rank that dies meanwhile is noticed"""
+    path, paths, asked, right = served
+    prompt, late = asked[0][1], shutil.copytree(paths['mlp'], tmp_path/'late')
+    with LLM(path, device='cpu', dtype='float32', num_pages=300, tp=2, lora=dict(all=paths['all'])) as llm:
+        def said(name):
+            one, = llm.generate([prompt], lora=name, progress=False, **HOW)
+            return one.token_ids
+        sent = LeaderEngine.send_adapter
+        def too_late(self, number, path):
+            monkeypatch.undo()
+            file = (late/'adapter_model.safetensors').rename(tmp_path/'kept')
+            try: sent(self, number, path)
+            finally: file.rename(late/'adapter_model.safetensors')
+        monkeypatch.setattr(LeaderEngine, 'send_adapter', too_late)
+        with pytest.raises(ValueError, match="lora='late': .*is no adapter: it has no adapter_model"):
+            llm.load_lora('late', str(late))
+        with pytest.raises(ValueError, match="lora='x': .* is no folder"): llm.load_lora('x', '/nowhere')
+        with pytest.raises(RequestError, match="no adapter is called 'late'; loaded: all"): said('late')
+        assert [said(o) for o in ('all', None)] == [right[asked.index((o, prompt))] for o in ('all', None)]
+        llm.load_lora('late', str(late))
+        assert [said(o) for o in ('late', 'all')] == [right[asked.index((o, prompt))] for o in ('mlp', 'all')]
+        pid = llm.runtime.ranks.processes[0].pid
+        os.kill(pid, signal.SIGSTOP)   # it reads for ever
+        threading.Timer(.5, os.kill, (pid, signal.SIGKILL)).start()
+        with pytest.raises(RuntimeError, match=SENTENCE): llm.load_lora('one', paths['one'])
+        assert llm.runtime.failure() == SENTENCE
+        last, = llm.generate([prompt], lora='all', progress=False, **HOW)
+        assert (last.finish_reason, last.error) == ('error', f'the engine failed: {SENTENCE}')
+
+def test_the_command_line_serves_them_on_two_ranks(served):
+    "Named at the start, loaded and unloaded while it serves, refused"
+    path, paths, asked, right = served
+    command = [sys.executable, '-m', 'minisgl_lit', 'serve', '--model', path, '--port', '0', '--tp', '2',
+               '--dtype', 'float32', '--num-pages', '300', '--lora', f'all={paths["all"]}', '--device', 'cpu']
+    with subprocess.Popen([str(o) for o in command], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = server.stdout.readline().split()[-1]
+            def post(path, **body): return httpx.post(url + path, json=body, timeout=60)
+            def said(name):
+                sampling = dict(temperature=0, max_new_tokens=MAX_NEW)
+                told = post('/generate', input_ids=asked[0][1], lora_path=name, sampling_params=sampling)
+                return told.json().get('output_ids', told.text)
+            def like(name): return right[asked.index((name, asked[0][1]))]
+            assert [said(o) for o in ('all', None)] == [like('all'), like(None)]
+            r = post('/v1/load_lora_adapter', lora_name='late', lora_path=paths['mlp'])
+            assert [*r.json()['loaded_adapters']] == ['all', 'late'] and said('late') == like('mlp')
+            assert [*post('/unload_lora_adapter', lora_name='all').json()['loaded_adapters']] == ['late']
+            r = post('/load_lora_adapter', lora_name='bad', lora_path=str(path))
+            assert r.status_code == 400 and 'has no adapter_config.json' in r.text
+            assert "no adapter is called 'all'" in said('all') and said('late') == like('mlp')
+        finally: server.terminate()
+    assert server.returncode == 0
+
+# --- several engines
+
+def test_engines_of_a_server_have_the_same_adapters(embedded, tmp_path):
+    """Loaded while it serves, by both; one is killed, and has them when it is there again, also those whose
+    first files are gone; unloaded, another path under the name; refused by one sentence"""
+    gone = shutil.copytree(embedded['a'], tmp_path/'gone')
+    settings = dict(num_pages=400, dtype='float32', log_interval=0, replicas=2, restart=True)
+    with serve(port=0, lora=dict(a=str(gone)), **settings) as server, ThreadPoolExecutor(12) as pool:
+        def post(path, **body): return httpx.post(server.url + path, json=body, timeout=60)
+        def ask(i, name):
+            sampling = dict(temperature=0, max_new_tokens=6, ignore_eos=True)
+            r = post('/generate', text=f'{i} pages', lora_path=name, sampling_params=sampling)
+            return r.json()['text'] if r.status_code == 200 else r.text
+        def said(name, n=12): return [*pool.map(ask, range(n), [name] * n)]
+        def replicas(): return httpx.get(f'{server.url}/get_server_info').json()['per_replica']
+        def wait(until):
+            end = time.monotonic() + 60
+            while not until(): assert time.monotonic() < end; time.sleep(.05)
+        def computed(name):
+            return [o.get('adapters', {}).get(name, {}).get('computed', 0) for o in replicas()]
+        def order(what, **body): return post(f'/v1/{what}_lora_adapter', **body)
+        wait(lambda: all(o['joined'] for o in replicas()))
+        r = order('load', lora_name='b', lora_path=embedded['b'])
+        assert r.json()['loaded_adapters'] == dict(a=str(gone), b=embedded['b'])
+        right = {name: said(name) for name in ('a', 'b', None)}
+        assert right['a'] != right['b'] != right[None] and all(computed('a')) and all(computed('b'))
+        order('unload', lora_name='a')
+        shutil.rmtree(gone)
+        assert order('load', lora_name='a', lora_path=embedded['a']).status_code == 200
+        for path in ('/nowhere', str(embedded_path())):
+            r = order('load', lora_name='bad', lora_path=path)
+            assert r.status_code == 400 and "lora='bad'" in r.text
+        assert 'no adapter is called' in ask(0, 'bad')
+        os.kill(killed := server._processes[0].process.pid, signal.SIGKILL)
+        wait(lambda: not replicas()[0]['joined'])
+        assert said('b') == right['b']   # by the other one, as long as it is alone
+        wait(lambda: replicas()[0]['joined'])
+        assert server._processes[0].process.pid != killed
+        assert [said(o) for o in ('a', 'b', None)] == [right[o] for o in ('a', 'b', None)]
+        assert computed('a')[0] and computed('b')[0]
+        models = [o['id'] for o in httpx.get(f'{server.url}/v1/models').json()['data']]
+        assert models == [server.model, 'b', 'a']
+        assert order('unload', lora_name='b').json()['loaded_adapters'] == dict(a=embedded['a'])
+        assert {'no adapter' in o for o in said('b')} == {True}
+        assert order('load', lora_name='b', lora_path=embedded['a']).status_code == 200
+        assert said('b') == right['a']
+
 # --- names that come and go
 
 def test_an_unload_waits_for_its_requests(embedded):
@@ -297,7 +410,7 @@ def test_an_unload_waits_for_its_requests(embedded):
         said += [*running]
         assert sum(len(o.token_ids) for o in said) == 40 and said[-1].finish_reason == 'length'
         core.turn()   # its abort, or its end, is behind it
-        assert core.adapters.describe() == {'adapters': {}}
+        assert core.adapters.describe() == {'adapters': {}, 'digests': {}}
         llm.load_lora('a', embedded['b'])
         one, = llm.generate(['one two three'], lora='a', max_tokens=9, temperature=0, ignore_eos=True)
         assert one.cached_tokens == 0 and one.token_ids != sum((list(o.token_ids) for o in said), [])[:9]
@@ -310,15 +423,10 @@ def test_an_unload_waits_for_its_requests(embedded):
 def test_a_bad_adapter_is_one_sentence(settings, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)): LLM(num_pages=50, **settings)
 
-@pytest.mark.long
-def test_several_ranks_are_refused(embedded):
-    with pytest.raises(ValueError, match=r"lora='a': adapters need tp=1, not 2"):
-        LLM(num_pages=50, tp=2, lora=embedded)
-
 def test_what_cannot_be_together_is_refused(embedded, tmp_path):
-    resolved = SimpleNamespace(config=EngineConfig(lora=embedded, tp=2), device=torch.device('cpu'))
-    with pytest.raises(ValueError, match="lora='a': adapters need tp=1, not 2"):
-        make_adapters(resolved, SimpleNamespace(), None)
+    resolved = SimpleNamespace(config=EngineConfig(lora=embedded, tp=2), device=torch.device('cuda'))
+    with pytest.raises(ValueError, match="lora='a': adapters on a GPU need tp=1, not 2"):
+        make_adapters(resolved, SimpleNamespace(), None, None)
     make_checkpoint('Qwen3', tmp_path/'other')
     with pytest.raises(ValueError, match='has shape'): LLM(tmp_path/'other', num_pages=50, lora=embedded)
     with LLM(num_pages=50) as llm:

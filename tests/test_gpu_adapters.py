@@ -100,18 +100,20 @@ def test_an_adapter_comes_and_goes_beside_a_recording(served, on_gpu):
     assert answers(runtime, asked[1:2], ['a']) == right['a'][1:2]
     pool.unload('a')
     assert pool.drop_unused() == ['a'] and 1 not in pool.numbers.values()
-    assert all(not o.table[1].any() and 1 not in o.changes for o in pool._weights.values())
+    assert all(not o.table[1].any() and 1 not in o.changes for o in pool.both.weights.values())
     pool.load('again', str(path/'b'))
     assert pool.numbers['again'] == 1
     assert answers(runtime, asked[1:2], ['again']) == right['b'][1:2]
 
-def test_tiles_change_between_steps():
+def test_tiles_change_between_steps(monkeypatch):
     "Behind the step before, which may not have begun when the next one is launched"
     stream, seen = ManualStream(), []
     at = RowTiles(8, 2, 'cpu')
     def forward(batch): stream.submit(lambda: seen.append(at.ids.view(-1, 17)[:2, :3].tolist()))
-    both = SimpleNamespace(stream=stream, forward=forward)
-    engine = AdapterEngine(both, both, at)
+    model = SimpleNamespace(weights={}, operations=Operations(), config=None, group=None)
+    both = SimpleNamespace(stream=stream, forward=forward, model=model)
+    monkeypatch.setattr(pools, 'Decoder', lambda *ignored: None)
+    engine = AdapterEngine(both, lambda decoder: both, at)
     for ids in ([1, 0, 1], [0, 2]):
         engine.forward(SimpleNamespace(adapters=np.array(ids), extend_lens=np.ones(len(ids), dtype=int)))
     stream.synchronize()
@@ -143,13 +145,14 @@ def test_without_room_nothing_has_changed(served, on_gpu, monkeypatch):
     def refused():
         with pytest.raises(ValueError, match="'a': beside pages and weights this GPU has no room for it"):
             pool.load('a', str(path/'a'))
-        assert not pool.numbers and not any(o.changes or o.table.any() for o in pool._weights.values())
+        assert not pool.numbers
+        assert not (pool.both and any(o.changes or o.table.any() for o in pool.both.weights.values()))
     def no_room(decoder):
         engine.stream.submit(full)
         engine.stream.synchronize()
     pool.join = no_room
     refused()
-    assert runtime.scheduler.engine is engine and not pool._weights
+    assert runtime.scheduler.engine is engine and not pool.both
     pool.join = join
     with monkeypatch.context() as m:
         m.setattr(TiledWeight, 'put', all_but_one)

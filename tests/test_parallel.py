@@ -3,6 +3,7 @@ and no process that stays."""
 import json, os, signal, subprocess, sys, threading, time
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
+from minisgl_lit.adapters.low_rank import changeable
+from minisgl_lit.adapters.peft import read_adapter
 from minisgl_lit.config import EngineConfig
 from minisgl_lit.core.request import Batch, ForwardMode, LogprobRequests
 from minisgl_lit.text.sampling_params import SamplingParams
@@ -27,8 +30,9 @@ from minisgl_lit.core.models.checkpoint import read_config
 from minisgl_lit.core.models.decoder import (
     Decoder, DenseMlp, ModelConfig, kv_heads, shard_config, weight_shapes)
 from minisgl_lit.core.models.moe import MoeMlp
+from minisgl_lit.core.models.operations import linear
 from minisgl_lit.formats.dummy_weights import dummy_weights
-from minisgl_lit.core.models.weights import list_files, tensor_placements
+from minisgl_lit.core.models.weights import list_files, targets, tensor_placements
 from reference import MAX_NEW, VARIANTS, Comparison, generate, make_checkpoint, prompts
 
 GREEDY = SamplingParams(max_tokens=MAX_NEW, temperature=0)
@@ -107,6 +111,36 @@ def test_every_number_of_a_file_has_a_place(drawn):
                                      'lm_head') else size)
         assert (counts == right).all(), name
     assert asked.min() >= 1
+
+@settings(max_examples=60, deadline=None)
+@given(models(), st.integers(1, 5), st.integers(0, 9))
+def test_each_rank_has_its_part_of_an_adapter(drawn, rank, seed):
+    "Its weights change as if the change had been in the file, whatever is left of it for the last ranks"
+    config, size = drawn
+    rng = torch.Generator().manual_seed(seed)
+    places, tensors, deltas = tensor_placements(config), {}, {}
+    for name, place in places.items():
+        if not changeable(place.weight) or len(place.shape) < 2: continue
+        a, b = (torch.randn(o, generator=rng) for o in ((rank, place.shape[1]), (place.shape[0], rank)))
+        stem = f'base_model.model.{name.removesuffix(".weight")}'
+        tensors |= {f'{stem}.lora_A.weight': a, f'{stem}.lora_B.weight': b}
+        deltas[name] = 2 * b @ a
+    with TemporaryDirectory() as folder:
+        (Path(folder)/'adapter_config.json').write_text(
+            json.dumps(dict(peft_type='LORA', r=rank, lora_alpha=2 * rank)))
+        save_file(tensors, Path(folder)/'adapter_model.safetensors')
+        for group in (ProcessGroup(r, size) for r in range(size)):
+            shapes, right = weight_shapes(shard_config(config, size)), {}
+            for name, delta in deltas.items():
+                place = tensor_placements(config, group)[name]
+                weight = right.setdefault(place.weight, torch.zeros(shapes[place.weight]))
+                for target, part in targets(place, delta, weight): target.copy_(part)
+            changes = read_adapter(Path(folder), config, torch.float32, group).changes
+            for name, weight in right.items():
+                found, eye = torch.zeros(weight.shape), torch.eye(weight.shape[1])
+                for o in changes.get(name, []):
+                    found[o.first:o.first + o.b.shape[0]] += linear(linear(eye, o.a), o.b).T
+                torch.testing.assert_close(found, weight, rtol=1e-4, atol=1e-4)
 
 arrays = st.lists(st.integers(-2**63, 2**63 - 1)).map(lambda o: np.array(o, dtype=np.int64))
 writes = st.builds(PromptWrite, st.integers(0, 999), st.integers(0, 2**40), arrays)
@@ -210,7 +244,7 @@ def test_serve_on_two_ranks_that_one_leaves(tmp_path):
         return [int(o) for f in Path('/proc').glob(f'{pid}/task/*/children') for o in f.read_text().split()]
     def ranks():
         return [o for pid in children(os.getpid())
-                for o in children(pid) if 'minisgl_lit.assembly' in Path(f'/proc/{o}/cmdline').read_text()]
+                for o in children(pid) if ':rank_main' in Path(f'/proc/{o}/cmdline').read_text()]
     with serve(tmp_path, port=0, tp=2, device='cpu', dtype='float32', num_pages=100) as s:
         told = post(f'{s.url}/generate', input_ids=prompts()[0],
                     sampling_params=dict(max_new_tokens=MAX_NEW, temperature=0))
@@ -309,7 +343,7 @@ for i, work in enumerate(works):
     if children[-1]: continue
     for number, name in enumerate(("in", "out", "err")):
         os.dup2(os.open(f"{folder}/{i}.{name}", os.O_RDWR | os.O_CREAT), number)
-    exec("def run(messages, reply): " + work)
+    exec("def run(messages, reply, _): " + work)
     worker._run_rank = run
     worker.worker_main()
     os._exit(99)

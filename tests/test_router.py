@@ -11,8 +11,9 @@ from minisgl_lit.core.sampling_params import QueueFull, RequestError
 from minisgl_lit.text.sampling_params import SamplingParams
 from minisgl_lit.distributed.kv_events import BlockIndex, KVEventLog, block_hashes, root_hash
 from minisgl_lit.server.engine_client import AsyncEngineClient
-from minisgl_lit.loop.adapter_orders import AdapterOrders
+from minisgl_lit.loop.adapter_orders import AdapterLoad, AdapterOrders
 from minisgl_lit.loop.messages import ControlMsg, UserMsg, decode
+from minisgl_lit.server.adapter_set import AdapterSet
 from minisgl_lit.server.router import Router
 from minisgl_lit.testing.toy_core import ToyEngineCore
 from minisgl_lit.testing.toy_engine import expected_output
@@ -519,4 +520,137 @@ def test_what_was_aborted_is_not_begun_again_elsewhere():
         still.kill()
         assert ([end.finish_reason for _, end in await asked] == [FinishReason.ABORT, FinishReason.LENGTH]
                 and router._rids == {})
+    run(main())
+
+
+# ---- adapters that all have, or none
+
+class Kept:
+    "Adapters of a toy engine that cannot read paths with its name in them"
+    most = 8
+    def __init__(self, name, **paths):
+        self.name, self.paths, self.busy, self.leaving = name, paths, False, []
+    @property
+    def digests(self): return {k: f'digest of {path}' for k, path in self.paths.items()}
+    def stats(self): return {}
+    def load(self, name, path):
+        if self.name in path: raise ValueError(f'{self.name} cannot read {path}')
+        assert name not in self.paths, 'there is one already'
+        self.paths[name] = path
+    def unload(self, name):
+        if name not in self.paths: raise RequestError('lora', f'no adapter is called {name!r}')
+        self.leaving.append(name)
+    def drop_unused(self):
+        gone, self.leaving = ([], self.leaving) if self.busy else (self.leaving, [])
+        for name in gone: del self.paths[name]
+        return gone
+
+def with_adapters(name, **paths):
+    it = client()
+    it.kept = Kept(name, **paths)
+    it.process.core.adapters = AdapterOrders(it.kept)
+    return it
+
+async def declared(**paths):
+    router = Router('toy', AdapterSet(paths))
+    for name in ('one', 'two'): await router.join(name, with_adapters(name, **paths))
+    return router
+
+def load(name, path): return 'load_adapter', AdapterLoad(name, path).argument
+def kept(router): return [dict(o.client.kept.paths) for o in router.replicas.values()]
+
+def test_adapters_are_loaded_by_all_or_kept_by_none():
+    async def main():
+        router = await declared(sql='/v1')
+        assert await router.control(*load('poet', '/p')) == {'adapters': dict(sql='/v1', poet='/p')}
+        assert kept(router) == [dict(sql='/v1', poet='/p')] * 2
+        assert {o.load.adapters['poet'] for o in router.replicas.values()} == {'digest of /p'}
+        for bad in 'one', 'two':
+            with pytest.raises(RequestError, match=f'{bad} cannot read /{bad}'):
+                await router.control(*load('bad', f'/{bad}'))
+        assert (kept(router) == [dict(sql='/v1', poet='/p')] * 2 and available(router) == ['one', 'two']
+                and await router.control('adapters') == {'adapters': dict(sql='/v1', poet='/p')})
+        await router.control('unload_adapter', 'poet')
+        await router.control(*load('poet', '/p2'))   # another path under the name
+        assert kept(router) == [dict(sql='/v1', poet='/p2')] * 2
+    run(main())
+
+def test_an_engine_that_starts_again_is_brought_to_the_adapters_of_now():
+    "Whether it begins with none, or with those of long ago; what it cannot read keeps requests from it"
+    async def main():
+        router = await declared(sql='/v1', old='/o')
+        await router.control('unload_adapter', 'sql')
+        await router.control('unload_adapter', 'old')
+        await router.control(*load('sql', '/v2'))
+        for before in ({}, dict(sql='/v1', old='/o')):
+            router.replicas['one'].client.process.kill()
+            await router.join('one', with_adapters('one', **before))
+            assert kept(router) == [dict(sql='/v2')] * 2 and available(router) == ['one', 'two']
+        router.replicas['one'].client.process.kill()
+        await router.control(*load('poet', '/one'))   # which the dead is not asked
+        await router.join('one', with_adapters('one'))
+        assert kept(router) == [dict(sql='/v2'), dict(sql='/v2', poet='/one')]
+        assert available(router) == ['two']
+        assert 'refused what others have done (adapter poet)' in router.replicas['one'].why
+        await router.control('unload_adapter', 'poet')
+        assert kept(router) == [dict(sql='/v2')] * 2 and available(router) == ['one', 'two']
+    run(main())
+
+@pytest.mark.parametrize('moment', range(14))
+def test_an_engine_joins_while_adapters_change(moment):
+    "At whatever moment it comes, it has what is declared, and only that, before it is sent requests"
+    async def main():
+        router = await declared(sql='/v1', old='/o')
+        joining = asyncio.ensure_future(router.join('three', with_adapters('three', sql='/v1', old='/o')))
+        for _ in range(moment): await asyncio.sleep(0)
+        changes = (('unload_adapter', 'old'), load('poet', '/p'), load('bad', '/two'),
+                   load('worse', '/three'))
+        told = await asyncio.gather(*(router.control(*o) for o in changes), return_exceptions=True)
+        assert not any(isinstance(o, Exception) for o in told[:2]) and isinstance(told[2], RequestError)
+        await joining
+        # unless it came too late to refuse
+        worse = {} if isinstance(told[3], RequestError) else dict(worse='/three')
+        shall = dict(sql='/v1', poet='/p') | worse
+        assert router.adapters.ready == shall == kept(router)[0] == kept(router)[1]
+        assert kept(router)[2] == dict(sql='/v1', poet='/p')
+        assert available(router) == ['one', 'two'] + ([] if worse else ['three'])
+    run(main())
+
+def test_an_unload_holds_up_only_its_name():
+    async def main():
+        router = await declared(sql='/v1')
+        busy = router.replicas['two'].client.kept
+        busy.busy = True   # a request of it runs
+        leaving = asyncio.ensure_future(router.control('unload_adapter', 'sql'))
+        await asyncio.sleep(.01)
+        with pytest.raises(RequestError, match="adapter 'sql' is being unloaded"):
+            await router.control(*load('sql', '/v2'))
+        await router.control(*load('poet', '/p'))
+        assert (await router.control('adapters'))['adapters'] == dict(poet='/p') and not leaving.done()
+        await router.join('three', with_adapters('three', sql='/v1'))
+        assert kept(router) == [dict(poet='/p'), dict(sql='/v1', poet='/p'), dict(poet='/p')]
+        router.replicas['two'].client.process.kill()   # whoever dies has nothing to unload
+        assert await leaving == {'adapters': dict(poet='/p')}
+    run(main())
+
+def test_an_engine_that_stands_still_hears_of_adapters_afterwards():
+    "It holds nobody up; when it goes on, it loads what was loaded, and forgets what was refused"
+    async def main():
+        router = await declared()
+        still = router.replicas['two'].client
+        still.process.trouble = 'the engine has not been heard of for 4 s'
+        await router.control(*load('poet', '/p'))
+        with pytest.raises(RequestError, match='one cannot read /one'):
+            await router.control(*load('bad', '/one'))
+        assert kept(router) == [dict(poet='/p'), {}]
+        still.process.trouble = ''
+        await still.stats()   # behind all that it was told
+        assert kept(router) == [dict(poet='/p')] * 2 and available(router) == ['one', 'two']
+    run(main())
+
+def test_other_servers_decide_too():
+    async def main():
+        router = await two(False)
+        with pytest.raises(RequestError, match='other servers share these engines'):
+            await router.control(*load('a', '/a'))
     run(main())

@@ -15,11 +15,14 @@ from hashlib import shake_256
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from .low_rank import MOST_RANK, LowRank, changeable
+from ..core.device import ProcessGroup
 from ..core.models.checkpoint import read_optional
-from ..core.models.decoder import ModelConfig
-from ..core.models.weights import open_file, read_json, sources, tensor_placements
+from ..core.models.decoder import ModelConfig, shard_config, weight_shapes
+from ..core.models.weights import (
+    Placement, open_file, read_json, sources, tensor_placements)
 
 # %% ../../nbs/adapters/peft.ipynb #8a1cafed
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
@@ -131,16 +134,24 @@ def modules_of(
     return modules
 
 # %% ../../nbs/adapters/peft.ipynb #60c72de2
+def _shard(place: Placement, n_in: int, a: torch.Tensor, b: torch.Tensor,
+           ) -> tuple[torch.Tensor, torch.Tensor]:
+    "The parts of A and B that belong to a rank, whose weight has so many inputs"
+    mine = a[(slice(None), *place.slices[0][1:])]
+    return F.pad(mine, (0, n_in - mine.shape[1])), torch.cat([b[o[0]] for o in place.slices])
+
 def read_adapter(
     path: Path,           # Folder of an adapter
     model: ModelConfig,   # Of the base
     dtype: torch.dtype,   # That it computes in
+    group: ProcessGroup = ProcessGroup(),   # The ranks that share it; only our shard is kept
 ) -> Adapter:
     "The adapter in a folder; `ValueError` if it cannot be read, or does not fit this base"
     check_base(model)
     settings, file = read_settings(path), path/TENSORS
     if not file.is_file(): raise ValueError(f'{path} is no adapter: it has no {TENSORS}')
-    places, changes = tensor_placements(model), dict[str, list[LowRank]]()
+    places, shard = tensor_placements(model, group), weight_shapes(shard_config(model, group.size))
+    changes = dict[str, list[LowRank]]()
     with open_file(file) as tensors:
         for module, pair in modules_of([*tensors.keys()], settings).items():
             place = places.get(f'{module}.weight')
@@ -154,7 +165,8 @@ def read_adapter(
                 if shapes[kind] != wanted: raise ValueError(
                     f'lora_{kind} of {module} has shape {list(shapes[kind])}; with rank {rank} and '
                     f'this base it must have {list(wanted)}')
-            a, b = (tensors.get_tensor(pair[o]).float() for o in 'AB')
+            whole = (tensors.get_tensor(pair[o]).float() for o in 'AB')
+            a, b = _shard(place, shard[place.weight][-1], *whole)
             change = LowRank.of(place.start, a.to(dtype), (b * factor).to(dtype))
             changes.setdefault(place.weight, []).append(change)
     return Adapter(digest_of(path), changes)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['encode', 'decode', 'Backend', 'TorchProcessGroup', 'BatchMsg', 'WeightsMsg', 'no_weights', 'PromptWrite',
-           'TableUpdate', 'StepMsg', 'LeaderTable', 'apply_update', 'digest', 'follow', 'LeaderEngine', 'StartProcess',
-           'RankReady', 'RankError', 'RankProcesses', 'read_messages']
+           'TableUpdate', 'StepMsg', 'LeaderTable', 'apply_update', 'digest', 'Follower', 'follow', 'RankZero',
+           'LeaderEngine', 'StartProcess', 'RankReady', 'RankError', 'RankProcesses', 'read_messages']
 
 # %% ../../nbs/distributed/tensor_parallel.ipynb #5c4c2657
 import subprocess
@@ -25,9 +25,10 @@ import torch
 from torch._C._distributed_c10d import FileStore   # the public name is missing in torch's stubs
 from torch.distributed import ProcessGroupGloo, Work
 
-from ..core.request import Batch, Event, ForwardMode, ForwardOutput, LogprobRequests
+from ..core.request import Batch, EngineProtocol, Event, ForwardMode, ForwardOutput
+from ..core.request import LogprobRequests
 from ..core.device import ProcessGroup, Stream
-from ..core.engine.engine import Engine, Launched
+from ..core.engine.engine import Launched
 from ..core.kv_cache.table import TableManager
 
 # %% ../../nbs/distributed/tensor_parallel.ipynb #3e13e246
@@ -123,6 +124,7 @@ class BatchMsg(msgspec.Struct):
     positions: np.ndarray
     out_loc: np.ndarray
     sampled: np.ndarray
+    adapters: np.ndarray | None
     logprob_requests: LogprobRequests | None   # Without the requests' own indices
 
     @classmethod
@@ -131,20 +133,23 @@ class BatchMsg(msgspec.Struct):
         arrays = {name: getattr(batch, name) for name in _batch_arrays}
         asked = batch.logprob_requests
         if asked: asked = replace(asked, sampled=_none, owners=_none, named=_none)
-        return cls(batch.mode, batch.step, **arrays, logprob_requests=asked)
+        return cls(batch.mode, batch.step, **arrays, adapters=batch.adapters,
+                   logprob_requests=asked)
 
     def to_batch(self) -> Batch:
         "The batch, as another rank computes it: without requests, since it knows only rows"
         arrays = {name: getattr(self, name) for name in _batch_arrays}
-        return Batch([], self.mode, self.step, **arrays, logprob_requests=self.logprob_requests)
+        return Batch([], self.mode, self.step, **arrays, adapters=self.adapters,
+                     logprob_requests=self.logprob_requests)
 
 # %% ../../nbs/distributed/tensor_parallel.ipynb #6cb32984
 class WeightsMsg(msgspec.Struct, tag=True):
-    "Load another checkpoint in place, and reply."
+    "Load another checkpoint in place, or an adapter, and reply."
     number: int     # As in `StepMsg`
-    path: str       # Its folder
+    path: str       # Its folder; '': forget the adapter
+    adapter: int    # Its number; 0: it is a checkpoint
 
-def no_weights(path: str) -> None:
+def no_weights(path: str, adapter: int) -> None:
     "For ranks whose weights never change"
     raise RuntimeError(f'this rank cannot load {path}')
 
@@ -238,13 +243,20 @@ def digest(
     "A checksum of all that a batch reads from the host"
     used = zip(batch.rows, -(-batch.device_lens // page_size))
     arrays = [*(getattr(batch, name) for name in _batch_arrays), *(pages[i, :n] for i, n in used)]
+    if batch.adapters is not None: arrays.append(batch.adapters)
     return zlib.crc32(b''.join(o.astype(np.int64).tobytes() for o in arrays)) or 1
+
+class Follower(Protocol):
+    "Computes the part of another rank."
+    @property
+    def stream(self) -> Stream: ...
+    def follow(self, batch: Batch) -> Event: ...
 
 def follow(
     messages: Iterable[bytes],  # From rank 0
-    engine: Engine,             # Computes our part
+    engine: Follower,           # Computes our part
     table: TableManager,        # Ours
-    load: Callable[[str], None] = no_weights,   # Loads our part of a checkpoint, and replies
+    load: Callable[[str, int], None] = no_weights,   # Does what a `WeightsMsg` says, and replies
 ) -> None:
     "Compute what rank 0 computes, in its order, until there is no more"
     in_flight: deque[Event] = deque()
@@ -253,7 +265,7 @@ def follow(
         if message.number != number:
             raise RuntimeError(f'message {number} of rank 0 has number {message.number}')
         if isinstance(message, WeightsMsg):
-            engine.stream.submit(partial(load, message.path))
+            engine.stream.submit(partial(load, message.path, message.adapter))
             continue
         batch = message.batch.to_batch()
         apply_update(table, message.table, engine.stream)
@@ -264,10 +276,15 @@ def follow(
             in_flight.popleft().synchronize()
 
 # %% ../../nbs/distributed/tensor_parallel.ipynb #f8f06d0d
+class RankZero(EngineProtocol[Launched], Protocol):
+    "Computes the part of rank 0."
+    @property
+    def stream(self) -> Stream: ...
+
 @dataclass(eq=False)
 class LeaderEngine:
     "All ranks behind the core's `EngineProtocol`: it sends, then computes."
-    engine: Engine                             # Computes rank 0's part
+    engine: RankZero                           # Computes rank 0's part
     table: LeaderTable                         # Notes what the others have to know
     ranks: 'RankProcesses'                     # The others
     audit: bool = False                        # Whether they check that they compute the same
@@ -283,14 +300,29 @@ class LeaderEngine:
 
     def send_weights(
         self,
-        path: str,   # Folder of a checkpoint
+        path: str,          # Folder of a checkpoint, or of an adapter; '': forget the adapter
+        adapter: int = 0,   # Its number; 0: it is none
     ) -> None:
         "Enqueue a message to the others that they load it; each replies"
         self._sent += 1
-        self.engine.stream.submit(partial(self.ranks.send, encode(WeightsMsg(self._sent, path))))
+        message = encode(WeightsMsg(self._sent, path, adapter))
+        self.engine.stream.submit(partial(self.ranks.send, message))
+
+    def send_adapter(self, number: int, path: str) -> None:
+        "Have all the others load an adapter, or forget it; `ValueError` if one cannot: none has it"
+        self.send_weights(path, number)
+        self.engine.stream.synchronize()
+        try: self.ranks.receive_all()
+        except ValueError:
+            if path: self.send_adapter(number, '')   # some may have loaded it
+            raise
+
+    def compute_with(self, engine: RankZero) -> None:
+        "From now on this computes rank 0's part"
+        self.engine = engine
 
     def sample(
-        self, batch: Batch, launched: object, mask: np.ndarray | None = None,
+        self, batch: Batch, launched: Launched, mask: np.ndarray | None = None,
     ) -> ForwardOutput:
         "Enqueue the sampling of tokens, and their broadcast"
         return self.engine.sample(batch, launched, mask)

@@ -7,7 +7,7 @@ __all__ = ['AdapterLoad', 'AdapterKeeper', 'AdapterOrders']
 
 # %% ../../nbs/loop/adapter_orders.ipynb #1831cc04
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 
@@ -19,6 +19,20 @@ class AdapterLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     "The argument of the command `load_adapter`, as JSON."
     name: str   # What requests will call it
     path: str   # Folder of a PEFT checkpoint, on the machine of the engine
+
+    @classmethod
+    def read(
+        cls,
+        argument: str,   # Of the command
+    ) -> Self:
+        "The order in it; `RequestError` if it is none"
+        try: return msgspec.json.decode(argument, type=cls)
+        except msgspec.DecodeError as e: raise RequestError('argument', str(e)) from None
+
+    @property
+    def argument(self) -> str:
+        "As the command takes it"
+        return msgspec.json.encode(self).decode()
 
 class AdapterKeeper(Protocol):
     "What keeps the adapters of an engine."
@@ -67,8 +81,7 @@ class AdapterOrders:
         argument: str,   # An `AdapterLoad` as JSON
     ) -> dict[str, object]:
         "Load an adapter now; `RequestError` if that cannot be"
-        try: asked = msgspec.json.decode(argument, type=AdapterLoad)
-        except msgspec.DecodeError as e: raise RequestError('argument', str(e)) from None
+        asked = AdapterLoad.read(argument)
         try: self.keeper.load(asked.name, asked.path)
         except RequestError: raise
         except ValueError as e: raise RequestError('lora_path', str(e)) from None
@@ -89,14 +102,11 @@ class AdapterOrders:
         gone = self.keeper.drop_unused()
         return [ControlReply(self._begun.pop(name), self.describe()) for name in gone]
 
-    @property
-    def digests(self) -> Mapping[str, str]:
-        "What tells the prefixes of each from all others, by name"
-        return self._keeper.digests if self._keeper else {}
-
     def describe(self) -> dict[str, object]:
-        "The adapters that are loaded"
-        return {'adapters': dict(self._keeper.paths) if self._keeper else {}}
+        "The adapters that are loaded, and what tells the prefixes of each from all others"
+        keeper = self._keeper
+        return {'adapters': dict(keeper.paths) if keeper else {},
+                'digests': dict(keeper.digests) if keeper else {}}
 
     def stats(self) -> dict[str, object]:
         "For the statistics of the engine: nothing where there are no adapters"

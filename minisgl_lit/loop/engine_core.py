@@ -256,8 +256,7 @@ class EngineCore:
         cache = self.scheduler.cache
         if isinstance(cache.prefix, RadixCache):
             cache.prefix.observer = self.kv_events = KVEventLog(cache.prefix)
-        return {'page_size': cache.page_size, 'num_pages': cache.num_pages,
-                'adapters': dict(self.adapters.digests)}
+        return {'page_size': cache.page_size, 'num_pages': cache.num_pages}
 
     def _recent_batches(self) -> dict[str, object]:
         "The time, the batches of the last second, and the shape of the tree"

@@ -202,6 +202,9 @@ class Engines:
         loaded = await self._load_all()
         most = max_open(self._config)
         self._clients = [AsyncEngineClient(o, self.model, most) for o, _ in loaded]
+        # what starts again gets the adapters of then when it joins
+        if self._router: self._config = replace(self._config, lora=None)
+        if self._cluster: self._cluster.config = self._config
         return loaded[0][1]
 
     async def run(self) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-import msgspec
 from pydantic import Field
 
 from ..core.sampling_params import RequestError
@@ -101,7 +100,7 @@ class LoraRoutes:
         name = body.lora_name
         if name == self.names.client.model or self.names.taken(name): raise ApiError(
             f'{name!r} is the name of a model, or of an adapter of another one', param='lora_name')
-        argument = msgspec.json.encode(AdapterLoad(name, body.lora_path)).decode()
+        argument = AdapterLoad(name, body.lora_path).argument
         return await self._order('load_adapter', argument, f'{name} is loaded')
 
     async def unload(self, body: UnloadLora) -> dict[str, object]:

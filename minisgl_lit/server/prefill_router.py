@@ -24,6 +24,7 @@ from ..core.sampling_params import QueueFull, RequestError
 from ..text.sampling_params import SamplingParams
 from ..process import own_folder
 from ..loop.messages import UserMsg
+from .adapter_set import AdapterSet
 from .router import Prompt, Replica, Router
 
 # %% ../../nbs/server/prefill_router.ipynb #b91443fd
@@ -35,8 +36,9 @@ class PrefillRouter(Router):
         prefill: Set[str],   # Names of the replicas that compute prompts for the others
         folder: Path | str,  # `kv_handoff_path` of all of them
         least_tokens: int = 256,   # Shorter prompts, or rests of prompts, are not worth the way
+        adapters: AdapterSet | None = None,   # As in `Router`
     ):
-        super().__init__(model)
+        super().__init__(model, adapters)
         self.prefill, self.folder, self.least_tokens = prefill, Path(folder), least_tokens
         self._rests: dict[Replica, float] = {}  # until when they get no prompts
 
@@ -190,5 +192,6 @@ def make_router(
         f'prefill_replicas={n} must be less than replicas={replicas}: others make the answers')
     if n and config.tp > 1: raise ValueError(
         f'prefill_replicas={n} is for tp=1, not tp={config.tp}')
-    if n and path: return PrefillRouter(model, {str(replicas - 1 - i) for i in range(n)}, path)
-    return Router(model) if replicas > 1 else None
+    adapters, prefill = AdapterSet(config.lora or {}), {str(replicas - 1 - i) for i in range(n)}
+    if n and path: return PrefillRouter(model, prefill, path, adapters=adapters)
+    return Router(model, adapters) if replicas > 1 else None

@@ -19,7 +19,9 @@ from ..core.request import FinishReason
 from ..core.sampling_params import QueueFull, RequestError
 from ..distributed.kv_events import BlockIndex, KVEvents, block_hashes
 from ..distributed.kv_events import prefix_len, root_hash
+from .adapter_set import AdapterSet
 from .engine_client import EngineClient
+from ..loop.adapter_orders import AdapterLoad
 from ..loop.messages import UserMsg
 
 # %% ../../nbs/server/router.ipynb #44a8d7fb
@@ -117,9 +119,9 @@ class Replica:
     async def sync(self) -> None:
         "Have the engine tell all that its tree holds, and from then on what changes"
         facts = await self.client.control('kv_events')
-        size, n, adapters = (facts[o] for o in ('page_size', 'num_pages', 'adapters'))
-        assert isinstance(size, int) and isinstance(n, int) and isinstance(adapters, Mapping)
-        self.load.page_size, self.load.num_pages, self.load.adapters = size, n, adapters
+        size, n = facts['page_size'], facts['num_pages']
+        assert isinstance(size, int) and isinstance(n, int)
+        self.load.page_size, self.load.num_pages = size, n
 
     def _apply(self, events: KVEvents) -> None:
         self.load.index.apply(events)
@@ -128,6 +130,16 @@ class Replica:
 
     async def _sync_again(self) -> None:
         with suppress(RuntimeError): await self.sync()   # if it has failed, it joins once more
+
+    # %% ../../nbs/server/router.ipynb #97737783
+    def note(
+        self,
+        told: Mapping[str, object],   # A reply of its engine that says which adapters it has
+    ) -> dict[str, str]:   # Where each comes from, by name
+        "Keep what their prefixes begin with"
+        paths, digests = (told.get(o) for o in ('adapters', 'digests'))
+        if isinstance(digests, Mapping): self.load.adapters = digests
+        return {**paths} if isinstance(paths, Mapping) else {}
 
 # %% ../../nbs/server/router.ipynb #926e640b
 Answers = dict[str, dict[str, object]]   # to a command, by name of the replica
@@ -139,8 +151,9 @@ class Router:
     def __init__(
         self,
         model: str,   # What callers call the model
+        adapters: AdapterSet | None = None,   # Of all; `None`: others decide which, too
     ):
-        self.model, self.replicas = model, dict[str, Replica]()
+        self.model, self.adapters, self.replicas = model, adapters, dict[str, Replica]()
         self.closed = ''    # why no new requests are accepted
         self.calls = 0      # that are being answered
         self._answer = 100.                              # tokens of an answer, on average
@@ -176,11 +189,17 @@ class Router:
         if before := self.replicas.get(name): self._past = joined([self._past, counts(before.stats)])
         self.replicas[name] = replica = Replica(client)
         await replica.sync()
+        there = replica.note(await client.control('adapters'))
         told: dict[str, tuple[int, str, str]] = {}
-        while missed := [(o[-1], k) for k, o in self._told.items() if o and told.get(k) != o[-1]]:
-            sent, about = min(missed)   # in the order in which they were sent
-            told[about] = sent
-            await client.control(*sent[1:])
+        while True:
+            missed = [(o[-1], k) for k, o in self._told.items() if o and told.get(k) != o[-1]]
+            if adapter := self.adapters and self.adapters.differing(there):
+                await self._bring(replica, adapter, there)
+            elif missed:
+                sent, about = min(missed)   # in the order in which they were sent
+                told[about] = sent
+                await client.control(*sent[1:])
+            else: break
         replica.joined = True
 
     def leave(
@@ -311,9 +330,9 @@ class Router:
         argument: str = '',  # Of the command; '' if it takes none
     ) -> dict[str, object]:
         "What all replicas answer, as one; `RequestError` if one refuses"
-        if command in _AT_START: raise RequestError(
-            'lora', 'where there are replicas, adapters are named at the start (lora)')
         match command:
+            case 'adapters' if self.adapters: return {'adapters': self.adapters.ready}
+            case 'load_adapter' | 'unload_adapter': return await self._adapt(command, argument)
             case 'stats': return await self.stats()
             case 'live': return await self._live()
             case 'request': return await self._way(argument)
@@ -345,6 +364,28 @@ class Router:
             for name in answers: replicas[name].differs.discard(about)
             for name in refused: replicas[name].differs.add(about)
         return self._checked(answers, refused)
+
+    # %% ../../nbs/server/router.ipynb #97737783
+    async def _bring(self, replica: Replica, adapter: str, there: dict[str, str]) -> None:
+        "Have it load or unload an adapter; if it refuses one that others have, it differs"
+        assert self.adapters, 'they say which'
+        replica.differs.discard(_adapter(adapter))
+        try: replica.note(await self.adapters.bring(replica.client, adapter, there))
+        except RequestError:
+            if adapter in self.adapters.paths: replica.differs.add(_adapter(adapter))
+
+    async def _adapt(self, command: str, argument: str) -> dict[str, object]:
+        "Have all replicas load or unload an adapter; those that all have then"
+        if not self.adapters: raise RequestError(
+            'lora', 'other servers share these engines, so adapters are named at the start (lora)')
+        load = command == 'load_adapter'
+        name = AdapterLoad.read(argument).name if load else argument
+        change = self.adapters.load if load else self.adapters.unload
+        answers, refused = await change(argument, self._ask_all)
+        for replica in self.replicas.values():
+            if name not in self.adapters.paths: replica.differs.discard(_adapter(name))
+        for place, told in self._checked(answers, refused).items(): self.replicas[place].note(told)
+        return {'adapters': self.adapters.ready}
 
     # %% ../../nbs/server/router.ipynb #eeb831a8
     async def _way(self, rid: str) -> dict[str, object]:
@@ -470,7 +511,10 @@ async def _tell(client: EngineClient, command: str, argument: str) -> dict[str, 
 _LASTING = {'pause': 'pause', 'resume': 'pause', 'update_weights': 'weights',
             'weight_version': 'version', 'release_memory': 'memory', 'resume_memory': 'memory'}
 _UNDONE_BY = {'release_memory': 'resume_memory'}   # if some have done what others refuse
-_AT_START = 'load_adapter', 'unload_adapter'   # an engine that joins later would lack them
+
+# %% ../../nbs/server/router.ipynb #97737783
+
+def _adapter(name: str) -> str: return f'adapter {name:.80}'   # as a subject
 
 # %% ../../nbs/server/router.ipynb #d4429bec
 _NOW = {'running', 'waiting', 'pages', 'hit_rate', 'host', 'disk', 'leases'}
