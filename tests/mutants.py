@@ -7,7 +7,7 @@ A mutant is a copy of the package with one line changed. Its own chapter runs fi
 chapters above, then random lives of a server and of the tree, or the tests of kernels. Whoever survives is
 named, and the exit code is 1: write the test that is missing. A line that is no longer there is an error too.
 """
-import argparse, os, shutil, subprocess, sys, tempfile
+import argparse, os, re, shutil, subprocess, sys, tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -938,8 +938,8 @@ def failing_test(folder: Path, files: list[str]) -> str | None:
                             '-p', 'no:xdist', '-k', 'not every', *files], cwd=folder,
                            env=env, capture_output=True, text=True)
     if found.returncode == 1:
-        return next((o.split(' ')[1].removeprefix('tests/') for o in found.stdout.splitlines()
-                     if o.startswith(('FAILED', 'ERROR'))), 'a test that never ends')
+        named = re.search(r'^(?:FAILED|ERROR) (?:tests/)?(\S+)', found.stdout, re.M)   # no line of a log
+        return named[1] if named else 'a test that never ends'
     if found.returncode:
         raise SystemExit(f'the tests did not run\n{found.stdout[-2000:]}{found.stderr[-2000:]}')
 
