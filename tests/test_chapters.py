@@ -106,6 +106,8 @@ def test_next_follows_the_path():
     assert way(first.place, len(first.path) + 1) == [*stems(first.chapters), others[0].place]
     assert (len(server) == 6 and way("server-path", 6) == server
             and {o.partition("/")[2].partition("/")[0] for o in server} == {"server"})
+    hours = sum(contents.minutes(root/f"{o}.ipynb") for o in server) / 60
+    assert f"in about {hours:.0f} hours" in (root/"docs/server-path.md").read_text(encoding="utf-8")
     for ring, after in zip(others, [*others[1:], None]):
         pages = [ring.place, *stems(ring.chapters), *([after.place] if after else [])]
         for a, b in zip(pages, pages[1:]): assert b in [to for _, to in ONWARD[a]], (a, b)
@@ -173,7 +175,8 @@ def test_the_page_of_a_module(small):
         "## Tests", "assert two() == 2", "{.onward} **Next:** [](<", "## Reference :::{py:modu"]
     module, other = cells("kernels/k"), cells("kernels/l")
     assert ("Module · [`pkg.kernels.k`]" in module[0].source and "minutes" not in module[0].source
-            and "0 minutes" in other[0].source)
+            and "Chapter of [Kernels](../../made/ring-kernels.md) · 0 minutes" in other[0].source)
+    assert "[Server path, 1 of 1](../server-path.md) · 0 minutes" in cells("runtime")[0].source
     tags = lambda cells: [c.metadata.tags for c in cells if c.cell_type == "code"]
     assert tags(module) == [[], ["exported", "hide-input"], []] and tags(other) == [["exported"], []]
 
