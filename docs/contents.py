@@ -163,9 +163,10 @@ def core_page(book, nbs):
         return (f"* [{part.title}]({part.place.removeprefix('made/')}.md) · {hours(part.path, nbs):.0f} "
                 "hours<br>" + " · ".join(f"[{c.words}](../nbs/{c.stem}.ipynb)" for c in part.path))
     return ("\n\n".join([
-        "# The core", "The engine itself, from a request to its last token, for one machine and one kind of "
-                      "checkpoint. Read it in order: each chapter breaks what the weekend has, and mends it. "
-                      "Around it stand the rings: kernels, formats, other ranks, rules of text, the server.",
+        "# The core",
+        "The engine itself, from a request to its last token, for one machine and one kind of checkpoint. "
+        "Read it in order: each chapter breaks what the weekend has, and mends it. Around it stand the "
+        "rings: kernels, formats, other ranks, rules of text, the server.",
         "\n".join(map(entry, core(book))),
         tree([(part.title, part.place.removeprefix("made/")) for part in core(book)])]) + "\n")
 

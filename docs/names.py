@@ -144,11 +144,14 @@ class Terms:
         return ("|".join(o if o.isupper() else f"[{o[0]}{o[0].upper()}]{o[1:]}"
                          for o in sorted(words, key=len, reverse=True)) or "(?!)")
 
+    def named(self, words):
+        "The term that some words are, in the singular or plural; `None` if they are none"
+        return self._names.get(words.lower()) or self._names.get(words.lower().removesuffix("s"))
+
     def link(self, text, seen):
         "Plain text with its first use of each term as a link; adds to `seen`"
         def one(m):
-            said = m[0].lower()
-            term = self._names.get(said) or self._names[said.removesuffix("s")]
+            term = self.named(m[0])
             if term in seen: return m[0]
             seen.add(term)
             return f"{{term}}`{m[0]} <{term}>`"

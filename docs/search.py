@@ -1,8 +1,8 @@
 """What the site's search knows beside Sphinx's index: how often each page has a word, and what other engines
 call the same.
 
-`_static/search.js` ranks with it. It is made of the sources of the pages, outputs and listings of modules
-left out, and written beside the built book.
+`_static/search.js` ranks with it. It is made of the sources of the pages, outputs, imports and listings of
+modules left out, and written beside the built book.
 """
 import json, re
 from collections import Counter
@@ -25,7 +25,7 @@ SAID = {
     "nbs/core/kv_cache.pool": "kv cache, block size, page_size, token_to_kv_pool, MHATokenToKVPool, "
                               "memory_pool",
     "nbs/experiments/page_size": "page_size, block_size",
-    "nbs/core/kv_cache.eviction": "LRU eviction, evictor",
+    "nbs/core/kv_cache.eviction": "LRU eviction, evictor, radix cache eviction",
     "nbs/core/scheduler.scheduler": "overlap scheduling, overlap scheduler, zero-overhead scheduler, async "
                                     "scheduling, event loop",
     "nbs/experiments/overlap": "overlap scheduling, async scheduling",
@@ -60,7 +60,7 @@ SAID = {
     "nbs/server/router": "data parallel, DP, load balancing, cache-aware routing, sglang router, replicas, "
                          "cache aware router, cache aware load balancing, data parallel attention, DP "
                          "attention, dp_size, "
-                         "cache-aware",
+                         "cache-aware, router policy, routing policy",
     "nbs/formats/packed_files": "AWQ, GPTQ, compressed-tensors, FP8 checkpoint, MXFP4, microscaling",
     "nbs/kernels/kv_formats": "fp8 kv cache, int8 kv cache, kv_cache_dtype",
     "nbs/formats/quantization": "quantize, quantization, int4, int8",
@@ -70,11 +70,11 @@ SAID = {
                                "custom scheduling policy, custom schedule policy, add a policy",
     "nbs/text/grammar": "structured output, guided decoding, guided generation, xgrammar, outlines, json "
                         "schema, constrained decoding, bitmask, vocab mask, vocabulary mask, regex, EBNF, "
-                        "llguidance, grammar backend, grammar_backend",
+                        "llguidance, grammar backend, grammar_backend, jump forward decoding, jump forward",
     "guides/structured-output": "structured output, json schema, json mode, guided decoding, response_format",
     "guides/which-models": "supported models, supported architectures, model list, model support, "
                            "doctor, Gemma 3, gemma3, OLMo 3, olmo3, Gemma 3n, EmbeddingGemma",
-    "guides/add-a-family": "add a model, new model, new architecture, port a model",
+    "guides/add-a-family": "add a model, new model, new architecture, port a model, add a model architecture",
     "guides/gpu": "soft cap, softcap, attention backend, attention_backend, soft cap attention backend",
     "guides/tools": "tool calling, function calling, tools, "
                     "qwen25, llama3, deepseekv3, tool_call_parser",
@@ -135,10 +135,13 @@ SAID = {
     "nbs/core/attention.flashinfer": "flashinfer, flashinfer backend",
     "guides/lora": "LoRA, lora adapter, adapters, PEFT, fine-tune, fine-tuning, "
                    "multi-LoRA, enable_lora, lora_modules",
-    "design": "architecture, speculative decoding, multimodal, vision, images, roadmap, EAGLE, MTP, "
-              "Medusa, draft model",
+    "nbs/adapters/low_rank": "LoRA, multi-LoRA, LoRA kernel, LoRA batch, Punica, S-LoRA",
+    "nbs/speculation/drafts": "speculative decoding, spec decode, verify",
+    "nbs/speculation/draft_model": "draft model",
+    "design": "architecture, multimodal, vision, images, roadmap, EAGLE, MTP, Medusa",
 }
 INCLUDED = "made/menu", "made/models"   # in other pages
+_import = re.compile(r"(?m)^(?:from [\w.]+ )?import (?:\([^)]*\)|.*)$")
 _flag = re.compile(r"(?<!\w)--[a-z0-9]+(?:-[a-z0-9]+)+")
 _word = re.compile(r"[^\W_]+(?:_[^\W_]+)*", re.UNICODE)
 # addresses of links, anchors and roles are no words
@@ -155,10 +158,10 @@ def words(text):
         if "_" in o: yield from map(_stem, o.split("_"))
 
 def source(path):
-    "What a page says, without the outputs of its cells"
+    "What a page says, without imports and the outputs of its cells"
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb": text = "\n".join("".join(c["source"]) for c in json.loads(text)["cells"])
-    return _markup.sub(" ", text)
+    return _markup.sub(" ", _import.sub("", text))
 
 def index(docs):
     """{pages: their lengths; words: {stem: [page, count, …]}} by the numbers of pages, and what is said for

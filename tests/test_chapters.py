@@ -106,6 +106,8 @@ def test_next_follows_the_path():
     assert way(first.place, len(first.path) + 1) == [*stems(first.chapters), others[0].place]
     assert (len(server) == 6 and way("server-path", 6) == server
             and {o.partition("/")[2].partition("/")[0] for o in server} == {"server"})
+    hours = sum(contents.minutes(root/f"{o}.ipynb") for o in server) / 60
+    assert f"in about {hours:.0f} hours" in (root/"docs/server-path.md").read_text(encoding="utf-8")
     for ring, after in zip(others, [*others[1:], None]):
         pages = [ring.place, *stems(ring.chapters), *([after.place] if after else [])]
         for a, b in zip(pages, pages[1:]): assert b in [to for _, to in ONWARD[a]], (a, b)
@@ -130,8 +132,9 @@ def small(tmp_path):
         nbformat.write(nbformat.v4.new_notebook(cells=[*cells]), tmp_path/"nbs"/f"{stem}.ipynb")
     save("index", md(MAP))
     for stem in re.findall(r"\(([\w/]+)\.ipynb\)", MAP):
+        example = [md("## Example"), code("two()")] if stem == "kernels/k" else []
         save(stem, md(f"# Of {stem}\n> What it gives."), code(f"#| default_exp {stem.replace('/', '.')}"),
-             md("What it is for."), code("#| export\ndef two(): return 2"), md("## Tests"),
+             md("What it is for."), *example, code("#| export\ndef two(): return 2"), md("## Tests"),
              code("assert two() == 2"))
     (tmp_path/"docs").mkdir()
     (tmp_path/"docs/glossary.md").write_text("")
@@ -158,23 +161,24 @@ def test_a_module_is_on_no_path(small):
             and listed(page) == [("l", "../nbs/kernels/l"), ("k ᵐ", "../nbs/kernels/k")])
 
 def test_the_page_of_a_module(small):
-    """What it is for, its reference, then its code, folded; a chapter has its text, what is next, and its
-    reference"""
+    """What it is for, its example, its reference, then its code, folded; a chapter has its text, what is
+    next, and its reference"""
     from chapters import Book
     made = Book(small/"nbs", "pkg")
     def cells(stem): return nbformat.reads(made.page(small/f"nbs/{stem}.ipynb"), as_version=4).cells
     def heads(stem):
         return [re.sub(r"\s+", " ", c.source)[:24] for c in cells(stem) if not c.source.startswith("(cell-")]
-    assert heads("kernels/k") == ["# Of kernels/k {.chapter", "What it is for.", "## Reference :::{py:modu",
-                                  "## Code and tests", "def two(): return 2", "## Tests", "assert two() == 2",
-                                  "{.onward} **Up:** [](<.."]
+    assert heads("kernels/k") == ["# Of kernels/k {.chapter", "What it is for.", "## Example", "two()",
+        "## Reference :::{py:modu", "## Code and tests", "def two(): return 2", "## Tests",
+        "assert two() == 2", "{.onward} **Up:** [](<.."]
     assert heads("kernels/l") == ["# Of kernels/l {.chapter", "What it is for.", "def two(): return 2",
         "## Tests", "assert two() == 2", "{.onward} **Next:** [](<", "## Reference :::{py:modu"]
     module, other = cells("kernels/k"), cells("kernels/l")
     assert ("Module · [`pkg.kernels.k`]" in module[0].source and "minutes" not in module[0].source
-            and "0 minutes" in other[0].source)
+            and "Chapter of [Kernels](../../made/ring-kernels.md) · 0 minutes" in other[0].source)
+    assert "[Server path, 1 of 1](../server-path.md) · 0 minutes" in cells("runtime")[0].source
     tags = lambda cells: [c.metadata.tags for c in cells if c.cell_type == "code"]
-    assert tags(module) == [["exported", "hide-input"], []] and tags(other) == [["exported"], []]
+    assert tags(module) == [[], ["exported", "hide-input"], []] and tags(other) == [["exported"], []]
 
 @every
 def test_a_chapter_is_one_sitting(stem):

@@ -107,6 +107,15 @@ def test_only_plain_text_is_linked(tmp_path):
     plain = "`a token b` [a token](x.md) $token$ <b token>\n# token\n```\ntoken\n```"
     assert book.other(plain) == plain and "{term}" in book.other(plain + "\ntoken")
 
+def test_names_of_other_programs_are_not_ours(tmp_path):
+    "In a table of what is what, terms are linked in our columns; a term that the text links, nowhere"
+    book = Book(tmp_path, "m", "```{glossary}\ntoken\n    A.\n```")
+    table = "| what | here | vLLM |\n|---|---|---|\n| a | b | a token |"
+    assert book.other(table) == table
+    assert book.other(table.replace("b", "a token")).endswith("| a | a {term}`token <token>` | a token |")
+    own = "One [token](x.md)\n\na token"
+    assert book.other(own) == own
+
 FIGURES = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(-9, 10**6), st.floats(0, 1e6),
                                  st.text("ab|`<*_ \n", max_size=9), st.lists(st.floats(0, 9), max_size=3)),
                        lambda of: st.dictionaries(st.text("ab_<|", min_size=1, max_size=9), of, max_size=4),
@@ -256,12 +265,13 @@ def test_flags_of_the_guide_exist():
     assert not {*asked.split()} - theirs, {*asked.split()} - theirs
 
 def test_the_search_counts_words(tmp_path):
-    "Stems, also of the parts of a name; not the addresses of links, nor outputs, nor listings of modules"
+    "Stems, also of the parts of a name; not addresses of links, nor imports, outputs, listings of modules"
     (tmp_path/"docs/src").mkdir(parents=True)
     (tmp_path/"docs/a.md").write_text("# Pages\nA [page](nowhere.md) has `page_size` slots, by "
                                       "`--page-size`; {term}`x <hidden>`.")
     (tmp_path/"docs/src/b.md").write_text("# b")
-    cell = dict(cell_type="code", source=["paging = 1"], outputs=[dict(text="spoken")], metadata={},
+    source = ["from hidden import (\n", "    nowhere)\n", "import hidden\n", "paging = 1"]
+    cell = dict(cell_type="code", source=source, outputs=[dict(text="spoken")], metadata={},
                 execution_count=None)
     (tmp_path/"docs/c.ipynb").write_text(json.dumps(dict(cells=[cell])))
     found = search.index(tmp_path/"docs")

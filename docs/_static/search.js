@@ -81,3 +81,7 @@ Search._performSearch = (query, terms, excluded, highlight, objectTerms) => {   
   const same = objects.filter(o => o[1].toLowerCase().split(".").includes(exact)).slice(0, 20), others = objects.filter(o => !same.includes(o)).slice(0, 20);
   return [...found.slice(0, 3), ...same, ...found.slice(3), ...others].reverse();
 };
+
+// an excerpt shows no imports
+const pageText = Search.htmlToText;
+Search.htmlToText = (...page) => pageText(...page).replace(/^(from [\w.]+ )?import (\([^)]*\)|.*)$/gm, "");

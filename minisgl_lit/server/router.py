@@ -38,7 +38,7 @@ class ReplicaLoad:
         num_pages: int = 0,   # Of its cache
     ):
         self.index, self.page_size, self.num_pages = BlockIndex(), page_size, num_pages
-        self.adapters: Mapping[str, str] = {}    # what their namespaces begin with, by name
+        self.adapters: Mapping[str, str] = {}    # the digest of each, by name
         self.open: dict[str, Prompt] = {}        # requests there, by rid
         self.waiting_tokens = 0                  # misses of those that have no output
         self.n_sent = 0                          # requests ever sent there
@@ -433,7 +433,7 @@ _MOST_TRIES = 2   # replicas that one request may be sent to
 # %% ../../nbs/server/router.ipynb #9712193e
 def namespace(
     request: UserMsg,             # Of a caller
-    adapters: Mapping[str, str],  # What the namespace of each begins with, by name
+    adapters: Mapping[str, str],  # The digest of each, by name; its namespace begins so
 ) -> str | None:
     "What it shares cached prefixes within, as engines have it"
     lora, key = request.params.lora, request.params.extra_key

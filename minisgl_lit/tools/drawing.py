@@ -126,7 +126,7 @@ def _box(box: Box, x: float, y: float, width: float) -> str:
     if box.look == 'crossed':
         line = f'M{x + 1:.1f} {y:.1f}l{max(width - 2, 0):.1f} {ROW - 4}'
         parts.append(tag('path', d=line, stroke='currentColor', stroke_width=.5))
-    words = shown(str(box.words), max(int(width / 6.2), 1))
+    words = shown(str(box.words), max(int(width / 6.2), 1)) if width >= 4 else ''
     if words: parts.append(text(x + width/2, y + 14.5, words, text_anchor='middle', font_size=11))
     return tag('g', *parts)
 
