@@ -353,7 +353,9 @@ def test_grammars_of_callers_who_have_left_are_not_compiled(compiler):
     compiler.hold.set()
     compiler.begin(SamplingParams(regex="b")).result(10)
     assert [o for o in compiler.started if o not in ("a0", "a1")] == ["a50", "b"]
+    compiler.hold.clear()
     ask("again", "a7")   # it was cancelled, and can be asked for again
+    compiler.hold.set()
     assert compiler.begin(SamplingParams(regex="a7")).result(10) is compiler
 
 def test_grammars_of_requests_that_waited_too_long_are_not_compiled(compiler, monkeypatch):

@@ -11,3 +11,10 @@ def test_torch_that_has_compiled_makes_no_start_slow():
     loaded = warm.run([sys.executable, "-c", "import sys; print('torch' in sys.modules)"],
                       stdout=subprocess.PIPE, text=True)
     assert loaded.stdout == "True\n"
+
+@pytest.mark.skipif(warm.nursery is None, reason="needs pytest-xdist, on Linux")
+def test_a_program_ends_as_one_that_was_started():
+    "Also one that has closed its output, as some of the standard library do"
+    program = "import sys; print(1); sys.stdout.close()"
+    done = warm.run([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (0, b"1\n")

@@ -15,12 +15,16 @@ _libc = ctypes.CDLL(None)
 
 def _fixed(env): return {k: v for k, v in env.items() if _READ_AT_IMPORT.match(k)}
 
+_python = sys.executable   # as it is; a test may pretend another
+
 def what(command):
     "How Python is asked to run something: how, what, its arguments; `None` if it is not, or otherwise"
-    match [str(o) for o in command]:
-        case [sys.executable, "-P", "-m", module, *args]: return "-P", module, args
-        case [sys.executable, "-m" | "-c" as how, thing, *args]: return how, thing, args
-        case [sys.executable, file, *args] if file.endswith(".py"): return "", file, args
+    first, *rest = map(str, command)
+    if first != _python: return None
+    match rest:
+        case ["-P", "-m", module, *args]: return "-P", module, args
+        case ["-m" | "-c" as how, thing, *args]: return how, thing, args
+        case [file, *args] if file.endswith(".py"): return "", file, args
 
 class Nursery:
     "The process that programs are forked off; it ends with this one."
@@ -83,10 +87,12 @@ def _serve(orders):
         told, tells = os.pipe()
         if (between := os.fork()) == 0:
             me = os.getpid()
-            if (program := os.fork()) == 0:
+            if os.fork() == 0:
+                order = pickle.loads(order)
+                if order["session"]: os.setsid()
+                os.write(tells, str(os.getpid()).encode())
                 while os.getppid() == me: time.sleep(.0005)
-                _become(pickle.loads(order), files, path)
-            os.write(tells, str(program).encode())
+                _become(order, files, path)
             os._exit(0)
         os.waitpid(between, 0)   # only then has the program its new parent
         orders.send(os.read(told, 99))
@@ -107,7 +113,6 @@ def _become(order, files, path):
         files = [os.dup2(fd, free + i) for i, fd in enumerate(files)]
         for fd, number in zip(files, numbers): os.dup2(fd, number)
         _close_all_but(*numbers)
-        if order["session"]: os.setsid()
         os.chdir(order["cwd"])
         os.environ.clear()
         os.environ.update(order["env"])
@@ -118,7 +123,7 @@ def _become(order, files, path):
     except BaseException: traceback.print_exc()
     finally:
         for o in (sys.stdout, sys.stderr):
-            try: o.flush()
+            try: o.closed or o.flush()
             except Exception: code = code or 120
         os._exit(code)
 
