@@ -26,9 +26,10 @@ def menu(page):
     "What the menu offers, and what is chosen"
     return [o.text.strip() for o in page.all("#models option")], page("models").get_attribute("value")
 
-def test_a_table_of_models(browser, table):
+def test_a_table_of_models(browser, table, monkeypatch):
     """It offers those that talk, begins with the default, says what is loaded, says it while one waits, too;
     the choice stays, and what the page knows is of the model that is chosen"""
+    monkeypatch.setattr("minisgl_lit.server.model_switch._TELL", .05)   # a load may take less than a second
     with serve(**ENGINE, models=table) as server:
         page = Page(browser, server.url, ready=lambda page: page.met() and page("brief").text != "connecting")
         assert menu(page) == (["another (not loaded)", "chat (not loaded)"], "chat")
