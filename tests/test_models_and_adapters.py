@@ -65,6 +65,15 @@ def test_an_adapter_has_its_model_loaded(table):
         r = post(s, "/v1/completions", model="late", prompt="A page")
         assert r.status_code == 404 and r.json()["error"]["code"] == "model_not_found"
 
+def test_replicas_of_one_model_keep_the_adapters_of_its_table(table, tmp_path):
+    "Also when it is loaded by its own name, and none of them has been asked for"
+    place = table.parent
+    both = dict(model=str(place/"chat"), replicas=2, lora={"tune-0": str(place/"tune-0")})
+    (path := tmp_path/"models.json").write_text(json.dumps({"models": {"two": both}}))
+    with serve(models=str(path), **HOW) as s:
+        alone = said(s, "two")
+        assert listed(s) == {"two": None, "tune-0": "two"} and said(s, "tune-0") != alone
+
 class Caller:
     "Asks for models and adapters at random, in three ways; an answer is right, or an error that says so"
     def __init__(self, server, right, vector, seed):

@@ -63,6 +63,7 @@ class Engines:
         log_file: LogFile | TextIO,   # Where lines about it go
     ):
         self._config, self._log_file = config, log_file
+        self._starts = config   # what the next engine starts with
         self.model = config.served_model_name or Path(config.model).name
         self._router: Router | None = None   # what chooses, if there are several engines
         self.memory = ''   # what it is used for, once the model is loaded
@@ -100,7 +101,7 @@ class Engines:
     async def _new_engine(self, replica: int) -> EngineCoreHandle | RayEngine:
         "A process of this machine, or of one that Ray will find"
         if self._cluster: return await self._cluster.engine()
-        return EngineCoreHandle(self._config, replica)
+        return EngineCoreHandle(self._starts, replica)
 
     async def _load(self, replica: int) -> tuple[EngineCoreHandle | RayEngine, ReadyMsg]:
         "A process that has started, to be closed at the end; raises what kept it from starting"
@@ -197,14 +198,14 @@ class Engines:
     async def start(self) -> ReadyMsg:
         "Load the model, as often as there are replicas; what the first says of it"
         path = self._kept.enter_context(handoff_folder(self._config))
-        self._config = replace(self._config, kv_handoff_path=path)
+        self._config = self._starts = replace(self._config, kv_handoff_path=path)
         self._router = make_router(self._config, self.model)
         loaded = await self._load_all()
         most = max_open(self._config)
         self._clients = [AsyncEngineClient(o, self.model, most) for o, _ in loaded]
         # what starts again gets the adapters of then when it joins
-        if self._router: self._config = replace(self._config, lora=None)
-        if self._cluster: self._cluster.config = self._config
+        if self._router: self._starts = replace(self._config, lora=None)
+        if self._cluster: self._cluster.config = self._starts
         return loaded[0][1]
 
     async def run(self) -> None:
