@@ -80,9 +80,9 @@ class Caller:
         self.server, self.right, self.vector, self.rng = server, right, vector, random.Random(seed)
         self.counts = dict(right=0, told=0, hung_up=0)
 
-    def run(self, end):
+    def run(self, goes_on):
         name, names = "embed", [*self.right, "embed", "embed"]
-        while time.monotonic() < end:
+        while goes_on():
             if self.rng.random() < .3: name = self.rng.choice(names)   # most stay for a while
             way = self.embedding if name == "embed" else self.rng.choice([self.whole, self.streamed])
             self.counts[way(name)] += 1
@@ -104,11 +104,11 @@ class Caller:
 
     def whole(self, name):
         r = post(self.server, "/api/chat", model=name, messages=HI, stream=False,
-                 options=dict(temperature=0, num_predict=12), **self.keep())
+                 options=dict(temperature=0, num_predict=6), **self.keep())
         return self.judged(r, lambda o: o["message"]["content"], self.right[name])
 
     def streamed(self, name):
-        body, text = dict(model=name, messages=HI, max_tokens=12, temperature=0, stream=True), ""
+        body, text = dict(model=name, messages=HI, max_tokens=6, temperature=0, stream=True), ""
         patience = self.rng.randrange(20)   # chunks, before some hang up
         hangs_up = self.rng.random() < .2
         with web.stream("POST", self.server.url + "/v1/chat/completions", json=body) as r:
@@ -141,10 +141,12 @@ def test_a_soak(table, record_property):
         right["late"] = said(s, "late")
         assert len({*right.values()}) == len(right)   # each tells itself apart
         vector = post(s, "/v1/embeddings", model="embed", input="A page").json()["data"][0]["embedding"]
-        begun, seen = time.monotonic(), []
+        begun, seen, running = time.monotonic(), [], []
+        def goes_on():   # to the end, or to the first wrong answer
+            return time.monotonic() < begun + seconds and not any(o.done() and o.exception() for o in running)
         with ThreadPoolExecutor(6) as pool:
-            running = [pool.submit(Caller(s, right, vector, o).run, begun + seconds) for o in range(6)]
-            while time.monotonic() < begun + seconds:
+            for i in range(6): running.append(pool.submit(Caller(s, right, vector, i).run, goes_on))
+            while goes_on():
                 time.sleep(rng.random()*4)
                 if time.monotonic() > begun + seconds*(1 + len(seen))/8: seen.append(memory())
                 loaded, what = [*s._models.loaded], rng.random()
