@@ -52,7 +52,10 @@ class AdapterSet:
             if name in self.paths: raise RequestError(
                 'lora', f'lora={name!r:.80}: there is one of this name; unload it first')
             self.paths[name] = path
-            answers, refused = await ask_all('load_adapter', argument)
+            try: answers, refused = await ask_all('load_adapter', argument)
+            except BaseException:   # who asked has gone: it is not known who has loaded it
+                del self.paths[name]
+                raise
             if refused or not answers:
                 del self.paths[name]
                 await ask_all('unload_adapter', name)
